@@ -17,7 +17,7 @@ from rsrv.control.card_memory import Cards
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_server import listen_locally
 from rsrv.control.health import Health, Readiness
-from rsrv.control.live import Live
+from rsrv.control.live import Live, Troubles
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
@@ -378,7 +378,7 @@ async def served(
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
         diagnosis = Diagnosis(runtimes, file, lambda: lifecycle.failures, readiness.missing, {})
-        live = Live(runtimes, cards, dict, lambda: diagnosis.findings, every=0.1)
+        live = Live(runtimes, cards, {}, lambda: Troubles({}, diagnosis.findings), every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),
             runtimes,

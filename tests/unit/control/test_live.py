@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.control import live as module
 from rsrv.control.card_memory import Cards
-from rsrv.control.live import Event, Live, OneServer
+from rsrv.control.live import Event, Live, OneServer, Troubles
 from rsrv.control.runtimes import Runtimes
 from rsrv.live.source import PageError
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
@@ -49,6 +49,13 @@ class Spans:
                 some = self.spans[since : since + 2]
                 end = len(self.spans)
                 return {"instance": self.instance, "next": since + len(some), "end": end, "spans": some}
+            case "memory":
+                models = {name: {"own_bytes": 700, "state_bytes": 30} for name in "ab"}
+                return {
+                    "memory": MEMORY,
+                    "models": models,
+                    "groups": [{"bytes": 200, "models": ["a", "b"], "on_device": True}],
+                }
             case "history" if command["model"] == "a":
                 records = [{"at": 1.0, "what": "model ready", "why": "warmed up"}]
                 waits_for = "queued (demand): waits for the load of b"
@@ -74,7 +81,8 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
         now = [1000.0]
-        live = Live(runtimes, Cards(["cpu"]), dict, list, clock=lambda: now[0], every=every)
+        facts = {"name": "here"}
+        live = Live(runtimes, Cards(["cpu"]), facts, lambda: Troubles({}, ()), lambda: now[0], every)
         running = asyncio.create_task(live.run())
         try:
             yield Watched(runtime, runtimes, live, now)
@@ -112,6 +120,39 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert len((await find(events, "spans"))["spans"]) == 2
             server.runtime.change("a@1", entry("a", weights="absent"))
             assert (await find(events, "log", "warm")) == {"t": 1000.0, "text": "a: warm"}
+
+
+@looped
+async def test_a_look_tells_only_of_models_that_changed(tmp_path: Path) -> None:
+    """After the whole state come changes; a later watcher gets the whole state, the memory and the charts."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        server.runtime.change("b@1", entry("b"))
+        assert (await find(events, "server")) == {"name": "here"}
+        await find(events, "state", '"name": "b"')
+        said = await find(events, "memory")
+        assert said == {"0": {"scratch": 7, "models": {"a": 730, "b": 730}, "groups": [[200, ["a", "b"]]]}}
+        server.now[0] += 1
+        assert (await find(events, "state", '"models": []'))["gone"] == []
+        server.runtime.change("b@1", None)
+        assert (await find(events, "state", '"gone": ["b"]'))["models"] == []
+        async with aclosing(server.live.watch()) as later:
+            whole = await find(later, "state")
+            assert [one["name"] for one in whole["models"]] == ["a"]
+            assert "gone" not in whole
+            assert (await find(later, "memory")) == said
+            assert (await find(later, "charts"))["5 min"] == []  # a point takes five seconds
+
+
+@looped
+async def test_charts_have_what_was_served(tmp_path: Path) -> None:
+    """Five seconds of looks make a point of the shortest range, which watchers get."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await find(events, "state")
+        server.now[0] += 5
+        name, (t, rate, *_) = await find(events, "point")
+        assert (name, t, rate) == ("5 min", 1005.0, 0)
+        async with aclosing(server.live.watch()) as later:
+            assert [point[0] for point in (await find(later, "charts"))["5 min"]] == [1005.0]
 
 
 @looped

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,21 +61,33 @@ async def page(token: bytes | None = TOKEN) -> AsyncIterator[tuple[FakeSource, C
     await runner.cleanup()
 
 
+PAGE_FILES = [
+    ("/", "text/html"),
+    ("/page.css", "text/css"),
+    *(
+        (f"/{name}.js", "text/javascript")
+        for name in ("page", "base", "servers", "charts", "devices", "timeline", "models", "panel")
+    ),
+]
+
+
 @looped
 async def test_the_files_load_nothing_from_elsewhere() -> None:
     """Each file has its content type and a strict policy, and refers to no other host."""
     async with page() as (_, client):
-        for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+        for path, kind in PAGE_FILES:
             async with client.get(path) as answer:
                 assert (answer.status, answer.content_type) == (200, kind)
                 policy = answer.headers["Content-Security-Policy"]
                 assert "default-src 'none'" in policy
                 assert "unsafe" not in policy
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
-                text = await answer.text()
+                text = (await answer.text()).replace("http://www.w3.org/2000/svg", "")
                 assert "//" not in text.replace("// ", "").replace('"//"', "") or "http" not in text
                 assert "innerHTML" not in text
                 assert not any(f" {event}=" in text for event in ("onclick", "onload", "style"))
+                for name in re.findall(r'(?:from "\./|src="|href=")([a-z.]+)"', text):
+                    assert f"/{name}" in dict(PAGE_FILES)
         async with client.get("/other") as answer:
             assert answer.status == 404
 

@@ -34,7 +34,7 @@ def histogram(*values: float) -> list[float]:
 
 def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
     """Return the figures of one model in the answer to `overview`."""
-    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, 40, request]
+    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, 40, 1, request]
 
 
 def figures(**models: list[Any]) -> dict[int, dict[str, Any]]:
@@ -52,15 +52,16 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
         "n@1": entry("n", state="loading", weights="absent"),
     }
 
-    shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, 10.0)
+    shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, {"a": [0]}, 10.0)
 
     assert device_picture(said[0]) == {
         "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800,
         "host": 1500, "device_s": 0.5,
     }  # fmt: skip
-    a, m, n = shown["models"]
+    a, m, n = shown.values()
     assert (a["name"], a["weights"], a["residency"], a["bytes"]) == ("a", "resident", "system", 1000)
     assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
+    assert (a["on"], m["on"]) == ([0], [])
     assert (a["loads"], a["load_s"], a["error"]) == (2, pytest.approx(0.3), "manifest.yaml: not YAML")
     assert 0.001 < a["p99_s"] <= 0.0025
     assert (m["kind"], m["executing"], m["bytes"], m["loads"], m["load_s"]) == ("meta", 4, None, 0, None)
@@ -71,7 +72,7 @@ def test_figures_of_several_devices_are_added() -> None:
     """A model's counters are sums over the devices, and its 99th percentile is of the requests of all."""
     first, second = figures(a=model(histogram(*[0.002] * 90)))[0], figures(a=model(histogram(*[1.5] * 10)))[0]
 
-    (a,) = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, 0.0)["models"]
+    a = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, {}, 0.0)["a"]
 
     assert (a["queued"], a["executing"], a["requests"], a["errors"], a["bytes"]) == (2, 4, 6, 8, 1000)
     assert (a["device_s"], a["loads"], a["load_s"], a["tokens"]) == (1.0, 4, pytest.approx(0.3), 80)
@@ -87,7 +88,7 @@ def test_of_several_versions_what_is_served_is_shown(states: list[str], random: 
     entries = [(f"a@{number}", entry("a", state=state)) for number, state in enumerate(states)]
     random.shuffle(entries)
 
-    (shown,) = Overview().take(figures(), dict(entries), {}, 0.0)["models"]
+    shown = Overview().take(figures(), dict(entries), {}, {}, 0.0)["a"]
 
     assert shown["state"] == min(states, key=["ready", "loading", "failed", "leaving"].index)
 
@@ -98,7 +99,7 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
     slow, fast = [1.5] * 50, [0.002] * 50
 
     def p99(request: list[float], now: float) -> Any:
-        return overview.take(figures(a=model(request)), entries, {}, now)["models"][0]["p99_s"]
+        return overview.take(figures(a=model(request)), entries, {}, {}, now)["a"]["p99_s"]
 
     assert p99(histogram(*slow), 0.0) > 1
     assert p99(histogram(*slow), 5.0) is None
@@ -109,11 +110,32 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
 def test_counters_that_restart_are_taken_as_they_are() -> None:
     """After a restart of the runtime, its lower counters are taken as they are."""
     overview, entries = Overview(), {"a@1": entry("a")}
-    overview.take(figures(a=model(histogram(*[1.5] * 9))), entries, {}, 0.0)
+    overview.take(figures(a=model(histogram(*[1.5] * 9))), entries, {}, {}, 0.0)
 
-    shown = overview.take(figures(a=model(histogram(0.002))), entries, {}, 1.0)
+    shown = overview.take(figures(a=model(histogram(0.002))), entries, {}, {}, 1.0)
 
-    assert shown["models"][0]["p99_s"] < 0.01
+    assert shown["a"]["p99_s"] < 0.01
+
+
+def test_only_models_that_changed_are_made_again() -> None:
+    """An idle model is the same object at the next look; what the others did is the work between the looks."""
+    overview, entries = Overview(), {"a@1": entry("a"), "b@1": entry("b")}
+
+    def look(now: float, *values: float, requests: int) -> dict[str, Any]:
+        a = model(histogram(*values))
+        a[3], a[5] = requests, 0.1 * requests
+        return overview.take(figures(a=a, b=model(histogram())), entries, {}, {}, now)
+
+    first = look(0.0, 0.002, requests=3)
+    assert overview.work.requests == 0
+    second = look(1.0, 0.002, 0.02, 0.02, requests=5)
+    assert overview.work.requests == 2
+    assert overview.work.device_s == pytest.approx(0.2)
+    assert 0.01 < (overview.work.request.quantile(0.5) or 0) <= 0.025
+    assert second["a"] is not first["a"]
+    assert second["b"] is first["b"]
+    look(2.0, 0.002, requests=1)
+    assert overview.work.requests == 1  # a new runtime counts from 0
 
 
 @given(st.lists(st.lists(st.floats(0.0, 50.0), max_size=5), min_size=1, max_size=30))
@@ -124,8 +146,8 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
         for value in values:
             total.observe(value)
         came.append(values)
-        shown = overview.take(figures(a=model(total.to_json())), {"a@1": entry("a")}, {}, float(second))
-        p99 = shown["models"][0]["p99_s"]
+        shown = overview.take(figures(a=model(total.to_json())), {"a@1": entry("a")}, {}, {}, float(second))
+        p99 = shown["a"]["p99_s"]
         window = [value for each in (came[1:] if second <= 10 else came[second - 9 :]) for value in each]
         if second == 0:
             window = came[0]

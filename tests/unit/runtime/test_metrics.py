@@ -106,7 +106,9 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     assert a["device_bytes"] == a["host_bytes"] == 12
     with Operator(runtime) as operator:
         said = operator.do("overview")
-    assert said["models"] == {"a": [0, 0, 12, 3, 0, a["device_seconds"], 1, a["load"][0], 0, a["request"]]}
+    assert said["models"] == {
+        "a": [0, 0, 12, 3, 0, a["device_seconds"], 1, a["load"][0], 0, a["misses"], a["request"]]
+    }
     assert said["memory"]["device"]["physical_bytes"] == 12
     engine.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
@@ -176,7 +178,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
             shown = operator.do("overview")["models"]
 
     meta = said["metas"]["meta"]
-    assert shown["meta"] == [0, 0, None, 1, 1, meta["device_seconds"], 0, 0.0, 0, meta["request"]]
+    assert shown["meta"] == [0, 0, None, 1, 1, meta["device_seconds"], 0, 0.0, 0, 0, meta["request"]]
     assert shown["a"][3:5] == [2, 0]
     assert meta["responses"] == {"ok": 1, "internal": 1}
     assert (meta["requests"]["answered"], meta["requests"]["failed"], meta["calls"]) == (1, 1, 2)

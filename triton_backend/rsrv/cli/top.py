@@ -91,7 +91,7 @@ class Top:
             self.log.append(json.loads(text))
         if event != "state":
             return False
-        self._before, self.state = self.state, json.loads(text)
+        self._before, self.state = self.state, _whole(self.state, json.loads(text))
         if self.state["up"]:
             self.rows = list(_rows(self._before, self.state))
             self._sort()
@@ -158,6 +158,16 @@ def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -
     if then is None or "device_s" not in device:
         return None
     return min(1.0, max(0.0, float(device["device_s"] - then) / elapsed))
+
+
+def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with its unchanged models, which one with `gone` leaves out."""
+    if "gone" not in state:
+        return state
+    models = {model["name"]: model for model in (*before.get("models", ()), *state["models"])}
+    for name in state["gone"]:
+        models.pop(name, None)
+    return {**state, "models": list(models.values())}
 
 
 def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:

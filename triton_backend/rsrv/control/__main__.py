@@ -84,7 +84,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.diagnosis import Diagnosis
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
     from rsrv.control.health import Health, Readiness
-    from rsrv.control.live import Live, OneServer
+    from rsrv.control.live import Live, OneServer, Troubles
     from rsrv.control.metrics import Metrics
     from rsrv.control.placing import Placing
     from rsrv.control.prewarming import Prewarming
@@ -93,7 +93,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.service import ControlledServer, ControlService, Monitoring
     from rsrv.control.settings_file import Rereading, SettingsFile
     from rsrv.control.stub_health import stub_processes
-    from rsrv.control.triton import Triton
+    from rsrv.control.triton import Triton, facts
     from rsrv.settings_changes import read_or_keep
     from rsrv.tokens import read_token
 
@@ -127,8 +127,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     live = Live(
         runtimes,
         cards,
-        lambda: {name: one.text for name, one in reconciler.failures.items()},
-        lambda: diagnosis.findings,
+        facts(options.server_pid),
+        lambda: Troubles({name: one.text for name, one in reconciler.failures.items()}, diagnosis.findings),
     )
     prewarming = Prewarming(file, runtimes)
     served = ControlledServer(options.server_pid, file, prewarming)

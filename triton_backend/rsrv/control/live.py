@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from rsrv.control import messages
 from rsrv.control.card_memory import Cards
+from rsrv.control.charts import RANGES, Charts
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overview import Overview, describe, device_picture
+from rsrv.control.overview import Overview, describe, device_picture, memory_picture
 from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.runtime_link import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
@@ -23,8 +24,10 @@ from rsrv.live.source import RESIDENCIES, PageError
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two looks while the page has watchers.
-_LOOK_S = 1.0
+#: Seconds between two looks while the page has watchers, and else: the charts go on.
+_LOOK_S, _REST_S = 1.0, RANGES[0].seconds
+#: Seconds between two looks at the bytes of models: they take the runtime longer.
+_MEMORY_S = 5.0
 #: Lines of the event log that a new watcher gets.
 _LOG_LINES = 200
 #: Seconds of the timeline that a new watcher gets.
@@ -48,27 +51,49 @@ class Event(NamedTuple):
 _BEGIN = Event("begin", "null")
 
 
+class Troubles(NamedTuple):
+    """Troubles of a server: the reasons why models are not as their bundles say, by name, and the findings."""
+
+    failures: Mapping[str, str]
+    findings: Sequence[ServerFinding]
+
+
 class Live:
-    """Looks at the runtimes while the page has watchers, and always keeps the event log. `run` drives it."""
+    """Looks at the runtimes for the page's watchers, and always keeps the event log and the charts. `run` drives it."""
 
     def __init__(
         self,
         runtimes: Runtimes,
         cards: Cards,
-        failures: Callable[[], Mapping[str, str]],
-        findings: Callable[[], Sequence[ServerFinding]],
+        facts: Mapping[str, Any],
+        troubles: Callable[[], Troubles],
         clock: Callable[[], float] = time.time,
         every: float = _LOOK_S,
     ) -> None:
-        """`failures`: the reasons why models are not as their bundles say, by name; `clock`: Unix time."""
+        """Make it.
+
+        Args:
+            runtimes: of the server.
+            cards: its GPUs.
+            facts: what the page says about the server, as JSON.
+            troubles: the present ones.
+            clock: Unix time.
+            every: seconds between two looks.
+        """
         self._runtimes, self._cards = runtimes, cards
-        self._failures, self._findings = failures, findings
+        self._facts, self._troubles = Event("server", json.dumps(facts)), troubles
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
         self._log: deque[Event] = deque(maxlen=_LOG_LINES)
         self._spans: deque[tuple[float, Event]] = deque()
-        self._overview = Overview()
+        self._overview, self._charts = Overview(), Charts()
+        #: The state that watchers have, its models by name, and the bytes of models.
+        self._state: dict[str, Any] = {}
+        self._models: dict[str, dict[str, Any]] = {}
+        self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
+        #: Of the bytes: the runtimes' count of changes, and when to look again.
+        self._memory_of, self._memory_due = -1, 0.0
         #: By device, the runtime's instance and the number of its next span.
         self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the last load or eviction, and their number in it.
@@ -83,7 +108,11 @@ class Live:
     async def watch(self) -> AsyncGenerator[Event, None]:
         """Yield the current state, then each event. The stream of a slow watcher ends; it may watch again."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        for past in (_BEGIN, *self._log, *(event for _, event in self._spans)):
+        whole = {**self._state, "models": list(self._models.values())}
+        states = [Event("state", json.dumps(whole)), self._memory, self._cold] if self._state else []
+        charts = Event("charts", json.dumps(self._charts.all()))
+        spans = (event for _, event in self._spans)
+        for past in (_BEGIN, self._facts, *self._log, *states, charts, *spans):
             events.put_nowait(past)
         self._watchers.add(events)
         self._watched.set()
@@ -149,46 +178,96 @@ class Live:
 
     async def _look(self) -> None:
         while True:
-            if not self._watchers:
+            watched = bool(self._watchers)
+            if not watched:
                 self._watched.clear()
                 self._spans.clear()
-                await self._watched.wait()
+                # The next watcher gets everything.
+                self._state, self._models, self._memory_of = {}, {}, -1
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_REST_S):
+                        await self._watched.wait()
             try:
-                self._tell(Event("state", json.dumps(await self._state())))
-                with suppress(StatusError):
-                    await self._read_timeline()
+                await self._tell_state()
+                if self._watchers:
+                    with suppress(StatusError):
+                        await self._tell_memory()
+                        await self._read_timeline()
             except Exception:
                 # A fault of the page must not end the control process.
                 log.exception("a look for the live page failed")
-            await asyncio.sleep(self._every)
+            if self._watchers:
+                await asyncio.sleep(self._every)
 
-    async def _state(self) -> dict[str, Any]:
+    async def _tell_state(self) -> None:
+        """Tell the state: after the first time, with the models that changed, and the names of those that are gone."""
         runtimes, now = self._runtimes, self._clock()
         # Counters begin again if any runtime does.
         instance = " ".join(link.instance for link in runtimes.live.values())
-        findings = [asdict(one) for one in self._findings()]
-        state = {"t": now, "up": True, "instance": instance, "findings": findings}
+        failures, findings = self._troubles()
+        state = {"t": now, "up": True, "instance": instance, "findings": [asdict(one) for one in findings]}
+        models, first = self._models, not self._state
         try:
             figures = await runtimes.query({"command": "overview"})
         except StatusError as error:
-            return {**state, "up": False, "why": str(error)}
-        cards = await self._cards.memory()
-        devices = []
-        for number, link in enumerate(runtimes.links):
-            card = cards[number]._asdict() if number in cards else None
-            picture = (
-                device_picture(figures[number]) if number in figures else {"down_since": now - link.down_s}
-            )
-            devices.append({"number": number, "card": card, **picture})
-        on: dict[str, list[int]] = {}
-        for number, link in runtimes.live.items():
-            for entry in link.entries.values():
-                if entry["weights"] == "resident" and number not in on.setdefault(entry["name"], []):
-                    on[entry["name"]].append(number)
-        overview = self._overview.take(figures, runtimes.entries, self._failures(), now)
-        models = [{**model, "on": on.get(model["name"], [])} for model in overview["models"]]
+            state |= {"up": False, "why": str(error)}
+        else:
+            models = self._overview.take(figures, runtimes.entries, failures, self._on(), now)
+            ended = self._charts.add(now, self._overview.work, len(figures))
+            for name, point in ended.items():
+                self._tell(Event("point", json.dumps([name, point])))
+            state |= {"devices": await self._devices(figures, now), "cold": len(runtimes.cold)}
+        if not self._watchers:
+            return
         # Thousands of rows that never change would be a megabyte a second.
-        return {**state, "devices": devices, "models": models, "cold": len(runtimes.cold)}
+        changes = {
+            "models": [one for name, one in models.items() if one is not self._models.get(name)],
+            **({} if first else {"gone": [name for name in self._models if name not in models]}),
+        }
+        self._state, self._models = state, models
+        cold = Event("cold", json.dumps(sorted(runtimes.cold)))
+        if first or cold != self._cold:
+            self._cold = cold
+            self._tell(cold)
+        self._tell(Event("state", json.dumps({**state, **changes})))
+
+    def _on(self) -> dict[str, list[int]]:
+        """Return the devices that hold the weights, by model."""
+        on: dict[str, list[int]] = {}
+        for number, link in self._runtimes.live.items():
+            for entry in link.entries.values():
+                if entry["weights"] == "resident":
+                    there = on.setdefault(entry["name"], [])
+                    if number not in there:
+                        there.append(number)
+        return on
+
+    async def _devices(self, figures: Mapping[int, Mapping[str, Any]], now: float) -> list[dict[str, Any]]:
+        cards = await self._cards.memory()
+        return [
+            {
+                "number": number,
+                "card": cards[number]._asdict() if number in cards else None,
+                **(
+                    device_picture(figures[number])
+                    if number in figures
+                    else {"down_since": now - link.down_s}
+                ),
+            }
+            for number, link in enumerate(self._runtimes.links)
+        ]
+
+    async def _tell_memory(self) -> None:
+        """Tell the bytes of each model and of shared tensors, if models came or went."""
+        runtimes, now = self._runtimes, self._clock()
+        if runtimes.other_changes == self._memory_of or (self._memory_of >= 0 and now < self._memory_due):
+            return
+        self._memory_of, self._memory_due = runtimes.other_changes, now + _MEMORY_S
+        said = await runtimes.query({"command": "memory"})
+        self._memory = Event(
+            "memory", json.dumps({number: memory_picture(one) for number, one in said.items()})
+        )
+        self._tell(self._memory)
 
     async def _read_timeline(self) -> None:
         for _ in range(_MAX_ANSWERS):

@@ -1,7 +1,8 @@
 """The live page's picture of a server, made of the runtime's figures and the models' states once a second. Pure."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rsrv.control.protocols import ModelVersion
@@ -9,6 +10,8 @@ from rsrv.histogram import SECONDS, Histogram
 
 #: Seconds of the 99th percentile.
 _WINDOW_S = 10.0
+#: Figures that are summed over the devices.
+_SUMS = ("queued", "executing", "requests", "errors", "device_s", "loads", "load_s", "tokens", "misses")
 #: Precedence among the versions of one name: the one that is served, else the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
 
@@ -26,48 +29,123 @@ class _Figures(NamedTuple):
     load_s: float
     #: of answers
     tokens: int
+    #: Requests that had to wait for weights.
+    misses: int
     request: Histogram
 
 
 #: Figures of a model that is not built yet.
-_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, 0, Histogram(SECONDS))
+_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, 0, 0, Histogram(SECONDS))
+
+
+@dataclass(slots=True)
+class Work:
+    """Work of all models of a server between two looks."""
+
+    requests: int = 0
+    errors: int = 0
+    misses: int = 0
+    device_s: float = 0.0
+    request: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+    def add(self, other: "Work") -> None:
+        self.requests += other.requests
+        self.errors += other.errors
+        self.misses += other.misses
+        self.device_s += other.device_s
+        self.request.add(other.request)
+
+    def count(self, before: "_Figures | None", now: "_Figures") -> None:
+        """Add a model's work since `before`; counters that began again count from 0."""
+        if before is None or now.requests < before.requests or now.device_s < before.device_s:
+            before = _NONE
+        self.requests += now.requests - before.requests
+        self.errors += max(0, now.errors - before.errors)
+        self.misses += max(0, now.misses - before.misses)
+        if now.bytes is not None:  # a meta model's seconds are those of its calls
+            self.device_s += now.device_s - before.device_s
+            self.request.add(_since(now.request, before.request))
+
+
+class _Shown:
+    """A model as it was shown last, and the histograms of its requests within the window."""
+
+    __slots__ = ("figures", "json", "looks", "said", "source")
+
+    def __init__(self) -> None:
+        #: By device, the runtime's answer, and its figures.
+        self.said: dict[int, Any] = {}
+        self.figures: dict[int, _Figures] = {}
+        #: When the histogram changed, and to what; the first one is that of the window's begin.
+        self.looks: deque[tuple[float, Histogram]] = deque()
+        self.source: Any = None
+        self.json: dict[str, Any] = {}
 
 
 class Overview:
-    """The picture of a server; keeps the latest figures for those of the last seconds."""
+    """The picture of a server, made again only of models that changed; `work`: what they did since the look before."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[float, dict[str, Histogram]]] = deque()
+        self._shown: dict[str, _Shown] = {}
+        self._began = False
+        self.work = Work()
 
     def take(
         self,
         figures: Mapping[int, Mapping[str, Any]],
         entries: Mapping[str, ModelVersion],
         failures: Mapping[str, str],
+        on: Mapping[str, Sequence[int]],
         now: float,
-    ) -> dict[str, Any]:
-        """Return the picture of the models as JSON, in bytes and seconds.
+    ) -> dict[str, dict[str, Any]]:
+        """Return the picture of each model as JSON, in bytes and seconds; that of an unchanged one is the same object.
 
-        `figures`: by device, the answers to the command `overview` (docs/protocol.md); `entries`: those of all devices;
-        `failures`: the reasons why models are not as their bundles say; `now`: seconds.
+        Args:
+            figures: by device, the answers to the command `overview` (docs/protocol.md).
+            entries: those of all devices.
+            failures: the reasons why models are not as their bundles say.
+            on: the devices that hold the weights, by model.
+            now: seconds.
         """
-        known = _sum(figures.values())
-        requests = {name: model.request for name, model in known.items()}
-        self._latest.append((now, requests))
-        while now - self._latest[0][0] > _WINDOW_S and len(self._latest) > 2:
-            self._latest.popleft()
-        before = self._latest[0][1]
-        return {
-            "models": [
-                {
+        self.work, found = Work(), {}
+        known = [(number, said["models"]) for number, said in figures.items()]
+        for name, entry in served(entries.values()).items():
+            one = self._shown.get(name) or _Shown()
+            said = {number: models[name] for number, models in known if name in models}
+            changed = self._read(one, said, now)
+            while len(one.looks) > 1 and one.looks[1][0] <= now - _WINDOW_S:
+                one.looks.popleft()
+            # The percentile of an idle model leaves with the window.
+            changed |= len(one.looks) == 1 and one.json.get("p99_s") is not None
+            source = (entry, failures.get(name), on.get(name), list(said))
+            if changed or source != one.source:
+                one.source = source
+                one.json = {
                     **_state(entry),
-                    **_shown(known.get(name, _NONE)),
-                    "p99_s": _p99(requests.get(name), before.get(name)),
+                    **_picture([one.figures[number] for number in said]),
+                    "p99_s": _p99(one.looks, now),
                     "error": failures.get(name) or entry["error"],
+                    "on": on.get(name, []),
                 }
-                for name, entry in served(entries.values()).items()
-            ],
-        }
+            found[name] = one
+        self._shown, self._began = found, True
+        return {name: one.json for name, one in found.items()}
+
+    def _read(self, one: _Shown, said: Mapping[int, Any], now: float) -> bool:
+        """Take over a model's figures on all devices; return True if any changed."""
+        changed = [number for number, there in said.items() if there != one.said.get(number)]
+        for number in changed:
+            figures = _Figures(*said[number])
+            figures = figures._replace(request=Histogram.from_json(SECONDS, said[number][-1]))
+            if self._began:
+                self.work.count(one.figures.get(number), figures)
+            one.said[number], one.figures[number] = said[number], figures
+        if changed or not one.looks:
+            total = Histogram(SECONDS)
+            for figures in one.figures.values():
+                total.add(figures.request)
+            one.looks.append((now, total))
+        return bool(changed)
 
 
 def device_picture(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,37 +166,23 @@ def device_picture(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sum(figures: Iterable[Mapping[str, Any]]) -> dict[str, _Figures]:
-    """Return the figures of each model over all devices."""
-    found: dict[str, _Figures] = {}
-    for one in figures:
-        for name, said in one["models"].items():
-            model = _Figures(*said)
-            model = model._replace(request=Histogram.from_json(SECONDS, said[-1]))
-            found[name] = model if name not in found else _add(found[name], model)
-    return found
-
-
-def _add(one: _Figures, other: _Figures) -> _Figures:
-    one.request.add(other.request)
-    return _Figures(
-        queued=one.queued + other.queued,
-        executing=one.executing + other.executing,
-        bytes=None if one.bytes is None or other.bytes is None else max(one.bytes, other.bytes),
-        requests=one.requests + other.requests,
-        errors=one.errors + other.errors,
-        device_s=one.device_s + other.device_s,
-        loads=one.loads + other.loads,
-        load_s=one.load_s + other.load_s,
-        tokens=one.tokens + other.tokens,
-        request=one.request,
-    )
+def memory_picture(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, as JSON, bytes on a device that each model has alone, by name, and those of shared tensors with their models."""
+    return {
+        "scratch": said["memory"]["scratch_bytes"],
+        "models": {name: one["own_bytes"] + one["state_bytes"] for name, one in said["models"].items()},
+        "groups": [[group["bytes"], group["models"]] for group in said["groups"]],
+    }
 
 
 def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     """Return one version of each name."""
-    ranked = sorted(entries, key=lambda entry: (entry["name"], -_RANK[entry["state"]]))
-    return {entry["name"]: entry for entry in ranked}
+    found: dict[str, ModelVersion] = {}
+    for entry in entries:
+        other = found.get(entry["name"])
+        if other is None or _RANK[entry["state"]] <= _RANK[other["state"]]:
+            found[entry["name"]] = entry
+    return found
 
 
 def _state(entry: ModelVersion) -> dict[str, Any]:
@@ -143,22 +207,27 @@ def life(state: str, weights: str, step: str = "") -> str:
     return "warm" if weights == "absent" else f"warm, weights {weights}"
 
 
-def _shown(model: _Figures) -> dict[str, Any]:
-    """Return the figures that the page shows; counters begin with the runtime."""
-    shown = model._asdict()
-    del shown["request"]
-    return {**shown, "load_s": model.load_s / model.loads if model.loads else None}
+def _picture(devices: Collection[_Figures]) -> dict[str, Any]:
+    """Return the figures that the page shows, over all devices; counters begin with the runtime."""
+    total = {key: sum(getattr(one, key) for one in devices) for key in _SUMS}
+    sizes = [one.bytes for one in devices if one.bytes is not None]
+    load_s = total["load_s"] / total["loads"] if total["loads"] else None
+    return {**total, "load_s": load_s, "bytes": max(sizes, default=None)}
 
 
-def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
-    """Return the 99th percentile of the requests between two looks."""
-    if now is None:
-        return None
-    latest = Histogram(SECONDS)
-    latest.add(now)
-    if before is not None and before is not now:
-        latest.subtract(before)
-    return latest.quantile(0.99)
+def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
+    """Return the 99th percentile of the requests of the window; at the first look, of all so far."""
+    latest = looks[-1][1]
+    if len(looks) == 1:
+        return latest.quantile(0.99) if looks[0][0] == now else None
+    return _since(latest, looks[0][1]).quantile(0.99)
+
+
+def _since(now: Histogram, before: Histogram) -> Histogram:
+    found = Histogram(now.bounds)
+    found.add(now)
+    found.subtract(before)
+    return found
 
 
 def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:

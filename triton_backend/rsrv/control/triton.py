@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+import rsrv
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import start_time
 
@@ -78,6 +80,29 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     )
 
 
+def facts(pid: int) -> dict[str, Any]:
+    """Return what the live page says about the tritonserver with this process id."""
+    options = Options(read_command_line(pid))
+    doors = [
+        (name, f"{options.last(f'{option}-address', '0.0.0.0')}:{options.last(f'{option}-port', port)}")
+        for name, option, port in (("gRPC", "grpc", "8001"), ("HTTP", "http", "8000"))
+        if options.is_on(f"allow-{option}", default=True)
+    ]
+    return {
+        "name": socket.gethostname(),
+        "pid": pid,
+        "version": rsrv.__version__,
+        "started": _started_ns(pid) / 1e9,
+        "endpoints": dict(doors),
+    }
+
+
+def _started_ns(pid: int) -> int:
+    """Return the Unix time at which a process started."""
+    since_boot = start_time(pid) * 10**9 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot
+
+
 def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
     """Return the headers for the repository API, from `api,api:key=value`."""
     headers = []
@@ -129,9 +154,7 @@ class Triton:
     @classmethod
     def of(cls, pid: int) -> Self:
         """Reach the tritonserver with this process id."""
-        since_boot = start_time(pid) * 10**9 // os.sysconf("SC_CLK_TCK")
-        started = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot
-        return cls(read_endpoint(read_command_line(pid)), started)
+        return cls(read_endpoint(read_command_line(pid)), _started_ns(pid))
 
     async def states(self) -> Mapping[str, State]:
         """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""

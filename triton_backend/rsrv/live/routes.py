@@ -1,4 +1,4 @@
-"""The live page over HTTP: three files, a stream of events, models' histories, and actions for clients with the token."""
+"""The live page over HTTP: its files, a stream of events, models' histories, and actions for clients with the token."""
 
 import asyncio
 import json
@@ -13,7 +13,6 @@ from rsrv.tokens import bears
 
 log = logging.getLogger("rsrv.live")
 
-_FILES = {"": "index.html", "page.css": "page.css", "page.js": "page.js"}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 #: The page loads nothing from other sites, and no other page embeds it.
 _HEADERS = {
@@ -38,19 +37,19 @@ class LivePage:
         self._source, self._token = source, token
         self._watchers = 0
         folder = resources.files("rsrv.live") / "page"
-        self._files = {name: (folder / file).read_bytes() for name, file in _FILES.items()}
+        self._files = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.get(f"/{name}", self._file) for name in _FILES),
+            *(web.get(f"/{name}", self._file) for name in ("", *self._files)),
             web.get("/live/stream", self._stream),
             web.get("/live/history", self._history),
             web.post("/live/steer", self._steer),
         ]
 
     async def _file(self, request: web.Request) -> web.Response:
-        name = request.path[1:]
-        kind = _TYPES[_FILES[name].rpartition(".")[2]]
+        name = request.path[1:] or "index.html"
+        kind = _TYPES[name.rpartition(".")[2]]
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=_HEADERS)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -342,6 +342,7 @@ class Reports:
                 sum(total.load.counts),
                 total.load.sum,
                 0 if (generations := self._generations.get(name)) is None else generations.tokens_out,
+                total.misses,
                 (reported.get(name) or _NO_COUNTERS).requests.to_json(),
             )
             for name, total in totals.items()
@@ -356,6 +357,7 @@ class Reports:
                 meta["device_seconds"],
                 0,
                 0.0,
+                0,
                 0,
                 meta["request"],
             )

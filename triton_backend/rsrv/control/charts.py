@@ -1,0 +1,97 @@
+"""Rates, latencies and shares of a server over the last minutes, hour and day, in bounded memory. Pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rsrv.control.overview import Work
+
+
+class Range(NamedTuple):
+    """A range of time: `points` of `seconds` each."""
+
+    name: str
+    seconds: float
+    points: int
+
+
+#: In all 324 points, some 50 kB.
+RANGES = (Range("5 min", 5.0, 60), Range("1 h", 30.0, 120), Range("24 h", 600.0, 144))
+
+
+class Point(NamedTuple):
+    """Figures of an interval that ended at Unix time `t`; None: there were no requests."""
+
+    t: float
+    #: Answers and failures per second.
+    rate: float
+    errors: float
+    #: Seconds of a request.
+    p50_s: float | None
+    p99_s: float | None
+    #: Share of the devices' time in which they executed.
+    busy: float
+    #: Share of the requests that found their weights on the device.
+    hits: float | None
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The points of one range, and the work since the latest one."""
+
+    points: deque[Point]
+    began: float
+    work: Work = field(default_factory=Work)
+
+
+class Charts:
+    """The points of each range. A point ends with the first look after its time, so that none is empty for a late look."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, _Ring] = {}
+
+    def add(self, now: float, work: Work, devices: int) -> dict[str, Point]:
+        """Take the work since the look before, at Unix time `now`; return the points that it ends, by range."""
+        ended = {}
+        for name, seconds, most in RANGES:
+            ring = self._rings.get(name)
+            # Without looks for long, as while no runtime answered, nothing is known of the time between.
+            if ring is None or not 0 <= now - ring.began < 2 * seconds + RANGES[0].seconds:
+                points = deque[Point](maxlen=most) if ring is None else ring.points
+                self._rings[name] = _Ring(points, now)
+                continue
+            ring.work.add(work)
+            elapsed = now - ring.began
+            # Looks come a little early or late.
+            if elapsed >= 0.95 * seconds:
+                ended[name] = _point(now, elapsed, ring.work, devices)
+                ring.points.append(ended[name])
+                ring.began, ring.work = now, Work()
+        return ended
+
+    def all(self) -> dict[str, list[Point]]:
+        """Return all points by range, the latest last."""
+        return {name: list(ring.points) for name, ring in self._rings.items()}
+
+
+def _point(now: float, elapsed: float, work: Work, devices: int) -> Point:
+    requests = work.requests + work.errors
+    return Point(
+        round(now, 1),
+        _brief(work.requests / elapsed),
+        _brief(work.errors / elapsed),
+        _quantile(work, 0.5),
+        _quantile(work, 0.99),
+        _brief(min(1.0, work.device_s / elapsed / max(1, devices))),
+        _brief(1 - min(1.0, work.misses / requests)) if requests else None,
+    )
+
+
+def _quantile(work: Work, q: float) -> float | None:
+    seconds = work.request.quantile(q)
+    return None if seconds is None else _brief(seconds)
+
+
+def _brief(value: float) -> float:
+    """Return the value with the digits that a chart shows."""
+    return float(f"{value:.4g}")

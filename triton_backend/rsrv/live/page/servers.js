@@ -1,0 +1,92 @@
+// What the stream has told so far of all servers: states, models, memory, spans and charts.
+
+export const SECONDS = 30; // of the timeline
+const MOST_SPANS = 50_000; // of a device
+
+/** By name: {state, seen, facts, memory, charts, cold, waiting, devices}; devices, by number: {card, spans, busy}. */
+export const servers = new Map();
+/** By `server/model`: its figures, and its row of the table. */
+export const rows = new Map();
+
+export const known = (name) => {
+  if (!servers.has(name)) {
+    servers.set(name, { name, devices: new Map(), state: null, seen: 0, facts: null, memory: {}, charts: {}, cold: [], waiting: [] });
+  }
+  return servers.get(name);
+};
+export const deviceOf = (server, number) => {
+  if (!server.devices.has(number)) server.devices.set(number, { number, card: null, spans: [], busy: null, view: null });
+  return server.devices.get(number);
+};
+export const ofServer = (name) => [...rows.values()].filter((row) => row.server === name);
+
+/** Take a state. One with `gone` has only the models that changed; the others did nothing. Counters become rates. */
+export function take(name, state) {
+  const server = known(name), before = server.state;
+  server.state = state;
+  server.seen = performance.now();
+  if (state.models) takeModels(server, before, state);
+  if (!state.up) return; // the last known figures stay
+  const elapsed = elapsedSince(before, state);
+  for (const device of state.devices) {
+    const last = elapsed > 0 ? before.devices?.find((one) => one.number === device.number)?.device_s : null;
+    deviceOf(server, device.number).busy = last == null || device.device_s == null ? null : Math.min(1, Math.max(0, (device.device_s - last) / elapsed));
+  }
+  for (const [number, device] of server.devices) {
+    if (!state.devices.some((one) => one.number === number)) {
+      device.card?.root.remove();
+      server.devices.delete(number);
+    }
+  }
+  // Who waited when: the timeline's hover text tells.
+  const waiting = ofServer(name).filter((row) => row.queued).sort((a, b) => b.queued - a.queued);
+  server.waiting.push({ t: state.t, models: waiting.slice(0, 4).map((row) => `${row.name} (${row.queued})`), more: waiting.length - 4 });
+  if (server.waiting.length > 2 * SECONDS) server.waiting.shift();
+}
+
+const elapsedSince = (before, state) => (before?.up && before.instance === state.instance ? state.t - before.t : 0);
+
+function takeModels(server, before, state) {
+  const elapsed = elapsedSince(before, state), told = new Set();
+  for (const model of state.models) {
+    const key = `${server.name}/${model.name}`;
+    const row = rows.get(key) ?? { key, server: server.name };
+    const per = (name) => (elapsed > 0 && row[name] != null ? Math.max(0, (model[name] - row[name]) / elapsed) : null);
+    const rates = { rate: per("requests"), speed: per("tokens"), share: per("device_s"), loading: per("loads") };
+    rows.set(key, Object.assign(row, model, rates, { places: (model.on ?? []).join(" ") }));
+    told.add(key);
+  }
+  for (const row of ofServer(server.name)) {
+    if (told.has(row.key)) continue;
+    if (!state.gone || state.gone.includes(row.name)) forget(row);
+    else Object.assign(row, { rate: 0, speed: 0, share: 0, loading: 0 });
+  }
+}
+
+function forget(row) {
+  row.element?.remove();
+  rows.delete(row.key);
+}
+
+export function dropServer(name) {
+  for (const device of servers.get(name)?.devices.values() ?? []) device.card?.root.remove();
+  servers.delete(name);
+  ofServer(name).forEach(forget);
+}
+
+export function takeSpans(name, spans) {
+  const server = known(name);
+  for (const [kind, model, start, length, n, size, requests, failed, number] of spans) {
+    deviceOf(server, number).spans.push({ kind, model, start, length, n, size, requests, failed });
+  }
+  for (const { spans: kept, view } of server.devices.values()) {
+    if (!kept.length) continue;
+    const oldest = Math.min(kept.at(-1).start - SECONDS - 5, view?.end ? view.end - view.length : Infinity);
+    let gone = Math.max(0, kept.length - MOST_SPANS);
+    while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
+    kept.splice(0, gone);
+  }
+}
+
+/** The server's clock may differ from this one: the newest time of its stream is now. */
+export const now = (server) => (server.state?.t ?? 0) + (performance.now() - server.seen) / 1000;

@@ -51,7 +51,9 @@ def _sums(out_dir: Path) -> None:
     )
 
 
-def _storyteller(out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Sequence[int]) -> None:
+def _storyteller(
+    out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Sequence[int], context: int = CONTEXT
+) -> None:
     """Behind a prompt of some bytes, the story is told from there on."""
     letters = bytes_tokenizer()
     file = out_dir.parent / f"{out_dir.name}.json"
@@ -67,8 +69,8 @@ def _storyteller(out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Seq
         {"read": jax.ShapeDtypeStruct((), np.int32)},
         {},
         slots=slots,
-        context=CONTEXT,
-        max_tokens=CONTEXT,
+        context=context,
+        max_tokens=context,
         chunks=chunks,
         batch_sizes=sizes,
         tokenizer=file,
@@ -77,21 +79,23 @@ def _storyteller(out_dir: Path, *, slots: int, sizes: Sequence[int], chunks: Seq
     file.unlink()
 
 
-def _tokens(out_dir: Path) -> None:
-    """`teller` without its tokeniser: clients send and get tokens."""
-    shutil.copytree(out_dir.with_name("teller"), out_dir)
+def _tokens(out_dir: Path, *, teller: str) -> None:
+    """A storyteller without its tokeniser: clients send and get tokens."""
+    shutil.copytree(out_dir.with_name(teller), out_dir)
     manifest = yaml12.parse((out_dir / "manifest.yaml").read_text())
     del manifest["generate"]["tokenizer"], manifest["generate"]["template"]
     (out_dir / "manifest.yaml").write_text(yaml12.dump(manifest))
 
 
 def ensure() -> Path:
-    """Return the folder of these bundles, built if necessary: `alone` has one slot."""
+    """Return the folder of these bundles, built if necessary: `alone` has one slot, and `brief` answers are short."""
     makers: dict[str, Callable[[Path], None]] = {
         "sums": _sums,
         "teller": partial(_storyteller, slots=8, sizes=[1, 4], chunks=[1, 16]),
         "alone": partial(_storyteller, slots=1, sizes=[1], chunks=[1]),
-        "tokens": _tokens,
+        "tokens": partial(_tokens, teller="teller"),
+        "brief": partial(_storyteller, slots=4, sizes=[1, 4], chunks=[1, 16], context=64),
+        "brief_tokens": partial(_tokens, teller="brief"),
     }
     return ensure_made(ROOT / "build" / "stateful_bundles", makers, [Path(__file__)])
 

@@ -10,10 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz.carriers import TRACES
-from tests.fuzz.drafts import NOT_UTF8, PIECES, Draft, Random, honest, http_bytes, message_bytes, piece
+from tests.fuzz.drafts import (
+    NOT_UTF8,
+    PIECES,
+    Draft,
+    Random,
+    honest,
+    http_bytes,
+    json_bytes,
+    message_bytes,
+    piece,
+    text_bytes,
+)
 from tests.fuzz.manifests import VALUES
 
-#: Answered at once; answered later; with hooks; a meta model.
+#: Without state: answered at once; answered later; with hooks; a meta model.
 MODELS = ("exact", "elastic", "moody", "chain")
 #: Models to which numbers are only numbers: the others take long, hang or exit on some.
 _STOLID = ("exact", "chain")
@@ -45,7 +56,11 @@ def make(seed: int) -> Attack:
     names = [name for name, piece in PIECES.items() if protocol in piece.protocols]
     chosen = tuple(rng.choices(names, k=rng.choice((1, 1, 2, 3))))
     numbers = any(PIECES[name].numbers for name in chosen)
-    draft = honest(seed, rng.choice(_STOLID if numbers else MODELS), binary=rng.random() < 0.7)
+    if rng.random() < 0.3:
+        draft = rng.choice((_sequence, _generation))(rng, protocol)
+        chosen = chosen if rng.random() < 0.3 else ()
+    else:
+        draft = honest(seed, rng.choice(_STOLID if numbers else MODELS), binary=rng.random() < 0.7)
     for name in chosen:
         PIECES[name].change(rng, draft)
     data = draft.damage(http_bytes(draft) if protocol == "http" else message_bytes(draft))
@@ -53,6 +68,87 @@ def make(seed: int) -> Attack:
     return Attack(
         seed, chosen, kind, gateway or draft.only_gateway, data, draft.call, tuple(draft.metadata), draft.cut
     )
+
+
+# --- state ------------------------------------------------------------------------------------------------------
+
+#: Models with sequences, with text, with tokens.
+STATEFUL = ("sums", "brief", "brief_tokens")
+_IDS = (*range(1, 9), "a", "b", "\0", "x" * 300, 0, -1, 2**63, 2**64 - 1, 10**30, 1.5, True, "", None, [])
+_FLAGS = (True, True, False, False, False, 1, "true", None)
+_PROMPTS = (
+    "",
+    " ",
+    "x",
+    "x" * 62,
+    "x" * 63,
+    "x" * 64,
+    "x" * 5000,
+    "é\u2603",
+    "a\0b",
+    "<|im_end|>",
+    *NOT_UTF8,
+)
+_TOKENS = ((), (1,), (255,), (256,), (-1,), (2**31 - 1, -(2**31)), (0,) * 63, (0,) * 64, (7,) * 5000)
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "stop",
+    "stream",
+    "sequence_id",
+    "unknown",
+)
+
+
+def _sequence(rng: Random, protocol: str) -> Draft:
+    """Step one of few sequences, whose flags and ids are any: so some start in the middle, or end twice."""
+    length = rng.choice((1, 1, 4, 16, 3))
+    tensor = {
+        "name": "x",
+        "shape": [1, length],
+        "datatype": "FP32",
+        "raw": bytes(4 * length),
+        "data": [0] * length,
+    }
+    flags = {name: rng.choice(_FLAGS) for name in ("sequence_start", "sequence_end") if rng.random() < 0.6}
+    parameters = {"sequence_id": rng.choice(_IDS[:10] if rng.random() < 0.8 else _IDS), **flags}
+    return Draft("sums", {"id": "s", "inputs": [tensor], "parameters": parameters}, rng.random() < 0.5)
+
+
+def _generation(rng: Random, protocol: str) -> Draft:
+    """Ask for an answer; some clients go before it ends."""
+    values = (*_NUMBERS, 1, 5, "7", "0.5", "nan", "x", "[", '["a"]', [1], ["a", "b"], {"a": 1}, None)
+    parameters = {name: rng.choice(values) for name in rng.sample(_SAMPLING, rng.choice((0, 1, 1, 3)))}
+    model, name = rng.choice((("brief", "text_input"), ("brief_tokens", "tokens")))
+    data: list[Any] = [rng.choice(_PROMPTS)] if model == "brief" else list(rng.choice(_TOKENS))
+    raw = b"".join(map(_raw, data))
+    tensor = {
+        "name": name,
+        "shape": [len(data)],
+        "datatype": "BYTES" if model == "brief" else "INT32",
+        "raw": raw,
+        "data": data,
+    }
+    draft = Draft(model, {"id": "g", "inputs": [tensor], "parameters": parameters}, False)
+    draft.call, draft.cut = "ModelStreamInfer", rng.random() < 0.3
+    if protocol == "http" and rng.random() < 0.9:
+        fields = {name: data[0] if len(data) == 1 else data, **parameters}
+        draft.path = b"/v2/models/%s/%s" % (
+            model.encode(),
+            rng.choice((b"generate", b"generate_stream", b"generate_stream")),
+        )
+        draft.encode = lambda _: json_bytes(fields)
+    return draft
+
+
+def _raw(element: str | int) -> bytes:
+    """Return an element's bytes in a tensor."""
+    if isinstance(element, int):
+        return (element % 2**32).to_bytes(4, "little")
+    return len(text_bytes(element)).to_bytes(4, "little") + text_bytes(element)
 
 
 # --- content ------------------------------------------------------------------------------------------------------

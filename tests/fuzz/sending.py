@@ -126,8 +126,11 @@ def _call(channel: grpc.Channel, attack: Attack) -> Answer:
     options: Mapping[str, Any] = {"timeout": PATIENCE, "metadata": attack.metadata}
     try:
         if attack.call == "ModelStreamInfer":
-            for _ in channel.stream_stream(_SERVICE + attack.call)(iter([attack.data]), **options):
-                pass
+            stream = channel.stream_stream(_SERVICE + attack.call)(iter([attack.data]), **options)
+            for _ in stream:
+                if attack.cut:
+                    stream.cancel()
+                    return Answer("closed")
         else:
             channel.unary_unary(_SERVICE + attack.call)(attack.data, **options)
     except grpc.RpcError as error:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import psutil
+import tritonclient.grpc
 
 from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
@@ -23,11 +24,12 @@ from tests.chaos.figures import RIGHT, Record
 from tests.chaos.house import INTERNAL
 from tests.chaos.load import Connection, clients, load
 from tests.chaos.questions import QUESTIONS
+from tests.e2e import stateful
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import crashed_by_a_cancellation, is_alive, running_triton
 from tests.fuzz.noise import Noise
-from tests.fuzz.requests import MODELS, Attack, make
-from tests.fuzz.sending import Answer, Ports, Sender
+from tests.fuzz.requests import MODELS, STATEFUL, Attack, make
+from tests.fuzz.sending import PATIENCE, Answer, Ports, Sender
 from tests.fuzz.watched import Verdict
 
 #: Requests between two checks of the server, and their senders.
@@ -74,6 +76,8 @@ def _generate(scratch: Path) -> None:
     (scratch / "bundles").mkdir()
     for name in (*MODELS, *INTERNAL):
         (scratch / "bundles" / name).symlink_to(made[name])
+    for name in STATEFUL:
+        (scratch / "bundles" / name).symlink_to(stateful.ensure() / name)
     config = scratch / "rsrv.yaml"
     config.write_text(_SETTINGS)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -232,8 +236,29 @@ class _Life:
                 outcome, text = witness.ask(model, QUESTIONS[model](np.random.default_rng(self._sent)))
                 if outcome != RIGHT:
                     said.append(f"{where}: {model}: {outcome} {text}")
+        said += self._forgotten()
         if not self._server.server.is_ready() or self._gateway.get("/readyz")[0] != 200:
             said.append("not ready")
+        return said
+
+    def _forgotten(self) -> list[str]:
+        """Return what is wrong with a sequence and an answer beside the bad ones."""
+        said = []
+        with tritonclient.grpc.InferenceServerClient(self._server.server.grpc_url) as client:
+            tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
+            tensor.set_data_from_numpy(np.ones((1, 1), np.float32))
+            sums = []
+            for step in range(3):
+                flags = {"sequence_start": step == 0, "sequence_end": step == 2}
+                answer = client.infer(
+                    "sums", [tensor], sequence_id=1000 + self._sent, client_timeout=PATIENCE, **flags
+                )
+                sums.append(float(answer.as_numpy("y")[0, 0]))
+        if sums != [1, 2, 3]:
+            said.append(f"a sequence of ones has the sums {sums}")
+        answer = stateful.generate(self._server, "brief", text_input="hello", max_tokens=20)
+        if answer.get("text_output") != stateful.told(b"hello", 20):
+            said.append(f"a generation gets {answer}")
         return said
 
     def _new_failures(self) -> list[str]:

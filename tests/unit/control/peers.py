@@ -105,6 +105,8 @@ def model_status(**differs: Any) -> dict[str, Any]:
         "evictions": 1,
         "load_seconds": 0.125,
         "sizes": {"0/8": 4},
+        "sequences": {"waiting": 0, "idle": 3, "stepping": 1, "stored": 0},
+        "generations": 1,
         "costs": {"0/1": 0.001, "0/8": 0.002, "0/16": 0.003},
         "precisions": {"0/8": {"f32": 5, "pinned": 4, "ungovernable": {"cholesky": 1}}},
         **differs,

@@ -370,6 +370,8 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
                     "policy",
                     "weightsState",
                     "starting",
+                    "sequences",
+                    "generations",
                 ),
                 "devices",
             }

@@ -33,6 +33,7 @@ MODEL: dict[str, Any] = {
     "rows": 0,
     "requests": 0,
     "max_rows": 1,
+    "sequences": 0,
     "batch_input": None,
 }
 

@@ -587,6 +587,7 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         "requests": 4,
         "pinned": True,
         "max_rows": 16,
+        "sequences": 0,
     }
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {

@@ -416,6 +416,7 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
                 "rows": 0,
                 "requests": 0,
                 "max_rows": 8,
+                "sequences": 0,
                 "batch_input": ["x", 0],
             }
         }

@@ -279,7 +279,11 @@ def test_metrics_count_sequences_by_their_state(start_client: StartClient) -> No
     client = start_client("host")
     for id in range(1, 6):
         client.step(id, START)
-    assert counts() == {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
+    expected = {"waiting": 0, "idle": 3, "stepping": 0, "stored": 2}
+    assert counts() == expected
+    status = read_status(os.getpid())["models"]["sums"]
+    assert (status["sequences"], status["generations"]) == (expected, 0)
+    assert command(os.getpid(), {"command": "load"})["models"]["sums"]["sequences"] == 5
 
 
 def test_a_model_without_state_takes_no_sequence(

@@ -116,12 +116,24 @@ def _print_load(device: pb.DeviceLoad) -> None:
         line += f"; {amount(device.free_bytes)} of {amount(device.budget_bytes)} for weights are free"
     print(line)
     print_table(
-        ("MODEL", "QUEUED", "RUNNING", "WEIGHTS", "SIZE", "COST PER ROW", "COLD REQUESTS", "DEVICE", "ROWS"),
+        (
+            "MODEL",
+            "QUEUED",
+            "RUNNING",
+            "SEQUENCES",
+            "WEIGHTS",
+            "SIZE",
+            "COST PER ROW",
+            "COLD REQUESTS",
+            "DEVICE",
+            "ROWS",
+        ),
         (
             (
                 model.name,
                 str(model.queued),
                 str(model.executing),
+                str(model.sequences),
                 word(pb.Weights, model.weights),
                 amount(model.bytes),
                 duration(model.cost_s) if model.HasField("cost_s") else "-",

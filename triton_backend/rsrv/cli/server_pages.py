@@ -94,6 +94,7 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
             ("residency", word(pb.Residency, model.residency)),
             ("paused", word(pb.Pause, model.paused) or "no"),
             ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
+            *([("sequences", _sequences(model))] if model.sequences else []),
             (
                 "executions",
                 (
@@ -431,6 +432,11 @@ def _state(versions: Sequence[pb.Version]) -> str:
     """Return the state of a model: ready if any version is, else that of the last version."""
     states = [word(pb.State, version.state) for version in versions]
     return "ready" if "ready" in states else states[-1] if states else "-"
+
+
+def _sequences(model: pb.ModelStatus) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(model.sequences.items()) if count)
+    return (counts or "none") + (f"; {model.generations} of them generations" if model.generations else "")
 
 
 def _counts(outcomes: Any) -> str:

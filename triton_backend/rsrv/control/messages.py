@@ -34,10 +34,10 @@ _SUMS = frozenset(
             "misses",
             "loads",
         ),
-        *("evictions", "waiting", "running", "calls", "kept_bytes"),
+        *("evictions", "waiting", "running", "calls", "kept_bytes", "generations"),
     )
 )
-_COUNTS = frozenset({"outcomes", "sizes"})
+_COUNTS = frozenset({"outcomes", "sizes", "sequences"})
 #: Precedence among the states of a model's weights on several devices.
 _WEIGHT_STATES = ("resident", "evicting", "reserved", "loading", "queued", "backoff", "absent", "on disk")
 #: Fields with the same name and another form in both.
@@ -279,6 +279,7 @@ def _device_load(number: int, said: Json) -> pb.DeviceLoad:
                 pinned=model["pinned"],
                 max_rows=model["max_rows"],
                 batch_input=_batch_input(model["batch_input"]),
+                sequences=model["sequences"],
             )
             for name, model in said["models"].items()
         ],

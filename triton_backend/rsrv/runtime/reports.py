@@ -241,12 +241,19 @@ class Reports:
                 entry.name: _model_status(
                     entry, snapshot.models[entry.key], catalog.policy.residency(entry.name)
                 )
+                | self._state_status(entry)
                 for entry in self._ready_last()
                 if entry.key in snapshot.models
             },
             "metas": {group.name: self._meta_status(group, snapshot) for group in self._registry.metas()},
             "starting": self._registry.starting(),
         }
+
+    def _state_status(self, entry: ModelEntry) -> dict[str, Any]:
+        """Return the sequences of a model by their state, and its generations in progress, which are among them."""
+        counts = {state.value: count for state, count in self._sequences.count(entry.key).items()}
+        generations = self._generations.get(entry.name)
+        return {"sequences": counts, "generations": 0 if generations is None else generations.active}
 
     def load(self, since: int) -> dict[str, Any]:
         """Return the figures for placing requests on devices; polled often.
@@ -280,6 +287,7 @@ class Reports:
                     "rows": model.useful_rows,
                     "requests": model.answered,
                     "max_rows": model.max_rows,
+                    "sequences": sum(self._sequences.count(entry.key).values()),
                     "batch_input": self._catalog.get(entry.key).batch_input,
                 }
                 for entry in shown
@@ -304,7 +312,7 @@ class Reports:
             model["queued"] += 0 if now is None else now.queued
             if entry.model.pool is not None:
                 sequences = model.setdefault("sequences", Counter())
-                sequences.update({state.value: count for state, count in self._sequences.count(key).items()})
+                sequences.update(self._state_status(entry)["sequences"])
         for name, generations in self._generations.items():
             if name in models:
                 models[name]["generations"] = generations.to_json()

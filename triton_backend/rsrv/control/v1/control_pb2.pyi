@@ -288,8 +288,15 @@ class Scheduler(_message.Message):
     def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting")
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations")
     class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SequencesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +326,8 @@ class ModelStatus(_message.Message):
     WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     residency: Residency
@@ -342,7 +351,9 @@ class ModelStatus(_message.Message):
     weights_state: str
     devices: _containers.RepeatedCompositeFieldContainer[ModelOnDevice]
     starting: str
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ...) -> None: ...
+    sequences: _containers.ScalarMap[str, int]
+    generations: int
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ...) -> None: ...
 
 class ModelOnDevice(_message.Message):
     __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")
@@ -873,7 +884,7 @@ class DeviceLoad(_message.Message):
     def __init__(self, number: _Optional[int] = ..., instance: _Optional[str] = ..., backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., since: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input")
+    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input", "sequences")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     EXECUTING_FIELD_NUMBER: _ClassVar[int]
@@ -887,6 +898,7 @@ class ModelLoad(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INPUT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     queued: int
     executing: int
@@ -900,7 +912,8 @@ class ModelLoad(_message.Message):
     pinned: bool
     max_rows: int
     batch_input: BatchInput
-    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., requests: _Optional[int] = ..., pinned: bool = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ...) -> None: ...
+    sequences: int
+    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., requests: _Optional[int] = ..., pinned: bool = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
 class BatchInput(_message.Message):
     __slots__ = ("name", "axis")

@@ -102,7 +102,7 @@ def test_a_device_with_waiting_requests_does_not_sleep(
         runtime.device.gate.set()
         refused = operator.hear()
     assert refused["code"] == "FAILED_PRECONDITION"
-    assert refused["error"].startswith("1 requests wait, or models are built: they would wake the device")
+    assert refused["error"].startswith("1 requests wait and 0 models are being built: they would wake")
     assert [answered(one) for one in (executing, waiting)] == [1, 1]
     assert successor.asked == ["prepare", "withdraw"]
     assert runtime.alive

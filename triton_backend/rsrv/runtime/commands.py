@@ -381,7 +381,7 @@ class Commands:
         end = self._end
         if end is None:
             return  # it is being withdrawn
-        waiting = len(self._requests.pending) + len(self._catalog.building)
+        waiting, building = len(self._requests.pending), len(self._catalog.building)
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
                 f"{wound.runs} runs of meta models, {len(self._requests.generations)} generations and {wound.executions} "
@@ -389,10 +389,10 @@ class Commands:
                 "they begin again in the next runtime, but generations of which tokens were sent fail"
             )
             self._refuse_end(end, text)
-        elif not end.force and end.command == "sleep" and waiting:
+        elif not end.force and end.command == "sleep" and (waiting or building):
             text = (
-                f"{waiting} requests wait, or models are built: they would wake the device at once, so it does not sleep. "
-                "Try again when they are answered, or go on with --force"
+                f"{waiting} requests wait and {building} models are being built: they would wake the device at once, so it "
+                "does not sleep. Try again when they are ready, or go on with --force"
             )
             self._refuse_end(end, text)
         else:

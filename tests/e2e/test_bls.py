@@ -95,7 +95,7 @@ POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """A server for tests that harm none of its models for good."""
     folder = tmp_path_factory.mktemp("bls")
-    with running_triton(models(folder), folder / "server.log", extra_args=EXPLICIT) as running:
+    with running_triton(models(folder), folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
         yield running
 
 
@@ -219,24 +219,6 @@ def test_a_call_without_a_deadline_ends_all_the_same(server: RunningTriton) -> N
     assert TIMEOUT <= result["seconds"] < TIMEOUT + 5
 
 
-def test_a_callee_that_dies_is_reported_and_comes_back(start_triton: StartTriton, tmp_path: Path) -> None:
-    """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
-    running = start_triton(models(tmp_path), extra_args=[*EXPLICIT, HURRY])
-    ask(running, calls=[{"model": "one", "what": WAIT}], wait=False)
-    (pid,) = running.stub_pids("one")
-    os.kill(pid, 9)
-
-    # Triton looks for ended processes from time to time; until then, a call waits for its limit.
-    dead: Any = wait_until(lambda: (said := ask_one(running))["status"] != "DEADLINE" and said)
-    assert dead["status"] == "INTERNAL"
-    assert dead["text"] == "the process of model 'one' has ended; the model must be loaded again"
-    assert ask_one(running, model="two")["own"]
-
-    running.grpc.unload_model("one")
-    running.grpc.load_model("one")
-    assert ask_one(running)["own"]
-
-
 # --- calls that fail ----------------------------------------------------------------------------------------------
 
 
@@ -274,3 +256,25 @@ def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) 
     assert refused["status"] == unknown_output["status"] == "INVALID"
     assert refused["text"].startswith("model 'mirror' cannot be called like this: ")
     assert "'nobody'" in unknown_output["text"]
+
+
+# --- the end of a callee, after which the server may be short of a model ---------------------------------------------
+
+
+def test_a_callee_that_dies_is_reported_and_comes_back(server: RunningTriton) -> None:
+    """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
+    ask(server, calls=[{"model": "one", "what": WAIT}], wait=False)
+    # The stub of an earlier load may still be ending.
+    wait_until(lambda: len(server.stub_pids("one")) == 1)
+    (pid,) = server.stub_pids("one")
+    os.kill(pid, 9)
+
+    # Triton looks for ended processes from time to time; until then, a call waits for its limit.
+    dead: Any = wait_until(lambda: (said := ask_one(server))["status"] != "DEADLINE" and said)
+    assert dead["status"] == "INTERNAL"
+    assert dead["text"] == "the process of model 'one' has ended; the model must be loaded again"
+    assert ask_one(server, model="two")["own"]
+
+    server.grpc.unload_model("one")
+    server.grpc.load_model("one")
+    assert ask_one(server)["own"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from hypothesis import settings
+from jax._src import compilation_cache
 
+from rsrv.runtime.compile_cache import CompileCache
+from rsrv.runtime.jax_compiler import use_cache
 from rsrv_bundle.spec import WhenFull
 from rsrv_bundle.stateful import export_stateful
 from tests.unit.bundle.forge import seal
@@ -26,6 +30,33 @@ CLIENT = """
 client_inputs: [{name: x, dtype: f32, shape: na, dims: {a: 3}}]
 client_outputs: [{name: y, dtype: f32, shape: na, dims: {a: 3}}]
 """
+
+
+#: executables of the modules that tests export, from run to run
+_COMPILED = Path(__file__).parents[1] / ".cache" / "tests"
+_CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
+)
+
+
+@contextmanager
+def compiled_before() -> Iterator[None]:
+    """Have jax keep what it compiles from run to run: exporters compile each module, most of the time of their tests."""
+    before = {name: getattr(jax.config, name) for name in _CACHE_SETTINGS}
+    store = compilation_cache.get_file_cache
+    _COMPILED.mkdir(parents=True, exist_ok=True)
+    compilation_cache.reset_cache()
+    use_cache(CompileCache(_COMPILED))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.get_file_cache = store
+        compilation_cache.reset_cache()
 
 
 def write_meta(
@@ -50,6 +81,7 @@ def broken_bundle(path: Path, good: Path) -> Path:
     return seal(path)
 
 
+@compiled_before()
 def export_sums(
     path: Path,
     *,

@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from tests.builders import compiled_before
+
+
+@pytest.fixture(scope="package", autouse=True)
+def executables_of_the_last_run() -> Iterator[None]:
+    with compiled_before():
+        yield
+
 
 @pytest.fixture(autouse=True)
 def as_jax_begins() -> Iterator[None]:

@@ -38,12 +38,13 @@ from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Look, check_signatures, signature_of
-from tests.builders import CLIENT, write_meta
+from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice, FakePbUtils
 from tests.unit.runtime.metas import Run, meta_engine
 from tests.waiting import wait_until
 
 
+@compiled_before()
 def export_doubling(path: Path, **weights: list[float]) -> Path:
     """Export y = 2 x + w for x of 3 columns and sizes 1, 4, 8; `w` is the first weight by name."""
     first = min(weights)

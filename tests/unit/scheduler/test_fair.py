@@ -6,6 +6,7 @@ Saturated models always have requests waiting. Executions take exactly what they
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -107,7 +108,7 @@ def test_cheap_and_dear_models_get_equal_time() -> None:
     """0.5 ms against 80 ms, same weight: half of the device each, so 160 executions against one."""
     fleet = Fleet([CHEAP, DEAR], [1.0, 1.0])
     fleet.saturate("m0", "m1")
-    fleet.run(20.0)
+    fleet.run(16.0)
 
     assert fleet.got["m0"] == pytest.approx(fleet.got["m1"], rel=0.01)
 
@@ -116,7 +117,7 @@ def test_shares_follow_weights() -> None:
     """Weights 1, 2 and 5: one, two and five eighths of the device, at any cost of an execution."""
     fleet = Fleet([DEAR, 0.006, 0.004], [1.0, 2.0, 5.0])
     fleet.saturate("m0", "m1", "m2")
-    fleet.run(60.0)
+    fleet.run(30.0)
 
     assert [fleet.got[f"m{n}"] / fleet.now for n in range(3)] == pytest.approx([0.125, 0.25, 0.625], rel=0.01)
 
@@ -253,11 +254,10 @@ def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]
     most: dict[tuple[str, str], float] = {}
     for _ in range(400):
         fleet.step()
-        for a in fleet.cost:
-            for b in fleet.cost:
-                gap = fleet.got[a] / fleet.weight[a] - fleet.got[b] / fleet.weight[b]
-                least[a, b] = min(least.get((a, b), 0.0), gap)
-                most[a, b] = max(most.get((a, b), 0.0), gap)
+        for a, b in combinations(fleet.cost, 2):
+            gap = fleet.got[a] / fleet.weight[a] - fleet.got[b] / fleet.weight[b]
+            least[a, b] = min(least.get((a, b), 0.0), gap)
+            most[a, b] = max(most.get((a, b), 0.0), gap)
 
     largest = max(fleet.costs)
     for (a, b), high in most.items():

@@ -100,10 +100,10 @@ def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
     device = budgeted(300, discipline)
     add(device, "abcdef", fits=3)
     device.saturate("abcdef")
-    device.run(30.0)
+    device.run(15.0)
 
-    assert sum(device.got.values()) >= 29.9
-    assert [device.got[name] for name in "abcdef"] == pytest.approx([5.0] * 6, rel=0.15)
+    assert sum(device.got.values()) >= 14.9
+    assert [device.got[name] for name in "abcdef"] == pytest.approx([2.5] * 6, rel=0.15)
 
 
 def test_shares_follow_weights_while_models_swap() -> None:
@@ -112,7 +112,7 @@ def test_shares_follow_weights_while_models_swap() -> None:
     add(device, "AB", fits=2, weight=10.0)
     add(device, "cdef", fits=1)
     device.saturate("ABcdef")
-    device.run(60.0)
+    device.run(30.0)
 
     light = [device.got[name] for name in "cdef"]
     assert min(light) > 0.0
@@ -127,7 +127,7 @@ def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
     device.saturate("abcdef")
     since: dict[str, float] = {}
     stays: list[float] = []
-    for _ in range(3000):
+    for _ in range(1500):
         before = set(device.resident)
         device.run(device.now + 0.01)
         for name in device.resident - before:
@@ -212,9 +212,9 @@ def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
     device = Device(settings)
     add(device, "abcdef", fits=depth + 1)
     device.saturate("abcdef")
-    device.run(30.0)
+    device.run(15.0)
 
-    assert min(device.got.values()) >= 1.0
+    assert min(device.got.values()) >= 0.5
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)

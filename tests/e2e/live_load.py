@@ -42,7 +42,8 @@ def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
     repository = make_repository(folder, settings=settings)
     flags = [*EXPLICIT, HURRY]
     env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"}
-    with running_triton(repository, folder / "server.log", extra_args=flags, env=env) as server:
+    log, expected = folder / "server.log", ["weights_thrash"]
+    with running_triton(repository, log, extra_args=flags, env=env, expected=expected) as server:
         wait_until(lambda: _listens(port), what="the live page")
         yield server, f"http://127.0.0.1:{port}/"
 

@@ -275,7 +275,8 @@ def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
     gate.touch()
 
     log = tmp_path / "second.log"
-    with running_triton(tmp_path / "gen", log, extra_args=flags, exit_on_error=False) as second:
+    gen, expected = tmp_path / "gen", ["bundle_refused"]
+    with running_triton(gen, log, extra_args=flags, exit_on_error=False, expected=expected) as second:
         with caller(second) as call:
             for name in ("crashed", "steady"):
                 assert_becomes(call, name, (1, 0))

@@ -40,7 +40,7 @@ def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     _, room = bytes_of(example_bundles, MODELS)
     sources = [example_bundles / name for name in MODELS]
     repository = make_repository(folder, *sources, settings=f"runtime: {{weight_budget_bytes: {room}}}")
-    with running_triton(repository, folder / "server.log") as running:
+    with running_triton(repository, folder / "server.log", expected=["weights_thrash"]) as running:
         yield running
 
 

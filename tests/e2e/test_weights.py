@@ -52,7 +52,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """These models on a budget for two of them; none of them is pinned, and the third has no copy on the host."""
     settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
     folder = tmp_path_factory.mktemp("weights")
-    with running_triton(write_repository(folder, settings, KERNELS), folder / "server.log") as running:
+    repository, expected = write_repository(folder, settings, KERNELS), ["weights_thrash"]
+    with running_triton(repository, folder / "server.log", expected=expected) as running:
         yield running
 
 

@@ -407,6 +407,13 @@ class FakeResponse:
         # Triton copies when it sends; so the memory may change afterwards.
         self.arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in output_tensors}
         self.error = error
+        self._tensors = output_tensors
+
+    def has_error(self) -> bool:
+        return self.error is not None
+
+    def output_tensors(self) -> list[FakeTensor]:
+        return self._tensors
 
 
 class FakeSender:

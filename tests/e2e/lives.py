@@ -139,5 +139,9 @@ class Living:
         status = health.Check(health_pb2.HealthCheckRequest(), timeout=20).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
+    @property
+    def metrics(self) -> str:
+        return str(self._stub.GetMetrics(pb.GetMetricsRequest(), timeout=20).text)
+
     def close(self) -> None:
         self._channel.close()

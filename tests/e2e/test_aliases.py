@@ -14,7 +14,7 @@ import pytest
 from rsrv.cli import main as rsrv
 from tests.e2e.calls import Caller, Refused, caller
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
-from tests.e2e.lives import COLUMNS, write_version
+from tests.e2e.lives import COLUMNS, Living, write_version
 from tests.waiting import wait_until
 
 SETTINGS = "lifecycle: {look_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2: 50}}\n"
@@ -69,3 +69,19 @@ def test_aliases_move_between_models_under_load(
         over.set()
         load.join()
     assert found.keys() == {1, 2}
+
+
+def test_a_shadow_that_answers_otherwise_is_counted(
+    server: RunningTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients get the answers of the other model, and the metrics have each difference."""
+    life = Living(server)
+    assert rsrv.main(["alias", "watched", "v1", "v2=shadow", "--server", str(server.http_port)]) == 0
+    assert "watched: v1 1, v2 shadow" in capsys.readouterr().out
+    with caller(server) as call:
+        assert {answer(call, "watched") for _ in range(20)} == {1}
+
+    different = 'rsrv_alias_shadows_total{alias="watched",model="v2",device="0",outcome="different"} 20'
+    wait_until(lambda: different in life.metrics, what="the differences")
+    assert 'rsrv_alias_responses_total{alias="watched",model="v2"' not in life.metrics
+    life.close()

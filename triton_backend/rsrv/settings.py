@@ -499,7 +499,8 @@ class Settings(BaseSettings):
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
     aliases: dict[str, Shares] = Field(
         default_factory=dict,
-        description="Further names for clients: {champion: fraud_v7}, or shares of requests: {fraud: {fraud_v7: 95, fraud_v8: 5}}.",
+        description="Further names for clients: {champion: fraud_v7}, or shares of requests: {fraud: {fraud_v7: 95, fraud_v8: 5}}; "
+        "a model with `shadow` gets copies of the requests, whose answers are compared and dropped.",
     )
 
     @model_validator(mode="after")

@@ -73,6 +73,7 @@ SAID: dict[str, Any] = {
             "batch_rows": measured(ROWS, 1, 4),
             "batch_padding": measured(PADDING, 0, 3),
             "aliases": {"champion": {"ok": 4}},
+            "shadows": {"champion": {"same": 3, "different": 1}},
             "sequences": {"idle": 3},
             "generations": {
                 "active": 2,

@@ -216,6 +216,7 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
     """They count for the model, too, and of several reports the sums are shown."""
     engine = make_engine(runtime, doublings["a"], name="a")
     engine.meters.alias = "champion"
+    engine.meters.compared("different")
     with reporting(engine, FakeMirror()):
         ask(engine, FakeRequest({"x": rows(1)}))
         wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 1}})
@@ -223,6 +224,7 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
         wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 2}})
 
     assert metrics(runtime)["models"]["a"]["responses"] == {"ok": 2}
+    assert metrics(runtime)["models"]["a"]["shadows"] == {"champion": {"different": 1}}
     engine.close()
 
 

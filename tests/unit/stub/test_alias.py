@@ -36,6 +36,8 @@ class Target:
         for one in requests:
             one.get_response_sender().send(self.name, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
+    def compared(self, outcome: str) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 
@@ -110,7 +112,7 @@ def test_reports_name_the_alias() -> None:
     plain = meters.take()
     meters.alias = "fraud"
 
-    assert meters.take() == plain | {"alias": "fraud"}
+    assert meters.take() == plain | {"alias": "fraud", "shadows": {}}
 
 
 def test_errors_name_the_alias_and_the_target() -> None:

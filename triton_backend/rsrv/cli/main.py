@@ -199,7 +199,11 @@ def parser() -> CommandParser:
     alias = command("alias", "show the aliases, or lead one to other models")
     alias.add_argument("name", nargs="?", default="", metavar="ALIAS")
     alias.add_argument(
-        "targets", nargs="*", default=[], metavar="MODEL[=WEIGHT]", help="the models that share its requests"
+        "targets",
+        nargs="*",
+        default=[],
+        metavar="MODEL[=WEIGHT]",
+        help="the models that share its requests; =shadow: gets copies",
     )
     alias.add_argument("--remove", action="store_true", help="no client can use the name any more")
 

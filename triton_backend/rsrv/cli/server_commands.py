@@ -258,10 +258,12 @@ def _alias(server: Server) -> int:
 def _alias_target(text: str) -> pb.AliasTarget:
     """Return a model of MODEL[=WEIGHT]. Raises CommandLineError."""
     model, _, weight = text.partition("=")
+    if weight == "shadow":
+        return pb.AliasTarget(model=model, shadow=True)
     try:
         return pb.AliasTarget(model=model, weight=float(weight or 1))
     except ValueError:
-        raise CommandLineError(f"{text!r} is not MODEL or MODEL=WEIGHT") from None
+        raise CommandLineError(f"{text!r} is not MODEL, MODEL=WEIGHT or MODEL=shadow") from None
 
 
 def _set(changes: pb.Scheduler, text: str) -> None:

@@ -36,7 +36,10 @@ def alias_page(answer: pb.SetAliasResponse) -> None:
     """Print each alias with the models behind it, and their shares of its requests."""
     for alias in answer.aliases:
         total = sum(one.weight for one in alias.targets)
-        print(f"{alias.name}: " + ", ".join(f"{one.model} {one.weight / total:.4g}" for one in alias.targets))
+        parts = [
+            f"{one.model} {'shadow' if one.shadow else f'{one.weight / total:.4g}'}" for one in alias.targets
+        ]
+        print(f"{alias.name}: {', '.join(parts)}")
     if not answer.aliases:
         print("no aliases")
 

@@ -40,6 +40,13 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "Those of them that clients asked for by the name of an alias, by the model that answered.",
     ),
     MetricFamily(
+        "rsrv_alias_shadows_total",
+        "counter",
+        ("alias", "model", "device", "outcome"),
+        "Copies of an alias's requests for a model with `shadow`: same, different (from the answer that the client got), "
+        "failed, or skipped (more than 64 in progress, or the client got an error).",
+    ),
+    MetricFamily(
         "rsrv_request_seconds",
         "histogram",
         ("model", "device"),

@@ -151,6 +151,8 @@ def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, 
     page.put("rsrv_weight_misses_total", where, model["misses"])
     for alias, responses in model.get("aliases", {}).items():
         page.put_each("rsrv_alias_responses_total", (alias, *where), responses)
+    for alias, outcomes in model.get("shadows", {}).items():
+        page.put_each("rsrv_alias_shadows_total", (alias, *where), outcomes)
     page.put_each("rsrv_sequences", where, model.get("sequences", {}))
     if generations := model.get("generations"):
         page.put("rsrv_generations", where, generations["active"])

@@ -458,7 +458,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def SetAlias(self, request: pb.SetAliasRequest) -> pb.SetAliasResponse:
         name, overrides = request.alias.name, self._runtimes.overrides
         if request.HasField("alias"):
-            raw = {one.model: one.weight for one in request.alias.targets}
+            raw = {one.model: "shadow" if one.shadow else one.weight for one in request.alias.targets}
             try:
                 shares = read_shares(_model(name), raw) if raw else None
             except SettingsError as error:
@@ -478,9 +478,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 pb.Alias(
                     name=alias,
                     targets=[
-                        pb.AliasTarget(model=model, weight=weight)
+                        pb.AliasTarget(model=model, shadow=True)
+                        if weight == "shadow"
+                        else pb.AliasTarget(model=model, weight=weight)
                         for model, weight in shares.items()
-                        if weight != "shadow"
                     ],
                 )
                 for alias, shares in sorted(self._lifecycle.aliases.items())

@@ -40,6 +40,8 @@ class StubCounters:
     responses: dict[str, int] = field(default_factory=dict)
     #: of these, those by the name of an alias
     aliases: dict[str, Counter[str]] = field(default_factory=dict)
+    #: answers to copies of an alias's requests, by alias and outcome
+    shadows: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 class StubMetrics:
@@ -53,6 +55,7 @@ class StubMetrics:
         try:
             requests = Histogram.from_json(SECONDS, report["requests"])
             responses = {str(status): int(count) for status, count in report["responses"].items()}
+            shadows = {str(outcome): int(count) for outcome, count in report.get("shadows", {}).items()}
             hooks = {
                 (model, hook): Histogram.from_json(SECONDS, seconds)
                 for model, by_hook in report["hooks"].items()
@@ -68,6 +71,7 @@ class StubMetrics:
         mine.requests.add(requests)
         if alias := report.get("alias"):
             mine.aliases.setdefault(str(alias), Counter()).update(responses)
+            mine.shadows.setdefault(str(alias), Counter()).update(shadows)
         for status, count in responses.items():
             mine.responses[status] = mine.responses.get(status, 0) + count
         for (model, hook), seconds in hooks.items():
@@ -568,6 +572,7 @@ def _stub_metrics(reported: StubCounters | None) -> dict[str, Any]:
         "request": counters.requests.to_json(),
         "responses": counters.responses,
         "aliases": counters.aliases,
+        "shadows": counters.shadows,
     }
 
 

@@ -24,11 +24,14 @@ from rsrv.stub.replicas import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import parse_parameters
 from rsrv.stub.session import UNREACHABLE
+from rsrv.stub.shadow import Shadow
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.frames import Status
 
 #: parameter of requests: those of one value go to one target, as long as the shares stay
 STICKY = "rsrv_sticky"
+#: in place of a weight: the target gets copies of all requests
+SHADOW = "shadow"
 #: in config.pbtxt: the shares by target, as a JSON object
 _PARAMETER = "rsrv_alias"
 
@@ -45,6 +48,9 @@ class AliasTarget(Protocol):
 
     def execute_later(self, requests: Sequence[Any]) -> None:
         """Answer them after execute() returned."""
+
+    def compared(self, outcome: str) -> None:
+        """Count an answer that was compared with that of another target."""
 
     def close(self) -> None: ...
 
@@ -66,12 +72,12 @@ class Split:
     """The choice of each request's target: by chance, or by the hash of what the request sticks to."""
 
     def __init__(
-        self, alias: str, weights: Mapping[str, float], draw: Callable[[], float] = random.random
+        self, alias: str, weights: Mapping[str, float | str], draw: Callable[[], float] = random.random
     ) -> None:
         """`draw` returns a number from 0 below 1."""
         #: makes the hash differ from one alias to the next
         self._salt = f"{alias}\0"
-        shares = {name: weight for name, weight in weights.items() if weight}
+        shares = {name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW}
         self._names = list(shares)
         #: upper ends of the shares: a weight that grows moves only requests that it gains
         self._ends = list(accumulate(shares.values()))
@@ -101,12 +107,35 @@ class Split:
 class Alias:
     """Answers Triton's requests for one alias by its targets."""
 
-    def __init__(self, split: Split, targets: Mapping[str, AliasTarget]) -> None:
+    def __init__(
+        self, split: Split, targets: Mapping[str, AliasTarget], shadows: Sequence[Shadow] = ()
+    ) -> None:
         self._split = split
         self._targets = targets
+        self._shadows = shadows
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer Triton's requests, as `EntryPoint.execute`."""
+        return self._execute_watched(requests) if self._shadows else self._execute(requests)
+
+    def _execute_watched(self, requests: Sequence[Any]) -> list[Any] | None:
+        """Answer requests, and then have the shadows answer copies of them."""
+        watched, comparisons = list(requests), []
+        for shadow in self._shadows:
+            for index, request in enumerate(watched):
+                if (comparison := shadow.begin(request)) is not None:
+                    watched[index] = comparison.watched
+                    comparisons.append((index, shadow, comparison))
+        responses = self._execute(watched)
+        if responses is not None:
+            for index, _, comparison in comparisons:
+                comparison.answered(responses[index], copy=False)
+        for shadow in self._shadows:
+            if copies := [one.copy for _, other, one in comparisons if other is shadow]:
+                shadow.execute(copies)
+        return responses
+
+    def _execute(self, requests: Sequence[Any]) -> list[Any] | None:
         parts: dict[str, list[Any]] = {}
         for request in requests:
             parts.setdefault(self._split.choose(request), []).append(request)
@@ -136,18 +165,24 @@ class AliasStub:
         setup = set_up(args, pb_utils)
         alias, folder = setup.name, setup.bundle.parent / "calls"
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
-        guard, targets, together = HookGuard(), {}, None
+        guard, targets, shadows, together = HookGuard(), {}, [], None
+        dtypes = {wire.name: wire.dtype for wire in setup.outputs}
         try:
             tensors = Tensors(pb_utils)
-            for target in shares:
-                own = replace(setup, name=target, bundle=folder / target, alias=alias)
-                together = TargetResponses(pb_utils, f"alias {alias!r}, model {target!r}", together)
-                targets[target] = serve_model(own, tensors, StubProcess(together, guard), pb_utils)
+            for target, weight in shares.items():
+                copies = weight == SHADOW
+                own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
+                where = f"alias {alias!r}, model {target!r}"
+                together = TargetResponses(pb_utils, where, together)
+                found = serve_model(own, tensors, StubProcess(together, guard), pb_utils)
+                targets[target] = found
+                if copies:
+                    shadows.append(Shadow(where, tensors, dtypes, found.execute_later, found.compared))
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             for one in targets.values():
                 one.close()
             raise pb_utils.TritonModelException(f"alias {alias!r}, model {target!r}: {error}") from None
-        self._alias = Alias(Split(alias, shares), targets)
+        self._alias = Alias(Split(alias, shares), targets, shadows)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._alias.execute(requests)

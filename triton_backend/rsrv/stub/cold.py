@@ -48,6 +48,11 @@ class ColdModel(Startable):
         else:
             self._replicas.execute_later(requests)
 
+    def compared(self, outcome: str) -> None:
+        """Count an answer to a copy, as `Meters.compared`, if the model has started."""
+        if self._replicas is not None:
+            self._replicas.compared(outcome)
+
     def _answer(self, requests: list[ClientRequest]) -> None:
         self._process.resubmission.add_batch(requests, self._reply, self._outcomes)
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
@@ -40,6 +41,8 @@ class Meters:
         self.spans = Spans(self.some.set)
         #: by whose name the requests came; empty: the model's own
         self.alias = ""
+        #: whether they are copies of requests: clients get no answers
+        self.copies = False
         self._lock = threading.Lock()
         self._clear()
 
@@ -48,6 +51,8 @@ class Meters:
         self._responses = [0] * len(Status)
         #: seconds, by model and function of model.py
         self._hooks: dict[tuple[str, str], Histogram] = {}
+        #: answers to copies of an alias's requests, by outcome
+        self._shadows: Counter[str] = Counter()
         #: seconds, number and arrival; a heap
         self._slow: list[tuple[float, int, float]] = []
 
@@ -58,6 +63,8 @@ class Meters:
         """
         seconds = time.perf_counter() - since
         with self._lock:
+            if self.copies:
+                return
             self._requests.observe(seconds)
             self._responses[status] += 1
             slow = self._slow
@@ -76,16 +83,23 @@ class Meters:
         if not self.some.is_set():
             self.some.set()
 
+    def compared(self, outcome: str) -> None:
+        """Count an answer to a copy of a request: same, different, failed, or skipped."""
+        with self._lock:
+            self._shadows[outcome] += 1
+        self.some.set()
+
     def take(self) -> Report:
         """Return the measurements since the last call, in the form of REPORT (docs/protocol.md)."""
         self.some.clear()
         with self._lock:
             requests, responses, hooks, slow = self._requests, self._responses, self._hooks, self._slow
+            shadows = dict(self._shadows)
             self._clear()
         by_model: dict[str, dict[str, list[float]]] = {}
         for (model, hook), seconds in hooks.items():
             by_model.setdefault(model, {})[hook] = seconds.to_json()
-        alias = {"alias": self.alias} if self.alias else {}
+        alias = {"alias": self.alias, "shadows": shadows} if self.alias else {}
         return alias | {
             "requests": requests.to_json(),
             "responses": {status.name.lower(): responses[status] for status in Status if responses[status]},

@@ -99,7 +99,7 @@ def serve_model(
                     process=process,
                     internal="rsrv_internal" in setup.config["parameters"],
                 )
-            replica.meters.alias = setup.alias
+            replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
             return replica
 
     return setup.serve(make, process, pb_utils)
@@ -121,6 +121,8 @@ class Setup:
     version: str
     #: of which the model is a target; empty: it is served by its own name
     alias: str = ""
+    #: whether the target gets copies of requests
+    copies: bool = False
 
     def prompts(self, file: str, template: str) -> PromptTokeniser:
         """Read the tokeniser of a model that generates text. Raises HookError."""

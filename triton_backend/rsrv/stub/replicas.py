@@ -336,6 +336,10 @@ class Replicas:
         """Answer Triton's requests after execute() returned. Not for models with state."""
         self._hand_out([(self._choose(), list(requests))])
 
+    def compared(self, outcome: str) -> None:
+        """Count an answer to a copy, as `Meters.compared`."""
+        self._first.meters.compared(outcome)
+
     def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
         chosen = self._choose()
         if len(requests) > 1 and len(self._allowed) > 1 and not self._apart:

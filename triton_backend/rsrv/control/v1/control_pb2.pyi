@@ -654,12 +654,14 @@ class ReloadWeightsResponse(_message.Message):
     def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ...) -> None: ...
 
 class AliasTarget(_message.Message):
-    __slots__ = ("model", "weight")
+    __slots__ = ("model", "weight", "shadow")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight: float
-    def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+    shadow: bool
+    def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ..., shadow: bool = ...) -> None: ...
 
 class Alias(_message.Message):
     __slots__ = ("name", "targets")

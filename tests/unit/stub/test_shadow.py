@@ -1,0 +1,133 @@
+"""Copies of an alias's requests: clients never notice them, and each comparison is counted once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.stub.alias import Alias, Split
+from rsrv.stub.request import ArrivalTime, ClientRequest
+from rsrv.stub.shadow import Shadow, differing
+from rsrv.stub.tensors import Tensors
+from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse, FakeTensor
+
+FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def response(value: float | None) -> FakeResponse:
+    """Return an answer, or a failure for None."""
+    if value is None:
+        return FakeResponse([], FakeError("no", FakeError.INTERNAL))
+    return FakeResponse([FakeTensor("y", np.full((1, 2), value, np.float32))])
+
+
+class Model:
+    """A model that gives one answer, in place or later."""
+
+    ready = True
+
+    def __init__(self, value: float | None, *, later: bool = False) -> None:
+        self.value, self.later = value, later
+        self.counts: Counter[str] = Counter()
+        self.copies: list[Any] = []
+
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+        if self.later:
+            self.execute_later(requests)
+            return None
+        return [response(self.value) for _ in requests]
+
+    def execute_later(self, requests: Sequence[Any]) -> None:
+        self.copies += requests
+        for request in requests:
+            request.get_response_sender().send(response(self.value), flags=FINAL)
+
+    def compared(self, outcome: str) -> None:
+        self.counts[outcome] += 1
+
+    def close(self) -> None: ...
+
+
+def alias_of(model: Model, shadow: Model, execute: Callable[[Sequence[Any]], object] | None = None) -> Alias:
+    copies = Shadow(
+        "v9", Tensors(FakePbUtils), {"y": "f32"}, execute or shadow.execute_later, shadow.compared
+    )
+    return Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), {"v7": model, "v9": shadow}, [copies])
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "copy", "outcome"),
+    [
+        (1.0, 1.0, "same"),
+        (1.0, 1.001, "same"),
+        (1.0, 2.0, "different"),
+        (1.0, None, "failed"),
+        (None, 1.0, "skipped"),
+    ],
+)
+def test_a_copy_is_compared_and_dropped(
+    answer: float | None, copy: float | None, outcome: str, *, later: bool
+) -> None:
+    """The client gets the answer of the alias's model alone, in place or later; the outcome is counted once."""
+    shadow, requests = Model(copy), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(3)]
+
+    returned = alias_of(Model(answer, later=later), shadow).execute(requests)
+
+    answers = returned or [one.answers.get_nowait() for one in requests]
+    assert [one.has_error() for one in answers] == [answer is None] * 3
+    assert all(one.answers.empty() for one in requests)
+    assert all(answer is None or (one.arrays["y"] == answer).all() for one in answers)
+    assert shadow.counts == {outcome: 3}
+
+
+def test_copies_have_the_lowest_priority_and_no_deadline_of_the_client() -> None:
+    """A copy has the inputs and the id, and neither the client's trace nor its parameters."""
+    shadow = Model(1.0)
+    request = FakeRequest(
+        {"x": np.ones((1, 2), np.float32)}, 5, '{"rsrv_priority": 1, "rsrv_deadline_unix_ns": 7}', "mine"
+    )
+
+    alias_of(Model(1.0), shadow).execute([request])
+
+    copy = ClientRequest(shadow.copies[0], ArrivalTime(0.0, 0, 0))
+    assert copy.failure is None
+    assert (copy.id, copy.params.priority, copy.params.deadline_ns) == ("mine", 65534, 30 * 10**9)
+    assert shadow.copies[0].inputs() is request.inputs()
+    assert not shadow.copies[0].is_cancelled()
+
+
+def test_a_shadow_that_is_slow_gets_no_further_copies() -> None:
+    """Beyond 64 copies in progress, requests are not copied, and counted as skipped."""
+    shadow, taken = Model(1.0), list[Any]()
+    alias = alias_of(Model(1.0), shadow, taken.extend)
+
+    alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(70)])
+    assert (len(taken), shadow.counts) == (64, {"skipped": 6})
+    shadow.execute_later(taken)
+
+    assert shadow.counts == {"skipped": 6, "same": 64}
+    alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)})])
+    assert len(taken) == 65
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "differs"),
+    [
+        (np.array([1, 2]), np.array([1, 3]), "i64", True),
+        (np.array([np.nan], np.float32), np.array([np.nan], np.float32), "f32", False),
+        (np.zeros((1, 2), np.float32), np.zeros((2, 1), np.float32), "f32", True),
+        (np.array([0x3F80], np.uint16), np.array([0x3F81], np.uint16), "bf16", False),
+        (np.array([0x3F80], np.uint16), np.array([0x4000], np.uint16), "bf16", True),
+        (np.array([b"a"], object), np.array([b"a"], object), "bytes", False),
+    ],
+)
+def test_answers_differ_by_more_than_rounding(one: Any, other: Any, dtype: str, *, differs: bool) -> None:
+    """Floats may differ by a hundredth, bf16 by its bits' value; everything else must be equal."""
+    assert (differing({"y": one}, {"y": other}, {"y": dtype}) == "y") == differs
+    assert differing({"y": one}, {}, {"y": dtype}) == "y"
+    assert differing({}, {}, {"y": dtype}) == ""

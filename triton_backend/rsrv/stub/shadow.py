@@ -1,0 +1,200 @@
+"""Copies of an alias's requests for a model whose answers no client gets: they are compared, and dropped.
+
+A copy goes to its model after the request, at the lowest priority. Whichever answer comes last is compared with the first.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsrv.logs import of_request
+from rsrv.stub.tensors import Array, Tensors
+from rsrv.throttle import Throttle, more
+
+log = logging.getLogger("rsrv.stub")
+
+#: copies in progress; further requests are not copied, because a slow model would collect their memory
+_MAX_COPIES = 64
+#: microseconds after which a copy is of no use
+_TIMEOUT_US = 30_000_000
+#: of a copy: the lowest priority, and none of the client's, such as its deadline
+_PARAMETERS = json.dumps({"rsrv_priority": 0xFFFE})
+#: differences that floats of two versions may have, relative and absolute; bf16 has two to three digits
+_RELATIVE, _ABSOLUTE = 1e-2, 1e-5
+
+
+def differing(one: Mapping[str, Array], other: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+    """Return the first output in which two answers differ, by more than rounding; empty: none."""
+    for name, dtype in dtypes.items():
+        if name not in one or name not in other:
+            if name in one or name in other:
+                return name
+            continue
+        first, second = one[name], other[name]
+        if dtype == "bf16":  # its bits are the upper half of an f32's
+            first, second = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (first, second))
+        if first.shape != second.shape:
+            return name
+        if first.dtype.kind == "f":
+            same = np.allclose(first, second, _RELATIVE, _ABSOLUTE, equal_nan=True)
+        else:
+            same = np.array_equal(first, second)
+        if not same:
+            return name
+    return ""
+
+
+class Shadow:
+    """The copies for one model behind an alias. `count` counts an outcome: same, different, failed, or skipped."""
+
+    def __init__(
+        self,
+        where: str,
+        tensors: Tensors,
+        dtypes: Mapping[str, str],
+        execute: Callable[[Sequence[Any]], object],
+        count: Callable[[str], object],
+    ) -> None:
+        """`dtypes` are those of the outputs; `execute` answers requests after execute() returned."""
+        self._where = where
+        self.take = tensors.take
+        self._dtypes = dtypes
+        self.execute = execute
+        self._count = count
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._throttle = Throttle()
+
+    def begin(self, request: Any) -> "ShadowedRequest | None":
+        """Return the comparison of a request's answers; None: the request is not copied."""
+        with self._lock:
+            full = self._pending == _MAX_COPIES
+            self._pending += not full
+        if full:
+            self._count("skipped")
+            return None
+        try:
+            return ShadowedRequest(self, request)
+        except Exception:  # noqa: BLE001 - the request's own model refuses it
+            self.end("skipped")
+            return None
+
+    def end(self, outcome: str) -> None:
+        with self._lock:
+            self._pending -= 1
+        self._count(outcome)
+
+    def compare(self, id: str, answer: Mapping[str, Array] | None, copy: Mapping[str, Array] | None) -> None:
+        """Count the outcome of a copy. None is an answer that failed."""
+        if answer is None or copy is None:
+            self.end("skipped" if answer is None else "failed")
+            return
+        name = differing(answer, copy, self._dtypes)
+        if name and (left_out := self._throttle.take("different")) is not None:
+            text = "request %r: %s answers otherwise: output %r%s"
+            log.warning(text, id, self._where, name, more(left_out), extra=of_request(id))
+        self.end("different" if name else "same")
+
+
+class ShadowedRequest:
+    """A request of a client and its copy, until both are answered. Any thread."""
+
+    def __init__(self, shadow: Shadow, request: Any) -> None:
+        self._shadow = shadow
+        self._id = request.request_id()
+        self.watched = WatchedRequest(request, self)
+        self.copy = RequestCopy(request, self)
+        self._lock = threading.Lock()
+        #: by whether it is the copy's; None: it failed
+        self._answers: dict[bool, Mapping[str, Array] | None] = {}
+
+    def answered(self, response: Any, *, copy: bool) -> None:
+        """Take one of the answers before Triton gets it; never raises."""
+        found: dict[str, Array] | None = None
+        try:
+            if not response.has_error():
+                # The memory of an answer is used again after it was sent.
+                found = {one.name(): np.array(self._shadow.take(one)) for one in response.output_tensors()}
+        except Exception:
+            log.exception("request %r: an answer cannot be compared", self._id, extra=of_request(self._id))
+        with self._lock:
+            if copy in self._answers:
+                return
+            self._answers[copy] = found
+            if len(self._answers) < 2:
+                return
+        self._shadow.compare(self._id, self._answers[False], self._answers[True])
+
+
+class WatchedSender:
+    """A response sender whose answer is compared with the copy's."""
+
+    def __init__(self, sender: Any, comparison: ShadowedRequest) -> None:
+        self._sender, self._comparison = sender, comparison
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if response is not None:
+            self._comparison.answered(response, copy=False)
+            self._sender.send(response, flags=flags)
+        else:
+            self._sender.send(flags=flags)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+class WatchedRequest:
+    """A client's request, whose answer is compared with the copy's."""
+
+    def __init__(self, request: Any, comparison: ShadowedRequest) -> None:
+        self._request, self._comparison = request, comparison
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def get_response_sender(self) -> WatchedSender:
+        return WatchedSender(self._request.get_response_sender(), self._comparison)
+
+
+class RequestCopy:
+    """The copy of a client's request, as Triton's request objects. It belongs to no trace, and nobody cancels it."""
+
+    def __init__(self, request: Any, comparison: ShadowedRequest) -> None:
+        """Raises Triton's error for a request that cannot be read."""
+        #: hold Triton's memory
+        self._inputs = request.inputs()
+        self._id = request.request_id()
+        self._comparison = comparison
+
+    def inputs(self) -> Any:
+        return self._inputs
+
+    def parameters(self) -> str:
+        return _PARAMETERS
+
+    def request_id(self) -> str:
+        return str(self._id)
+
+    def timeout(self) -> int:
+        return _TIMEOUT_US
+
+    def trace(self) -> "RequestCopy":
+        return self
+
+    def get_context(self) -> None:
+        """Return None: Triton traces no copies."""
+
+    def get_response_sender(self) -> "RequestCopy":
+        return self
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        """Take the answer, as a response sender."""
+        if response is not None:
+            self._comparison.answered(response, copy=True)
+
+    def is_cancelled(self) -> bool:
+        return False

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.runtime.generation_steps import StepMemory
 from rsrv.runtime.generations import (
     TRANSITIONS,
     Chunks,
@@ -150,6 +151,20 @@ def test_a_generation_that_cannot_be_has_a_reason(ask: Generate, problem: str) -
 
     assert problem in found
     assert bool(found) == bool(problem)
+
+
+def test_generations_lie_side_by_side() -> None:
+    """Those at one time take the first free places of a block; one behind its end is in another block."""
+    memory = StepMemory(64, 128)
+    places = [memory.take() for _ in range(65)]
+    assert places == list(range(65))
+    (first, start), (second, after) = memory.locate(0), memory.locate(1)
+    assert first is second
+    assert after - start == 192
+    assert memory.locate(64)[0] is not first
+    memory.give(7)
+    memory.give(3)
+    assert [memory.take(), memory.take(), memory.take()] == [3, 7, 65]
 
 
 def test_a_step_without_a_slot_is_an_error() -> None:

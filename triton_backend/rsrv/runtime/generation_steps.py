@@ -1,10 +1,11 @@
 """Steps of generations as slices of executions: their tensors lie in memory of the runtime, not of a stub."""
 
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy.typing as npt
 
-from rsrv.runtime.allocation import aligned
+from rsrv.runtime.allocation import Bytes, aligned
 from rsrv.runtime.executor import RequestSlice
 from rsrv.runtime.generations import Chunks, Generation, GenerationCounts
 from rsrv.runtime.models import CompiledModel
@@ -14,6 +15,48 @@ from rsrv.scheduler import events as ev
 from rsrv.wire.generation import Generate
 from rsrv.wire.layout import Block
 from rsrv_bundle.spec import GenerateSpec
+
+#: generations in one block of memory
+_PLACES = 64
+
+
+class StepMemory:
+    """Memory for the steps of one model's generations.
+
+    Generations lie side by side, so that an execution copies the tensors of neighbours at once. It never shrinks, as the
+    number of a model's generations at a time is bounded.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        """`inputs`, `outputs`: bytes of a step's largest ones, multiples of the alignment."""
+        self.inputs = inputs
+        self._stride = inputs + outputs
+        self._blocks: list[Bytes] = []
+        #: places that no generation has, the first at the top
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """Return the first free place."""
+        if not self._free:
+            first = len(self._blocks) * _PLACES
+            self._blocks.append(aligned(_PLACES * self._stride))
+            self._free = list(range(first, first + _PLACES))
+        return heappop(self._free)
+
+    def give(self, place: int) -> None:
+        """Take back the place of a generation that has ended."""
+        heappush(self._free, place)
+
+    def locate(self, place: int) -> tuple[Bytes, int]:
+        """Return the block and the offset of a place."""
+        return self._blocks[place // _PLACES], place % _PLACES * self._stride
+
+
+def step_memory(model: CompiledModel) -> StepMemory:
+    """Return memory for generations of a model."""
+    variants = model.interface.variants
+    inputs = max(variant.inputs.places(1)[1] for variant in variants)
+    return StepMemory(inputs, max(variant.outputs.places(1)[1] for variant in variants))
 
 
 class StepSlice(RequestSlice):
@@ -25,6 +68,7 @@ class StepSlice(RequestSlice):
     __slots__ = (
         "_deadline",
         "_lengths",
+        "_memory",
         "_model",
         "_priority",
         "_spec",
@@ -35,6 +79,7 @@ class StepSlice(RequestSlice):
         "generation",
         "id",
         "number",
+        "place",
     )
 
     def __init__(
@@ -42,16 +87,17 @@ class StepSlice(RequestSlice):
         connection: PeerConnection,
         number: int,
         ask: Generate,
-        model: CompiledModel,
-        counts: GenerationCounts,
+        served: tuple[CompiledModel, StepMemory, GenerationCounts],
         now: float,
     ) -> None:
-        """Begin a generation; `number`: the loop's own for it."""
-        spec, variants = model.bundle.manifest.generate, model.interface.variants
+        """Begin a generation; `number`: the loop's own for it. `served`: its model, with the memory and counters of all."""
+        model, memory, counts = served
+        spec = model.bundle.manifest.generate
         assert spec is not None, "GENERATE is for generative models"
-        inputs = max(variant.inputs.places(1)[1] for variant in variants)
-        outputs = max(variant.outputs.places(1)[1] for variant in variants)
-        super().__init__(connection, ask.request, 1, aligned(inputs + outputs), 0, inputs)
+        #: in the model's memory, until `end`
+        self.place, self._memory = memory.take(), memory
+        block, at = memory.locate(self.place)
+        super().__init__(connection, ask.request, 1, block, at, at + memory.inputs)
         self.generation = Generation(ask, spec, _chunks(model, spec), counts, now)
         self.number = number
         #: the request of the present step, as the scheduler knows it
@@ -88,6 +134,11 @@ class StepSlice(RequestSlice):
             waited=not begins,
             tag=self.asked_tag,
         )
+
+    def end(self) -> None:
+        """End the generation, and leave its memory to others; it comes once."""
+        self.generation.end()
+        self._memory.give(self.place)
 
     def _lay_out(self) -> None:
         variant, spec = self._model.interface.variants[self._variant], self._spec

@@ -414,7 +414,7 @@ class Loop:
                 elif self._catalog.ending and (released := self._registry.release()):
                     for key in released:
                         self._executor.forget(key)
-                        self._requests.sequences.forget(key)
+                        self._requests.forget(key)
                 else:
                     break
         finally:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.executor import CallSlice, ExecutionEnded, RequestSlice, Slice
-from rsrv.runtime.generation_steps import StepSlice
+from rsrv.runtime.generation_steps import StepMemory, StepSlice, step_memory
 from rsrv.runtime.generations import End, GenerationCounts, find_problem
 from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
 from rsrv.runtime.sequences import STATE_LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
@@ -34,6 +35,7 @@ _FLAGS = ALONE | WAITED | START | END
 #: characters of a request's number
 _MAX_NUMBER = 32
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
+_PLACE = attrgetter("place")
 _ABORTED = "the request was aborted"
 _CANCELLED = "the request was cancelled"
 
@@ -66,6 +68,8 @@ class Requests:
         self.sequences = SequenceTable()
         #: generations in progress, by the global id of their GENERATE; `pending` has each one's present step
         self.generations: dict[int, StepSlice] = {}
+        #: by the model's key
+        self._step_memories: dict[str, StepMemory] = {}
         #: by the model's name
         self.generation_counts: dict[str, GenerationCounts] = {}
         # Negative: ids of connections' requests and of runs are positive.
@@ -143,7 +147,10 @@ class Requests:
             self._complete(connection, Completion(ask.request, Status.INVALID, text=problem))
             return
         counts = self.generation_counts.setdefault(model.name, GenerationCounts())
-        step = self.generations[id] = StepSlice(connection, id, ask, model, counts, self._clock())
+        memory = self._step_memories.get(model.key)
+        if memory is None:
+            memory = self._step_memories[model.key] = step_memory(model)
+        step = self.generations[id] = StepSlice(connection, id, ask, (model, memory, counts), self._clock())
         request = self._next_step(step)
         if mark is not None:
             self._traces.begin(request.id, mark, model.key)
@@ -281,6 +288,11 @@ class Requests:
 
     # --- decisions of the scheduler -----------------------------------------------------------------------
 
+    def forget(self, key: str) -> None:
+        """Drop what belongs to a model that is gone; no request of it is left."""
+        self.sequences.forget(key)
+        self._step_memories.pop(key, None)
+
     def take_arrived(self) -> tuple[ev.Request, ...]:
         """Hand over all requests that the scheduler does not know yet."""
         arrived, self.arrived = tuple(self.arrived), []
@@ -391,9 +403,8 @@ class Requests:
     def _take_tokens(self, slices: Iterable[Slice]) -> None:
         """Send the tokens of an execution; hand over the next steps, so that they share the next one, or end."""
         now = self._clock()
-        for step in slices:
-            if not isinstance(step, StepSlice):
-                continue
+        # In the order of their memory, which the next execution copies at once.
+        for step in sorted((one for one in slices if isinstance(one, StepSlice)), key=_PLACE):
             sequence, token = step.sequence, step.token
             assert sequence is not None
             is_sent, end = step.generation.step(token, now)
@@ -418,7 +429,7 @@ class Requests:
 
     def _end_generation(self, step: StepSlice, status: Status, text: str) -> None:
         del self.generations[step.number]
-        step.generation.end()
+        step.end()
         if step.sequence is not None:
             step.sequence.doomed = True
             self._apply(self.sequences.done(step.sequence, executed=True, now=self._clock()))

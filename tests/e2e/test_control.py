@@ -385,6 +385,25 @@ def test_a_timeline_of_what_the_device_did(
     assert "evict exact" in {event["name"] for event in events}
 
 
+def test_recorded_requests_are_replayed_and_planned_for(
+    control: Control, requests: Callable[[str], Requests], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients' requests are recorded, sent again to the same server, and simulated with its measured costs."""
+    trace, sent = tmp_path / "trace.csv", requests("exact")
+    with ThreadPoolExecutor(1) as pool:
+        recording = pool.submit(control.rsrv, "record", str(trace), "--seconds", "1")
+        wait_until(trace.exists, what="the record to begin")
+        for number in range(5):
+            sent.send(number)
+        sent.wait(5)
+        assert "5 requests in" in recording.result()
+
+    assert cli.main(["replay", str(trace), "--url", control.server.server.grpc_url]) == 0
+    assert capsys.readouterr().out.startswith("5 requests: 5 served;")
+    assert cli.main(["plan", str(trace), "--p99", "10s"]) == 0
+    assert "1 model on 1 card" in capsys.readouterr().out
+
+
 def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
     """A watcher gets each change once and in order; its copy of the state is the server's at the end."""
     control.rsrv("pin", "exact", "--wait")

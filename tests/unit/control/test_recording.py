@@ -48,7 +48,7 @@ def test_a_record_is_a_scenario_of_the_simulator(tmp_path: Path, capsys: pytest.
             said = await rsrv("record", str(out), "--seconds", "0.01")
 
             assert said.status == 0
-            assert "2 requests for 2 models in 0 s" in said.out
+            assert "2 requests in 0 s" in said.out
             assert said.err == "2 requests are missing: they came faster than they were read\n"
             assert out.read_text().splitlines() == [
                 "t,model,rows,variant,deadline_s,priority,committed",

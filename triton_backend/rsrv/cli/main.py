@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rsrv.cli import replay
 
         return replay.run(options)
+    if options.command == "plan":
+        from rsrv.sim import run
+
+        return run.run_plan(options)
     if options.command == "triton":
         return _install_triton(options)
     if options.command == "gpu":
@@ -262,6 +266,14 @@ def parser() -> CommandParser:
         help="a row of each input of a model whose shapes or texts cannot be guessed; default: zeros",
     )
     replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
+    help = "how many more models, how small a budget, how few cards and which batch sizes meet a goal, by simulation"
+    plan = commands.add_parser("plan", help=help, description=help)
+    plan.set_defaults(command="plan", json=False)
+    plan.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record, beside its TRACE.yaml")
+    plan.add_argument(
+        "--p99", type=_time, required=True, metavar="TIME", help="of all requests' latency, as 50ms or 2s"
+    )
+    plan.add_argument("--json", action="store_true", help="print the answers as JSON, for programs")
     help = "install a tritonserver for this user"
     triton = commands.add_parser("triton", help=help, description=help)
     verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
@@ -430,6 +442,13 @@ def _parts(text: str) -> list[str]:
         if word not in PARTS:
             raise argparse.ArgumentTypeError(f"there is no part {word!r}{nearest(word, PARTS)}")
     return words
+
+
+def _time(text: str) -> float:
+    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            return _seconds(text.removesuffix(unit)) * scale
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time as 50ms or 2s")
 
 
 def _named_file(text: str) -> tuple[str, str]:

@@ -109,9 +109,8 @@ def run_record(server: Server) -> int:
 
     text = yaml12.dump(scenario_of(path.name, recording, served))
     scenario.write_text(f"# Recorded by `rsrv record`.\n{text}", encoding="utf-8")
-    requests, models = recording.counts.total(), len(recording.counts)
     print(
-        f"{path}: {requests} requests for {models} models in {recording.seconds:.0f} s; {scenario}: the models"
+        f"{path}: {recording.counts.total()} requests in {recording.seconds:.0f} s; {scenario}: their models"
     )
     if recording.lost:
         print(f"{recording.lost} requests are missing: they came faster than they were read", file=sys.stderr)

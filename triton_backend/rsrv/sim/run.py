@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.extras import install_command
+from rsrv.progress import steps
+from rsrv.sim import plan
 from rsrv.sim.decisions import decision_lines, fleet_decision_lines
 from rsrv.sim.fleet import rows, summarize_fleet, with_mode
 from rsrv.sim.metrics import summarize
@@ -18,7 +20,10 @@ from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
 from rsrv.sim.sweep import run_sweep, sweep_rows
 from rsrv.sim.table import aligned, table
-from rsrv.text import os_error
+from rsrv.text import duration, os_error
+
+#: seconds between two lines about the progress of a plan, where the output is no terminal
+_LINE_S = 10.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,6 +36,26 @@ def run(options: argparse.Namespace) -> int:
     finally:
         if collecting:
             gc.enable()
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run `rsrv plan`; return its exit status."""
+    scenario = options.trace.with_suffix(".yaml")
+    try:
+        recorded = plan.busiest(load_scenario(scenario))
+        with steps("simulations", every=_LINE_S) as progress:
+            answers = list(plan.plan(recorded, plan.Goal(options.p99), progress.step))
+    except (ScenarioError, SimulationError) as error:
+        return _complain(str(error), "rsrv plan")
+    if options.json:
+        print(json.dumps(plan.to_json(answers), indent=2))
+        return 0
+    requests = sum(map(len, recorded.recorded))
+    print(
+        f"{scenario}: {requests} requests in {duration(recorded.duration)}; goal: p99 of {duration(options.p99)}"
+    )
+    print(plan.page(answers))
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -123,6 +148,6 @@ def _plots(module: str) -> Any:
         return None
 
 
-def _complain(message: str) -> int:
-    print("\n".join(f"rsrv-sim: {line}" for line in message.splitlines()), file=sys.stderr)
+def _complain(message: str, program: str = "rsrv-sim") -> int:
+    print("\n".join(f"{program}: {line}" for line in message.splitlines()), file=sys.stderr)
     return 1

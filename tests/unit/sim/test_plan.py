@@ -1,0 +1,130 @@
+"""The command `rsrv plan`: how much more a recorded scenario carries, and with how little."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.cli import main as cli
+from rsrv.sim.plan import Answer, Goal, busiest, estimate, last_good, plan, try_out, with_copies
+from rsrv.sim.scenario import Scenario, parse_scenario
+
+
+def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", names: str = "ab") -> Scenario:
+    """Return a scenario in which each model gets a request of one row in turn, for four seconds."""
+    requests = ", ".join(
+        f"{{t: {number * every_s:.3f}, model: {names[number % len(names)]}}}"
+        for number in range(round(4 / every_s))
+    )
+    return parse_scenario(f"device: {{{device}}}\nmodels: {models}\narrivals: [{requests}]")
+
+
+def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
+    """Return the answers by question; of the batch sizes, the first."""
+    found: dict[str, Answer] = {}
+    for one in plan(busiest(scenario), Goal(p99_s), lambda what: None):
+        found.setdefault(one.question, one)
+    return found
+
+
+def test_room_for_more_models() -> None:
+    """A device that is a fifth busy carries more models of equal traffic, until their requests wait too long."""
+    said = answers(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"), 0.1)
+
+    assert said["as it is"].answer == "2 models on 1 card, no budget"
+    more = int(said["more models"].answer.split(",")[0])
+    assert 4 <= more <= 9
+    assert said["more models"].trial is not None
+    assert said["more models"].trial.p99_s <= 0.1  # type: ignore[operator]
+    scenario = busiest(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"))
+    assert not try_out(with_copies(scenario, more + 1)).meets(Goal(0.1))
+    assert said["fewest cards"].answer == "1"
+    assert said["smallest weight budget"].answer.startswith("not known")
+
+
+def test_too_little_of_everything() -> None:
+    """An overloaded device carries no more models; the number of cards that do is found, by placement."""
+    said = answers(recorded("{a: {cost: {1: 0.15}}, b: {cost: {1: 0.15}}}"), 0.4)
+
+    assert said["more models"].answer == "none"
+    assert said["fewest cards"].answer == "2"
+
+
+def test_the_smallest_budget() -> None:
+    """Models that share most of their weights, asked in turn, need room for one copy of these and their own parts."""
+    model = "{cost: {1: 0.001}, weight_bytes: 1000, shares: {base: 800}}"
+    device = "warm: true, h2d_bytes_per_s: 1000"
+    said = answers(recorded(f"{{a: {model}, b: {model}}}", device=device), 0.05)
+
+    assert said["smallest weight budget"].answer == "1.2 kB; all weights are 1.2 kB"
+    apart = "{cost: {1: 0.001}, weight_bytes: 1000}"
+    said = answers(recorded(f"{{a: {apart}, b: {apart}}}", device=device, names="a"), 0.05)
+    assert said["smallest weight budget"].answer == "1 kB; all weights are 2 kB"
+
+
+def test_batch_sizes() -> None:
+    """Single rows padded to 8 want a smaller size, with its gain by estimate; a size that hardly runs is named."""
+    said = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)
+
+    assert said["batch sizes"].answer == (
+        "a: export 1 as well; leave out 8, 16, hardly used: about 87.5% less device time"
+    )
+
+
+def test_sizes_that_stay() -> None:
+    """A model with one size gives no estimate of others, and is left as it is."""
+    assert answers(recorded("{a: {cost: {8: 0.016}}}", names="a"), 1.0)["batch sizes"].answer == "as they are"
+
+
+def test_an_estimate_between_and_below_what_was_measured() -> None:
+    """Costs lie on the line of two neighbours; below the smallest size, a row costs no less than there."""
+    costs = {(0, 4): 0.004, (0, 8): 0.006, (1, 1): 9.0, (0, 16): 0.04}
+    assert estimate(costs, (0, 8)) == 0.006
+    assert estimate(costs, (0, 6)) == pytest.approx(0.005)
+    assert estimate(costs, (0, 2)) == pytest.approx(0.003)
+    assert estimate({(0, 8): 0.008, (0, 16): 0.1}, (0, 2)) == pytest.approx(0.002)
+
+
+@given(limit=st.integers(0, 300), most=st.integers(1, 300))
+def test_a_search(limit: int, most: int) -> None:
+    """The last good number is found, and none is tried above the largest that is allowed."""
+    tried: list[int] = []
+
+    def good(number: int) -> bool:
+        tried.append(number)
+        return number <= limit
+
+    assert last_good(good, most) == min(limit, most)
+    assert max(tried) <= most
+    assert len(tried) == len(set(tried)) <= 18
+
+
+def test_the_busiest_part_of_a_long_record() -> None:
+    """A record is cut to the requests that come fastest, from time 0."""
+    times = [0.0, 1.0, 2.0, 2.1, 2.2, 9.0]
+    requests = ", ".join(f"{{t: {t}, model: a}}" for t in times)
+    scenario = parse_scenario(f"models: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: [{requests}]")
+
+    assert [one.t for one in busiest(scenario, 3).recorded[0]] == [0.0, 0.1, 0.2]
+    assert busiest(scenario, 3).duration == pytest.approx(0.201)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv plan` reads the scenario beside the trace; a wrong goal or a missing file is named."""
+    trace = tmp_path / "out.csv"
+    trace.write_text("t,model\n0,a\n1,a\n")
+    assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 1
+    assert f"rsrv plan: {tmp_path / 'out.yaml'} cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", str(trace), "--p99", "50"])
+    assert "'50' is not a time as 50ms or 2s" in capsys.readouterr().err
+
+    (tmp_path / "out.yaml").write_text("models: {a: {cost: {1: 0.04}}}\narrivals: {trace: out.csv}\n")
+    assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].endswith("out.yaml: 2 requests in 1 s; goal: p99 of 50 ms")
+    assert "as it is" in said.out.splitlines()[2]
+    assert cli.main(["plan", str(trace), "--p99", "1s", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["p99_s"] == pytest.approx(0.04)

@@ -1,0 +1,388 @@
+"""Questions about capacity, answered by simulations of a scenario: how much more it carries, and with how little.
+
+Each answer is the end of a search for the last scenario that meets the goal. More models, a smaller budget and fewer cards
+are each taken to be no better than less of the same, so a search halves its range with every simulation.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, inf
+from random import Random
+from typing import Any, NamedTuple
+
+from rsrv.scheduler.events import Outcome, Program
+from rsrv.sim.arrivals import instant
+from rsrv.sim.record import Record, RequestRecord
+from rsrv.sim.scenario import Scenario
+from rsrv.sim.schema import GatewayKeys, RequestKeys
+from rsrv.sim.simulate import simulate, simulate_fleet
+from rsrv.sim.table import aligned
+from rsrv.sim.tally import in_time, percentile, ratio
+from rsrv.text import amount, duration, percent
+
+#: requests of the busiest time that a search simulates: about a second each
+MOST_REQUESTS = 20_000
+#: copies of each model, and cards, that a search tries at most
+_MOST_COPIES, _MOST_CARDS = 16, 16
+#: share of the budget that a search does not tell apart
+_BUDGET_STEP = 0.02
+#: share of a model's executions from which a size is worth a place, and of its device time from which sizes are named
+_USED, _WORTH = 0.05, 0.05
+#: models whose sizes are named: those that gain most
+_NAMED = 10
+#: later begin of each copy's traffic, as a share of the time: any number of copies are spread evenly
+_GOLDEN = 0.618034
+
+
+class Goal(NamedTuple):
+    """99 % of all requests are answered within this time."""
+
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A simulated scenario."""
+
+    #: with requests that ended without an answer as infinitely slow; None: there are no requests.
+    p99_s: float | None
+    in_time: float | None
+    records: Sequence[Record]
+
+    def meets(self, goal: Goal) -> bool:
+        return self.p99_s is not None and self.p99_s <= goal.p99_s
+
+
+class Answer(NamedTuple):
+    """One question, with the trial that shows the answer; None: it was not asked."""
+
+    question: str
+    answer: str
+    trial: Simulated | None
+
+
+def try_out(scenario: Scenario) -> Simulated:
+    """Simulate a scenario."""
+    requests: Sequence[RequestRecord]
+    records: Sequence[Record]
+    if scenario.gateway is None:
+        record = simulate(scenario)
+        requests, records = record.requests, [record]
+    else:
+        fleet = simulate_fleet(scenario)
+        requests, records = fleet.requests, list(fleet.devices.values())
+    took = sorted(one.ended - one.arrived if one.outcome is Outcome.ANSWERED else inf for one in requests)
+    good = sum(in_time(one, inf) for one in requests)
+    return Simulated(percentile(took, 0.99), ratio(good, len(requests)), records)
+
+
+def plan(scenario: Scenario, goal: Goal, tell: Callable[[str], object]) -> Iterator[Answer]:
+    """Yield the answers for a recorded scenario; `tell` is called with a word about each simulation."""
+
+    def attempt(what: str, changed: Scenario) -> Simulated:
+        tell(what)
+        return try_out(changed)
+
+    now = attempt("as it is", scenario)
+    yield Answer("as it is", _as_it_is(scenario), now)
+    met = now.meets(goal)
+    yield _more_models(scenario, goal, attempt) if met else Answer("more models", "none", None)
+    yield _budget(scenario, goal, attempt)
+    yield _cards(scenario, goal, attempt)
+    yield from _sizes(scenario, now, attempt)
+
+
+Attempt = Callable[[str, Scenario], Simulated]
+
+
+def _as_it_is(scenario: Scenario) -> str:
+    budget = scenario.settings.weight_budget_bytes
+    room = "no budget" if budget is None else f"a budget of {amount(budget)}"
+    return f"{_counted(len(_asked(scenario)), 'model')} on {_counted(scenario.devices, 'card')}, {room}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def last_good(good: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that is good, if all below it are; 0 needs no trial."""
+    low, high = 0, 1
+    while high <= most and good(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if good(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# --- more models -----------------------------------------------------------------------------------------
+
+
+def _more_models(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+    trials: dict[int, Simulated] = {}
+
+    def good(count: int) -> bool:
+        trials[count] = attempt(f"{count} more models", with_copies(scenario, count))
+        return trials[count].meets(goal)
+
+    most = _MOST_COPIES * len(_asked(scenario))
+    count = last_good(good, most)
+    more = " or more" if count == most else ""
+    return Answer("more models", f"{count}{more}, each with the traffic of a recorded one", trials.get(count))
+
+
+def with_copies(scenario: Scenario, count: int) -> Scenario:
+    """Return a scenario with so many more models: copies of those that are asked, in turn, with traffic of their own."""
+    names = _asked(scenario)
+    # Any first few of them are as the whole.
+    Random(0).shuffle(names)
+    length = _length(scenario)
+    by_model: dict[str, list[RequestKeys]] = defaultdict(list)
+    for one in _requests(scenario):
+        by_model[one.model].append(one)
+    programs, lives, jitter = dict(scenario.programs), dict(scenario.lives), dict(scenario.jitter)
+    added: list[RequestKeys] = []
+    for number in range(count):
+        name = names[number % len(names)]
+        copy, shift = f"{name}+{number // len(names) + 1}", _GOLDEN * (number + 1) * length
+        programs[copy] = _copied(programs[name], name, copy)
+        lives[copy], jitter[copy] = lives[name], jitter[name]
+        added += [
+            one.model_copy(update={"model": copy, "t": instant((one.t + shift) % length)})
+            for one in by_model[name]
+        ]
+    return replace(
+        scenario, programs=programs, lives=lives, jitter=jitter, recorded=[*scenario.recorded, added]
+    )
+
+
+def _copied(program: Program, name: str, copy: str) -> Program:
+    tensors = program.tensors
+    if tensors is not None:
+        # What the model shares with others, its copy does, too.
+        tensors = {
+            f"own of {copy}" if key == f"own of {name}" else key: size for key, size in tensors.items()
+        }
+    return replace(program, model=copy, tensors=tensors)
+
+
+# --- budget and cards ------------------------------------------------------------------------------------
+
+
+def _budget(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+    """Search the smallest budget, from that of the largest model to that of all weights."""
+    question = "smallest weight budget"
+    if all(not program.load_seconds for program in scenario.programs.values()):
+        return Answer(question, "not known: no load was measured (device.h2d_bytes_per_s)", None)
+    tensors = {key: size for one in scenario.programs.values() for key, size in (one.tensors or {}).items()}
+    whole = sum(tensors.values())
+    least = max(program.weight_bytes for program in scenario.programs.values())
+    trials: dict[int, Simulated] = {}
+
+    def budget(step: int) -> int:
+        return max(least, round(whole * (1 - step * _BUDGET_STEP)))
+
+    def good(step: int) -> bool:
+        settings = replace(scenario.settings, weight_budget_bytes=budget(step))
+        trials[step] = attempt(f"{amount(budget(step))} for weights", replace(scenario, settings=settings))
+        return trials[step].meets(goal)
+
+    if not good(0):
+        return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
+    step = last_good(good, ceil((1 - least / whole) / _BUDGET_STEP))
+    return Answer(question, f"{amount(budget(step))}; all weights are {amount(whole)}", trials[step])
+
+
+def _cards(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+    if scenario.host_memory_bytes is not None or any(
+        one.lazy or min(one.idle) < inf for one in scenario.lives.values()
+    ):
+        return Answer(
+            "fewest cards", "not known: `runtime` of the scenario is simulated on one device only", None
+        )
+    trial: Simulated | None = None
+    for count in range(1, _MOST_CARDS + 1):
+        trial = attempt(_counted(count, "card"), with_cards(scenario, count))
+        if trial.meets(goal):
+            return Answer("fewest cards", str(count), trial)
+    return Answer("fewest cards", f"none: {_MOST_CARDS} are not enough", trial)
+
+
+def with_cards(scenario: Scenario, count: int) -> Scenario:
+    """Return a scenario with so many devices of one server."""
+    gateway = None if count == 1 else scenario.gateway or GatewayKeys()
+    return replace(scenario, devices=count, servers=1, gateway=gateway)
+
+
+# --- batch sizes -----------------------------------------------------------------------------------------
+
+
+def _sizes(scenario: Scenario, now: Simulated, attempt: Attempt) -> Iterator[Answer]:
+    """Compare the compiled sizes with all powers of two, whose costs are estimated from those that were measured."""
+    tried = attempt("more batch sizes", with_sizes(scenario, _candidates(scenario)))
+    used = _executions(tried.records)
+    chosen = {
+        name: {key for key in _candidates(scenario)[name] if _keeps(key, program, used[name])}
+        for name, program in scenario.programs.items()
+        if used[name]
+    }
+    final = attempt("chosen batch sizes", with_sizes(scenario, chosen))
+    before, after = _device_seconds(now.records), _device_seconds(final.records)
+    changed = 0
+    for name in sorted(chosen, key=lambda one: after.get(one, 0.0) - before.get(one, 0.0)):
+        compiled = scenario.programs[name].costs.keys()
+        add, drop = sorted(chosen[name] - compiled), sorted(compiled - chosen[name])
+        gain = 1 - (ratio(after.get(name, 0.0), before.get(name, 0.0)) or 1.0)
+        parts = [f"export {_listed(add)} as well"] if add and gain >= _WORTH else []
+        parts += [f"leave out {_listed(drop)}, hardly used"] if drop else []
+        if parts:
+            changed += 1
+            if changed > _NAMED:
+                continue
+            saved = f": about {percent(gain)} less device time" if add and gain >= _WORTH else ""
+            yield Answer("batch sizes", f"{name}: {'; '.join(parts)}{saved}", None)
+    yield Answer(
+        "batch sizes",
+        f"with these changes of {_counted(changed, 'model')}" if changed else "as they are",
+        final if changed else None,
+    )
+
+
+def _listed(keys: Sequence[tuple[int, int]]) -> str:
+    several = len({variant for variant, _ in keys}) > 1 or any(variant for variant, _ in keys)
+    return ", ".join(f"{variant}/{size}" if several else str(size) for variant, size in keys)
+
+
+def _keeps(key: tuple[int, int], program: Program, used: Counter[tuple[int, int]]) -> bool:
+    # Requests as large as the largest size need it, and variants that hardly came stay as they are.
+    largest = max(size for variant, size in program.costs if variant == key[0])
+    of_variant = sum(count for (variant, _), count in used.items() if variant == key[0])
+    if key[1] == largest or not of_variant:
+        return key in program.costs
+    return used[key] >= _USED * of_variant
+
+
+def _candidates(scenario: Scenario) -> dict[str, set[tuple[int, int]]]:
+    """Return by model the compiled sizes, and the powers of two below the largest where costs can be estimated."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for name, program in scenario.programs.items():
+        keys = set(program.costs)
+        for variant in {variant for variant, _ in keys}:
+            sizes = [size for other, size in program.costs if other == variant]
+            if len(sizes) > 1:
+                keys |= {
+                    (variant, 1 << bit) for bit in range(max(sizes).bit_length()) if 1 << bit < max(sizes)
+                }
+        found[name] = keys
+    return found
+
+
+def with_sizes(scenario: Scenario, sizes: Mapping[str, set[tuple[int, int]]]) -> Scenario:
+    """Return a scenario whose models are compiled for these variants and sizes."""
+    programs = {
+        name: replace(program, costs={key: estimate(program.costs, key) for key in sorted(sizes[name])})
+        if name in sizes
+        else program
+        for name, program in scenario.programs.items()
+    }
+    return replace(scenario, programs=programs)
+
+
+def estimate(costs: Mapping[tuple[int, int], float], key: tuple[int, int]) -> float:
+    """Return the seconds of an execution of a size that was not measured: on the line through its two neighbours.
+
+    A smaller size than all others costs at least its share of the smallest one's rows.
+    """
+    if key in costs:
+        return costs[key]
+    variant, size = key
+    known = sorted((other, cost) for (of, other), cost in costs.items() if of == variant)
+    (low, a), (high, b) = next((two for two in pairwise(known) if size < two[1][0]), (known[-2], known[-1]))
+    line = a + (b - a) * (size - low) / (high - low)
+    return max(line, a * size / low) if size < low else max(line, 1e-9)
+
+
+def _executions(records: Sequence[Record]) -> dict[str, Counter[tuple[int, int]]]:
+    counts: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    for record in records:
+        for one in record.executions:
+            counts[one.execute.model][one.execute.variant, one.execute.size] += 1
+    return counts
+
+
+def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for record in records:
+        for one in record.executions:
+            seconds[one.execute.model] += one.ended - one.started
+    return seconds
+
+
+# --- the traffic -----------------------------------------------------------------------------------------
+
+
+def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:
+    """Return a scenario of recorded requests with so many of them, from the time in which they come fastest."""
+    requests = sorted(_requests(scenario), key=lambda one: one.t)
+    if len(requests) > most:
+        first = min(
+            range(len(requests) - most + 1), key=lambda at: requests[at + most - 1].t - requests[at].t
+        )
+        began = requests[first].t
+        requests = [
+            one.model_copy(update={"t": instant(one.t - began)}) for one in requests[first : first + most]
+        ]
+    length = max((one.t for one in requests), default=0.0) + 1e-3
+    return replace(scenario, requests=(), recorded=[requests], duration=length)
+
+
+def _requests(scenario: Scenario) -> list[RequestKeys]:
+    return [one for trace in (scenario.requests, *scenario.recorded) for one in trace]
+
+
+def _asked(scenario: Scenario) -> list[str]:
+    """Return the models with requests, in listing order."""
+    asked = {one.model for one in _requests(scenario)}
+    return [name for name in scenario.programs if name in asked]
+
+
+def _length(scenario: Scenario) -> float:
+    return scenario.duration or max((one.t for one in _requests(scenario)), default=1.0)
+
+
+def page(answers: Sequence[Answer]) -> str:
+    """Return a table: a row for each answer."""
+    head = ("", "p99", "in time", "answer")
+    # Texts last: the table aligns figures to the right.
+    lines = aligned([head[:3], *((one.question, *_cells(one.trial)) for one in answers)]).splitlines()
+    return "\n".join(
+        f"{line}  {text}"
+        for line, text in zip(lines, (head[3], *(one.answer for one in answers)), strict=True)
+    )
+
+
+def _cells(trial: Simulated | None) -> tuple[str, str]:
+    if trial is None:
+        return "", ""
+    p99 = trial.p99_s
+    return "never" if p99 == inf else duration(p99), percent(trial.in_time)
+
+
+def to_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return the answers for programs."""
+    return [
+        {
+            "question": one.question,
+            "answer": one.answer,
+            "p99_s": None if one.trial is None or one.trial.p99_s == inf else one.trial.p99_s,
+            "in_time": None if one.trial is None else one.trial.in_time,
+        }
+        for one in answers
+    ]

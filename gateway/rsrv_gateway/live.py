@@ -3,14 +3,16 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
+from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from rsrv.control.sentences import history_lines
+from rsrv.control import page_calls
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.live.source import RESIDENCIES, PageError
+from rsrv.live.source import PageError
 from rsrv_gateway.connections import ControlClient, is_cancelled
 from rsrv_gateway.probes import Probes
 
@@ -20,8 +22,6 @@ _POLL_S = 1.0
 _CALL_TIMEOUT_S = 10.0
 #: events queued for a watcher; workers wait when the queue is full
 _QUEUE_MAX_EVENTS = 64
-
-_RESIDENCIES = {"device": pb.RESIDENCY_DEVICE, "system": pb.RESIDENCY_SYSTEM}
 
 #: a probe closes the connection when no answer comes in time
 _CLOSED = "the connection to it was closed, and is opened again"
@@ -83,22 +83,18 @@ class Workers:
             await queue.put((name, "state", json.dumps(state)))
             await asyncio.sleep(self._every)
 
-    async def history(self, server: str, model: str) -> list[str]:
-        control = self._control(server)
-        answer = await self._ask(control, control.stub.GetHistory, pb.GetHistoryRequest(model=model))
-        return history_lines(answer, self._clock())
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
+        return await page_calls.panel(self._asks(server), model, self._clock())
+
+    async def trace(self, server: str) -> str:
+        return await page_calls.trace(self._asks(server))
 
     async def steer(self, server: str, model: str, what: str) -> None:
-        control = self._control(server)
-        match what:
-            case "prefetch":
-                await self._ask(control, control.stub.Prefetch, pb.PrefetchRequest(model=model))
-            case "evict":
-                await self._ask(control, control.stub.Evict, pb.EvictRequest(target=pb.Target(model=model)))
-            case _:
-                residency = _RESIDENCIES[RESIDENCIES[what]]
-                request = pb.SetResidencyRequest(model=model, residency=residency)
-                await self._ask(control, control.stub.SetResidency, request)
+        await page_calls.steer(self._asks(server), model, what)
+
+    def _asks(self, server: str) -> page_calls.Ask:
+        """Return the calls of a worker's control service. Raises PageError."""
+        return partial(self._ask, self._control(server))
 
     def _control(self, server: str) -> ControlClient:
         """Return a worker's control service. Raises PageError."""
@@ -110,10 +106,12 @@ class Workers:
         return control
 
     @staticmethod
-    async def _ask(control: ControlClient, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
+    async def _ask(control: ControlClient, call: str, request: Message) -> Any:
         """Call a control service. Raises PageError."""
         try:
-            return await call(request, timeout=_CALL_TIMEOUT_S, metadata=control.metadata)
+            return await getattr(control.stub, call)(
+                request, timeout=_CALL_TIMEOUT_S, metadata=control.metadata
+            )
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise PageError.of(_code(error), _said(error)) from None
         except asyncio.CancelledError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,13 @@ PAINTED = """(() => {
   };
   return [share(0, 13), share(15, 28)];
 })()"""
+
+
+def shell(command: str) -> str:
+    """Return the output of a command."""
+    return subprocess.run(
+        ["sh", "-c", command], check=True, capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 async def show(page: Page, url: str) -> None:
@@ -71,6 +79,10 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
             await page.value(f"document.querySelector('tr[data-model={MODELS[0]}] button').click()")
             await page.until("document.querySelectorAll('#history-lines li').length > 0")
             assert await page.value("document.querySelectorAll('#actions button').length") == 0
+            curl = await page.value("document.querySelector('#curl').textContent")
+            assert {one["name"] for one in json.loads(shell(curl))["outputs"]} >= {"first", "second"}
+            trace = "fetch(document.querySelector('.timeline a').href).then((answer) => answer.json())"
+            assert await page.value(f"{trace}.then((said) => said.traceEvents.length > 10)")
             assert page.errors == []
 
     with live_server(tmp_path) as (server, url), load(server):
@@ -89,8 +101,18 @@ class FakeEvents:
             server, name, said = await self.told.get()
             yield server, name, json.dumps(said)
 
-    async def history(self, server: str, model: str) -> list[str]:
-        return [f"{model} at {server}", "<img src=x onerror=alert(1)>"]
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
+        inputs = [{"name": "it's", "datatype": "FP32", "shape": [-1, 2]}]
+        return {
+            "history": [f"{model} at {server}", "<img src=x onerror=alert(1)>"],
+            "slowest": ["<b>slow"],
+            "facts": [["requests", "3 answered"]],
+            "executables": [["0", "8", "4", "2 ms"]],
+            "inputs": inputs,
+        }
+
+    async def trace(self, server: str) -> str:
+        return "{}"
 
     async def steer(self, server: str, model: str, what: str) -> None:
         self.steered.append((server, model, what))
@@ -295,6 +317,8 @@ def test_the_page_sends_commands_with_the_token() -> None:
             await page.until("document.querySelector('#log li').textContent.includes('<b>model-001</b>')")
             first = "document.querySelector('#models tr').dataset.model"
             source.tell("cold", ["<i>cold", "colder"])
+            doors = {"HTTP": "10.0.0.1:8000"}
+            source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
             show_only = "{ const one = document.querySelector('#filter'); one.value = '%s'; one.dispatchEvent(new Event('input')); }"
             await page.until(f"{{ {show_only % 'cold'} }} {ROWS} === 2")
             assert await page.value(f"{{ {show_only % 'resident'} }} {ROWS}") == 6
@@ -308,6 +332,14 @@ def test_the_page_sends_commands_with_the_token() -> None:
             assert await page.value(ROWS) == 1
             await page.value("document.querySelector('#models button').click()")
             await page.until("document.querySelector('#history-lines').textContent.includes('<img src=x')")
+            told = await page.value("document.querySelector('#panel-parts').textContent")
+            assert "requests3 answered" in told
+            assert "<b>slow" in told
+            curl = await page.value("document.querySelector('#curl').textContent")
+            echoed = shell(curl.partition(" | curl")[0])
+            sent = {"name": "it's", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]}
+            assert json.loads(echoed) == {"inputs": [sent]}
+            assert "10.0.0.1:8000/v2/models/model-007/infer" in curl
             for what in ("pin", "evict"):
                 await page.value(
                     f"[...document.querySelectorAll('#actions button')].find((one) => one.textContent === '{what}').click()"

@@ -338,6 +338,7 @@ class Served:
     lifecycle: FakeLifecycle
     repository: Path
     service: ControlService
+    live: Live
     placing: Placing
     health: Health
     socket: Path
@@ -408,6 +409,7 @@ async def served(
                     lifecycle,
                     repository,
                     service,
+                    live,
                     placing,
                     health,
                     tmp_path / "control.sock",

@@ -15,7 +15,7 @@ from rsrv.control.card_memory import Cards
 from rsrv.control.live import Event, Live, OneServer, Troubles
 from rsrv.control.runtimes import Runtimes
 from rsrv.live.source import PageError
-from tests.unit.control.peers import FakeRuntime, entry, linked, until
+from tests.unit.control.peers import FakeRuntime, entry, linked, served, slow_request, until
 from tests.unit.control.test_overview import MEMORY, histogram, model
 from tests.waiting import looped
 
@@ -48,7 +48,8 @@ class Spans:
                 since = command["since"]
                 some = self.spans[since : since + 2]
                 end = len(self.spans)
-                return {"instance": self.instance, "next": since + len(some), "end": end, "spans": some}
+                numbers = {"first": since, "next": since + len(some), "end": end}
+                return {"instance": self.instance, **numbers, "spans": some}
             case "memory":
                 models = {name: {"own_bytes": 700, "state_bytes": 30} for name in "ab"}
                 return {
@@ -56,6 +57,8 @@ class Spans:
                     "models": models,
                     "groups": [{"bytes": 200, "models": ["a", "b"], "on_device": True}],
                 }
+            case "evict":
+                return {"models": ["a"]}
             case "history" if command["model"] == "a":
                 records = [{"at": 1.0, "what": "model ready", "why": "warmed up"}]
                 waits_for = "queued (demand): waits for the load of b"
@@ -250,18 +253,36 @@ async def test_figures_that_cannot_be_read_end_nothing(
 
 
 @looped
-async def test_the_page_of_one_server_shows_histories_and_steers(tmp_path: Path) -> None:
-    """The page of one server shows histories and sends commands; a refusal becomes an HTTP status."""
-    async with watched(tmp_path) as server:
-        source = OneServer(server.live, server.runtimes)
+async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) -> None:
+    """The page of one server shows what is known of a model, and sends commands; a refusal becomes an HTTP status."""
+
+    async def inputs(model: str) -> list[dict[str, Any]]:
+        return [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+
+    async with served(tmp_path, models=["a"]) as server:
+        spans = Spans(server.runtime.instance)
+        spans.spans = [("execute", "a@1", 1.0, 0.5, 3, 4, 2, False)] * 3
+        answers = {
+            "slowest": {"unix_s": 1e9, "requests": [slow_request(1.0, 0.5)]},
+            "timeline": None,
+        }
+        server.runtime.answers = lambda command: answers.get(command["command"]) or spans.answer(command)
+        source = OneServer(server.live, server.service, inputs)
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
-        ready, waits = await source.history("", "a")
+        found = await source.panel("", "a")
+        ready, waits = found["history"]
         assert ready.endswith(" a@1: ready")
         assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")
+        assert "request 3.17 of 3 rows for a waited" in found["slowest"][-1]
+        assert ("requests", "1 queued, 2 execute; 7 answered, 1 refused") in found["facts"]
+        assert ("0", "8", "4", "2 ms") in found["executables"]
+        assert found["inputs"][0]["name"] == "x"
         with pytest.raises(PageError, match="no model 'x'") as wrong:
-            await source.history("", "x")
+            await source.panel("", "x")
         assert wrong.value.status == 404
+        events_of_trace = json.loads(await source.trace(""))["traceEvents"]
+        assert [one["name"] for one in events_of_trace if one["ph"] == "X"] == ["a"] * 3
         server.runtime.commands.clear()
         for what in ("pin", "unpin", "prefetch", "evict"):
             await source.steer("", "a", what)

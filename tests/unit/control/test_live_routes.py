@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
@@ -37,10 +38,15 @@ class FakeSource:
         finally:
             self.watchers -= 1
 
-    async def history(self, server: str, model: str) -> list[str]:
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
         if model != "a":
             raise PageError.of("NOT_FOUND", f"there is no model {model!r} at {server!r}")
-        return ["loaded", "<b>evicted</b>"]
+        return {"history": ["loaded", "<b>evicted</b>"]}
+
+    async def trace(self, server: str) -> str:
+        if server != "w":
+            raise PageError(404, f"there is no worker {server!r}")
+        return '{"traceEvents": []}'
 
     async def steer(self, server: str, model: str, what: str) -> None:
         if model != "a":
@@ -82,7 +88,11 @@ async def test_the_files_load_nothing_from_elsewhere() -> None:
                 assert "default-src 'none'" in policy
                 assert "unsafe" not in policy
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
-                text = (await answer.text()).replace("http://www.w3.org/2000/svg", "")
+                text = (
+                    (await answer.text())
+                    .replace("http://www.w3.org/2000/svg", "")
+                    .replace("`http://${outside(", "")
+                )
                 assert "//" not in text.replace("// ", "").replace('"//"', "") or "http" not in text
                 assert "innerHTML" not in text
                 assert not any(f" {event}=" in text for event in ("onclick", "onload", "style"))
@@ -127,12 +137,16 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @looped
-async def test_a_history_is_a_list_of_lines() -> None:
-    """The history of a model is a JSON list of lines; an unknown model is 404 with a reason."""
+async def test_a_panel_and_a_trace_are_json() -> None:
+    """What is known of a model, and a trace, are JSON; an unknown model or server is 404 with a reason."""
     async with page() as (_, client):
-        async with client.get("/live/history", params={"server": "w", "model": "a"}) as answer:
-            assert await answer.json() == ["loaded", "<b>evicted</b>"]
-        async with client.get("/live/history", params={"server": "w", "model": "x"}) as answer:
+        async with client.get("/live/model", params={"server": "w", "model": "a"}) as answer:
+            assert await answer.json() == {"history": ["loaded", "<b>evicted</b>"]}
+        async with client.get("/live/trace", params={"server": "w"}) as answer:
+            assert await answer.json() == {"traceEvents": []}
+        async with client.get("/live/trace", params={"server": "x"}) as answer:
+            assert answer.status == 404
+        async with client.get("/live/model", params={"server": "w", "model": "x"}) as answer:
             assert (answer.status, await answer.text()) == (404, "there is no model 'x' at 'w'\n")
             assert answer.content_type == "text/plain"
 

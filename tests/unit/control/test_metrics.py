@@ -243,7 +243,10 @@ class Unasked:
         await asyncio.Event().wait()
         yield "", "", ""
 
-    async def history(self, server: str, model: str) -> list[str]:
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
+        raise AssertionError
+
+    async def trace(self, server: str) -> str:
         raise AssertionError
 
     async def steer(self, server: str, model: str, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.cli.chrome_trace import chrome_trace
+from rsrv.control.chrome_trace import chrome_trace
 from rsrv.control.v1 import control_pb2 as pb
 
 

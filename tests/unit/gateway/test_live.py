@@ -51,6 +51,18 @@ class PageControl(FakeControl):
         record = pb.HistoryRecord(unix_s=1e9, what="model ready")
         return pb.GetHistoryResponse(histories=[pb.History(key="m@1", records=[record])])
 
+    async def GetRequests(self, request: pb.GetRequestsRequest, context: Any) -> pb.GetRequestsResponse:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "it is a meta model")
+        raise AssertionError
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        versions = [pb.Version(key="m@1", state=pb.STATE_READY)]
+        return pb.GetStatusResponse(metas=[pb.MetaStatus(name="m", models=["a"], versions=versions)])
+
+    async def GetTimeline(self, request: pb.GetTimelineRequest, context: Any) -> pb.GetTimelineResponse:
+        span = pb.Span(kind=pb.SPAN_KIND_EXECUTE, model="m", start_unix_s=1e9, seconds=0.5)
+        return pb.GetTimelineResponse(positions=[pb.TimelinePosition(instance="1")], spans=[span])
+
     async def SetResidency(self, request: pb.SetResidencyRequest, context: Any) -> pb.SetResidencyResponse:
         self.steps.append((pb.Residency.Name(request.residency), request.model))
         return pb.SetResidencyResponse()
@@ -87,7 +99,7 @@ async def test_a_closed_connection_is_reported_and_opened_again() -> None:
             await first.close()
             assert "closed" in (await find(events, "bare:8001", "state"))["why"]
             with pytest.raises(PageError, match="closed") as wrong:
-                await workers.history("bare:8001", "m")
+                await workers.panel("bare:8001", "m")
             assert wrong.value.status == 503
             second = connect()
             await find(events, "bare:8001", "begin")
@@ -167,8 +179,13 @@ async def test_workers_join_and_leave_while_a_page_is_watched() -> None:
 async def test_histories_and_steering_go_to_the_worker() -> None:
     """Histories and commands go to the worker; a refusal or an unknown worker becomes an HTTP status."""
     async with fleet("a") as (_, workers, controls):
-        (line,) = await workers.history("a:8001", "m")
-        assert line.endswith(" ready")
+        found = await workers.panel("a:8001", "m")
+        assert found["history"][0].endswith(" ready")
+        assert found["slowest"] == []
+        assert found["facts"][0] == ("calls", "a")
+        assert found["facts"][-1] == ("version", "m@1 ready")
+        names = [one["name"] for one in json.loads(await workers.trace("a:8001"))["traceEvents"]]
+        assert names[-1] == "m"
         for what in ("pin", "unpin", "prefetch", "evict"):
             await workers.steer("a:8001", "m", what)
         assert controls["a"].steps == [
@@ -179,7 +196,7 @@ async def test_histories_and_steering_go_to_the_worker() -> None:
         ]
         for server, model, status in (("a:8001", "x", 404), ("x", "m", 404), ("bare:8001", "m", 409)):
             with pytest.raises(PageError) as wrong:
-                await workers.history(server, model)
+                await workers.panel(server, model)
             assert wrong.value.status == status
         with pytest.raises(PageError, match="NOT_FOUND: there is no model") as wrong:
             await workers.steer("a:8001", "unknown", "evict")

@@ -13,11 +13,11 @@ import grpc
 
 from rsrv.cli import device_pages, history, top
 from rsrv.cli import server_pages as pages
-from rsrv.cli.chrome_trace import chrome_trace
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
 from rsrv.cli.recording import read_spans, run_record
 from rsrv.control import find
+from rsrv.control.chrome_trace import chrome_trace
 from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc

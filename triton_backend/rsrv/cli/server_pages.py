@@ -3,11 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
 from rsrv.cli.output import headline, print_pairs, print_table, word
 from rsrv.control.overview import life
+from rsrv.control.sentences import meta_facts, model_facts
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, printable, some
 
@@ -89,36 +89,13 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
 def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None = None) -> None:
     """Print the details of one model or meta model; `memory`: of all models, for what this one shares."""
     for model in answer.models:
-        policy = model.policy
         pairs = [
             ("model", model.name),
             ("state", _life(model)),
             ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
             ("residency", word(pb.Residency, model.residency)),
             ("paused", word(pb.Pause, model.paused) or "no"),
-            ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
-            *([("sequences", _sequences(model))] if model.sequences else []),
-            (
-                "executions",
-                (
-                    f"{model.dispatches}, {duration(model.device_seconds)} of the device, "
-                    f"{model.useful_rows} rows, {model.padded_rows} of padding"
-                ),
-            ),
-            (
-                "loads",
-                (
-                    f"{model.loads}, {duration(model.load_seconds)} each; {model.misses} misses, "
-                    f"{model.evictions} evictions"
-                ),
-            ),
-            (
-                "policy",
-                (
-                    f"weight {policy.weight:g}, max_delay_us {policy.max_delay_us}, "
-                    f"max_queue_depth {policy.max_queue_depth}"
-                ),
-            ),
+            *model_facts(model),
         ]
         print_pairs(pairs)
         _print_versions(model.versions)
@@ -172,9 +149,7 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 ("meta model", meta.name),
                 ("calls", ", ".join(meta.models)),
                 ("paused", word(pb.Pause, meta.paused) or "no"),
-                ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
-                ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
-                ("kept", f"{amount(meta.kept_bytes)} on the device"),
+                *meta_facts(meta),
             ]
         )
         _print_versions(meta.versions)
@@ -435,12 +410,3 @@ def _state(versions: Sequence[pb.Version]) -> str:
     """Return the state of a model: ready if any version is, else that of the last version."""
     states = [word(pb.State, version.state) for version in versions]
     return "ready" if "ready" in states else states[-1] if states else "-"
-
-
-def _sequences(model: pb.ModelStatus) -> str:
-    counts = ", ".join(f"{count} {state}" for state, count in sorted(model.sequences.items()) if count)
-    return (counts or "none") + (f"; {model.generations} of them generations" if model.generations else "")
-
-
-def _counts(outcomes: Any) -> str:
-    return ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()) if count) or "none over yet"

@@ -108,7 +108,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     runtimes = Runtimes(directories, launch=partial(_launch, options))
     cards = Cards(devices)
     processes = partial(stub_processes, options.server_pid, repository.absolute())
-    reconciler = Reconciler(settings, repository, runtimes, Triton.of(options.server_pid), processes)
+    triton = Triton.of(options.server_pid)
+    reconciler = Reconciler(settings, repository, runtimes, triton, processes)
     readiness = Readiness(
         runtimes,
         repository,
@@ -149,7 +150,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         try:
             secret = settings.metrics.token_file
             token = None if secret is None else read_token(secret, "metrics.token_file")
-            http = HttpServer(metrics.text, LivePage(OneServer(live, runtimes), token))
+            http = HttpServer(metrics.text, LivePage(OneServer(live, service, triton.inputs), token))
             port = await http.start(settings.metrics.listen)
             listeners.append(http)
             log.info("metrics.listen: /metrics and the live page are at port %d", port)

@@ -5,12 +5,14 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from rsrv.control import messages
+from google.protobuf.message import Message
+
+from rsrv.control import page_calls
 from rsrv.control.card_memory import Cards
 from rsrv.control.charts import RANGES, Charts
 from rsrv.control.findings import ServerFinding
@@ -19,8 +21,8 @@ from rsrv.control.overview import Overview, describe, device_picture, memory_pic
 from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.runtime_link import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
-from rsrv.control.sentences import history_lines
-from rsrv.live.source import RESIDENCIES, PageError
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.live.source import PageError
 
 log = logging.getLogger("rsrv.control")
 
@@ -301,31 +303,34 @@ class Live:
 
 
 class OneServer:
-    """The page's source in the control process of one server."""
+    """The page's source in the control process of one server; `inputs` asks Triton for those of a model."""
 
-    def __init__(self, live: Live, runtimes: Runtimes) -> None:
-        self._live, self._runtimes = live, runtimes
+    def __init__(
+        self,
+        live: Live,
+        service: control_pb2_grpc.ControlServicer,
+        inputs: Callable[[str], Awaitable[list[dict[str, Any]]]],
+    ) -> None:
+        self._live, self._service, self._inputs = live, service, inputs
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         async with aclosing(self._live.watch()) as events:
             async for event in events:
                 yield "server", event.name, event.json
 
-    async def history(self, server: str, model: str) -> list[str]:
-        try:
-            said = await self._runtimes.query({"command": "history", "model": model})
-        except StatusError as refused:
-            raise PageError.of(refused.code, str(refused)) from None
-        return history_lines(messages.history(said), time.time())
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
+        found, inputs = await page_calls.panel(self._ask, model, time.time()), await self._inputs(model)
+        return {**found, "inputs": inputs}
+
+    async def trace(self, server: str) -> str:
+        return await page_calls.trace(self._ask)
 
     async def steer(self, server: str, model: str, what: str) -> None:
-        devices = None
-        command = {"command": what, "model": model}
-        if what in RESIDENCIES:
-            command = {"command": "residency", "model": model, "residency": RESIDENCIES[what]}
-        elif what == "prefetch":
-            devices = self._runtimes.placement.get(model)
+        await page_calls.steer(self._ask, model, what)
+
+    async def _ask(self, call: str, request: Message) -> Any:
+        """Call the service without gRPC. Raises PageError."""
         try:
-            await self._runtimes.command(command, devices)
+            return await getattr(type(self._service), call).__wrapped__(self._service, request)
         except StatusError as refused:
             raise PageError.of(refused.code, str(refused)) from None

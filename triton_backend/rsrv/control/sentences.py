@@ -1,5 +1,6 @@
 """Sentences for people about what happened to a model, from the data of the control service."""
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from rsrv.control.v1 import control_pb2 as pb
@@ -193,3 +194,45 @@ def _requests(count: int) -> str:
 def _rows(record: pb.HistoryRecord) -> str:
     padded = f", padded to {record.size}" if record.size > record.rows else ""
     return f"{record.rows} {'row' if record.rows == 1 else 'rows'}{padded}"
+
+
+def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
+    """Return a model's counters as names and texts."""
+    policy = model.policy
+    return [
+        ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
+        *([("sequences", _sequences(model))] if model.sequences else []),
+        (
+            "executions",
+            (
+                f"{model.dispatches}, {duration(model.device_seconds)} of the device, "
+                f"{model.useful_rows} rows, {model.padded_rows} of padding"
+            ),
+        ),
+        (
+            "loads",
+            f"{model.loads}, {duration(model.load_seconds)} each; {model.misses} misses, {model.evictions} evictions",
+        ),
+        (
+            "policy",
+            f"weight {policy.weight:g}, max_delay_us {policy.max_delay_us}, max_queue_depth {policy.max_queue_depth}",
+        ),
+    ]
+
+
+def meta_facts(meta: pb.MetaStatus) -> list[tuple[str, str]]:
+    """Return a meta model's counters as names and texts."""
+    return [
+        ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
+        ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
+        ("kept", f"{amount(meta.kept_bytes)} on the device"),
+    ]
+
+
+def _sequences(model: pb.ModelStatus) -> str:
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(model.sequences.items()) if count)
+    return (counts or "none") + (f"; {model.generations} of them generations" if model.generations else "")
+
+
+def _counts(outcomes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()) if count) or "none over yet"

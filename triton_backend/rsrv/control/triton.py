@@ -163,6 +163,17 @@ class Triton:
         )
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
+    async def inputs(self, name: str) -> list[dict[str, Any]]:
+        """Return the inputs of a model as JSON, for a request; none if it is not loaded."""
+        request = service_pb2.ModelMetadataRequest(name=name)
+        try:
+            found = await self._call(self._stub.ModelMetadata, request, timeout=_TIMEOUT_S)
+        except TritonError:
+            return []
+        return [
+            {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in found.inputs
+        ]
+
     async def load(self, name: str) -> None:
         """Load the model as it is in the repository; return when that version serves. Raises TritonError.
 

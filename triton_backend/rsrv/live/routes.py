@@ -1,4 +1,4 @@
-"""The live page over HTTP: its files, a stream of events, models' histories, and actions for clients with the token."""
+"""The live page over HTTP: its files, a stream of events, panels of models, traces, and actions for clients with the token."""
 
 import asyncio
 import json
@@ -36,6 +36,8 @@ class LivePage:
     def __init__(self, source: PageSource, token: bytes | None) -> None:
         self._source, self._token = source, token
         self._watchers = 0
+        #: Held while a trace is made: it has megabytes.
+        self._tracing = asyncio.Lock()
         folder = resources.files("rsrv.live") / "page"
         self._files = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
 
@@ -43,7 +45,8 @@ class LivePage:
         return [
             *(web.get(f"/{name}", self._file) for name in ("", *self._files)),
             web.get("/live/stream", self._stream),
-            web.get("/live/history", self._history),
+            web.get("/live/model", self._panel),
+            web.get("/live/trace", self._trace),
             web.post("/live/steer", self._steer),
         ]
 
@@ -76,13 +79,21 @@ class LivePage:
         finally:
             self._watchers -= 1
 
-    async def _history(self, request: web.Request) -> web.Response:
+    async def _panel(self, request: web.Request) -> web.Response:
         query = request.query
         try:
-            lines = await self._source.history(query.get("server", ""), query.get("model", ""))
+            found = await self._source.panel(query.get("server", ""), query.get("model", ""))
         except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
-        return web.json_response(lines, headers=_HEADERS)
+        return web.json_response(found, headers=_HEADERS)
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        try:
+            async with self._tracing:
+                text = await self._source.trace(request.query.get("server", ""))
+        except PageError as wrong:
+            return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
+        return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
     async def _steer(self, request: web.Request) -> web.Response:
         if self._token is None:

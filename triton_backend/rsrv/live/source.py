@@ -1,7 +1,7 @@
 """Source of the live page: its events, histories, actions and errors. Without aiohttp, which only the page's server needs."""
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Any, Protocol
 
 #: Actions of clients with the token.
 ACTIONS = ("pin", "unpin", "prefetch", "evict")
@@ -37,8 +37,11 @@ class PageSource(Protocol):
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         """Yield the server, the event's name and its JSON: the current state, then each event."""
 
-    async def history(self, server: str, model: str) -> list[str]:
-        """Return the history of a model. Raises PageError."""
+    async def panel(self, server: str, model: str) -> dict[str, Any]:
+        """Return what is known of a model, as JSON. Raises PageError."""
+
+    async def trace(self, server: str) -> str:
+        """Return the latest spans of a server, for Perfetto. Raises PageError."""
 
     async def steer(self, server: str, model: str, what: str) -> None:
         """Carry out one of ACTIONS. Raises PageError."""

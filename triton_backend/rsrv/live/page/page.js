@@ -4,7 +4,7 @@ import { beginCharts, drawCharts, takePoint } from "./charts.js";
 import { drawDevices } from "./devices.js";
 import { beginModels, drawModels } from "./models.js";
 import { beginPanel, openPanel } from "./panel.js";
-import { dropServer, known, now, rows, servers, take, takeSpans } from "./servers.js";
+import { dropServer, known, now, outside, rows, servers, take, takeSpans } from "./servers.js";
 
 const MOST_LINES = 200; // of the log
 const SILENCE = 5; // seconds without figures of a device until the page says so
@@ -24,7 +24,7 @@ function drawTotals() {
 function drawFacts() {
   const one = (server) => {
     const { facts } = server;
-    const doors = Object.entries(facts.endpoints).map(([name, address]) => `${name} ${address.replace(/^(0\.0\.0\.0|::|\[::\])(?=:\d+$)/, location.hostname)}`);
+    const doors = Object.entries(facts.endpoints).map(([name, address]) => `${name} ${outside(address)}`);
     return [facts.name, `version ${facts.version}`, `up ${seconds(Math.max(0, now(server) - facts.started))}`, ...doors].join(" · ");
   };
   const told = [...servers.values()].filter((server) => server.facts && server.state);

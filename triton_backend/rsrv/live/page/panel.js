@@ -1,6 +1,6 @@
 // A model's panel: its figures, what happened to it, and actions for clients with the token.
 import { $, bytes, make, say } from "./base.js";
-import { servers } from "./servers.js";
+import { outside, servers } from "./servers.js";
 
 let shown = null;
 
@@ -21,16 +21,56 @@ export async function openPanel(row, writable, log) {
   say($("panel-title"), row.name);
   $("panel").focus();
   $("actions").replaceChildren(...(writable && row.state !== "cold" ? ["pin", "unpin", "prefetch", "evict"].map((what) => action(what, row, log)) : []));
-  $("panel-parts").replaceChildren(make("p", { textContent: `${row.weights}; weights: ${weights(row)}${row.error ? `; ${row.error}` : ""}` }));
   const query = new URLSearchParams({ server: row.server, model: row.name });
-  let lines;
+  let found = {};
   try {
-    const answer = await fetch(`live/history?${query}`);
-    lines = answer.ok ? await answer.json() : [await answer.text()];
+    const answer = await fetch(`live/model?${query}`);
+    found = answer.ok ? await answer.json() : { history: [await answer.text()] };
   } catch (error) {
-    lines = [String(error)];
+    found = { history: [String(error)] };
   }
-  if (shown === row.key) $("history-lines").replaceChildren(...lines.reverse().map((text) => make("li", { textContent: text })));
+  if (shown !== row.key) return;
+  const facts = [["state", row.weights], ["weights", weights(row)], ...(found.facts ?? []), ...(row.error ? [["error", row.error]] : [])];
+  $("panel-parts").replaceChildren(
+    make("dl", { className: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])),
+    ...table(["shape", "size", "executions", "cost"], found.executables ?? []),
+    ...part("Slowest requests of the last hour", found.slowest ?? []),
+    ...request(row, found.inputs ?? []),
+  );
+  $("history-lines").replaceChildren(...(found.history ?? []).reverse().map((text) => make("li", { textContent: text })));
+}
+
+const part = (title, lines) => (lines.length ? [make("h3", { textContent: title }), make("ol", { className: "lines" }, ...lines.reverse().map((text) => make("li", { textContent: text })))] : []);
+
+function table(titles, lines) {
+  if (!lines.length) return [];
+  const head = make("tr", {}, ...titles.map((text) => make("th", { className: "number", scope: "col", textContent: text })));
+  const body = lines.map((line) => make("tr", {}, ...line.map((text) => make("td", { className: "number", textContent: text }))));
+  return [make("h3", { textContent: "Compiled" }), make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))];
+}
+
+/** The command of one request with zeros: one row, and 1 for each size that is free. */
+function request(row, inputs) {
+  const http = servers.get(row.server)?.facts?.endpoints.HTTP;
+  if (!inputs.length || !http) return [];
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  let word = "", text = ""; // of the shell, and the JSON that is not quoted yet
+  inputs.forEach(({ name, datatype, shape }, at) => {
+    const sizes = shape.map((size) => Math.max(1, Number(size))), count = sizes.reduce((product, size) => product * size, 1);
+    const zero = { BYTES: '"text"', BOOL: "false" }[datatype] ?? "0";
+    text += `${at ? "," : ""}{"name":${JSON.stringify(name)},"datatype":${JSON.stringify(datatype)},"shape":${JSON.stringify(sizes)},"data":[`;
+    if (count <= 32) text += Array(count).fill(zero).join();
+    else {
+      word += `${quoted(text)}"$(yes ${quoted(zero)} | head -n ${count} | paste -sd, -)"`;
+      text = "";
+    }
+    text += "]}";
+  });
+  const url = `http://${outside(http)}/v2/models/${encodeURIComponent(row.name)}/infer`;
+  const command = `printf %s ${quoted('{"inputs":[').slice(0, -1)}${(word + quoted(`${text}]}`)).slice(1)} | curl -s ${quoted(url)} -d @-`;
+  const copy = make("button", { type: "button", textContent: "copy" });
+  copy.addEventListener("click", () => navigator.clipboard?.writeText(command));
+  return [make("h3", {}, "One request ", copy), make("pre", { id: "curl", tabIndex: 0, textContent: command })];
 }
 
 export function beginPanel() {

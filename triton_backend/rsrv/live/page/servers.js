@@ -88,5 +88,8 @@ export function takeSpans(name, spans) {
   }
 }
 
+/** Return an address of a server as this browser reaches it. */
+export const outside = (address) => address.replace(/^(0\.0\.0\.0|::|\[::\])(?=:\d+$)/, location.hostname);
+
 /** The server's clock may differ from this one: the newest time of its stream is now. */
 export const now = (server) => (server.state?.t ?? 0) + (performance.now() - server.seen) / 1000;

@@ -43,9 +43,11 @@ export function timeline(server, device) {
   });
   canvas.addEventListener("pointermove", (event) => { view.pointer = [event.offsetX, event.offsetY]; });
   canvas.addEventListener("pointerleave", () => { view.pointer = null; });
+  const trace = make("a", { textContent: "Perfetto trace", href: `live/trace?${new URLSearchParams({ server: server.name })}`, download: "rsrv-timeline.json" });
+  trace.title = "the latest spans, for ui.perfetto.dev";
   const buttons = [button("−", "zoom out (−)", () => zoom(2)), button("+", "zoom in (+)", () => zoom(0.5)), button("‹", "earlier (←)", () => pan(-0.5)), button("›", "later (→)", () => pan(0.5)), live];
   live.ariaPressed = "true";
-  const root = make("div", { className: "timeline" }, canvas, make("p", { className: "tools" }, ...buttons, told));
+  const root = make("div", { className: "timeline" }, canvas, make("p", { className: "tools" }, ...buttons, trace, told));
   return {
     root,
     label: (name) => { canvas.ariaLabel = `executions, loads and evictions of ${name} by model; + and − zoom, arrows move`; },

@@ -1,0 +1,78 @@
+"""Requests of the live page as calls of a control service, which is in this process or behind a gateway's channel."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rsrv.control.chrome_trace import chrome_trace
+from rsrv.control.grpc_service import member, member_name
+from rsrv.control.sentences import history_lines, meta_facts, model_facts, request_lines
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.live.source import RESIDENCIES, PageError
+from rsrv.text import duration, one_line
+
+#: Calls a method of the service by its name. Raises PageError.
+Ask = Callable[[str, Message], Awaitable[Any]]
+#: The slowest requests that a panel shows.
+_MAX_SLOW = 20
+
+
+async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
+    """Return what is known of a model at Unix time `now`: its history, slowest requests, counters and executables."""
+    history = await ask("GetHistory", pb.GetHistoryRequest(model=model))
+    try:
+        slowest = await ask("GetRequests", pb.GetRequestsRequest(model=model))
+    except PageError:  # of a meta model
+        slowest = pb.GetRequestsResponse()
+    del slowest.requests[_MAX_SLOW:]
+    status = await ask("GetStatus", pb.GetStatusRequest(model=model))
+    facts = [pair for one in status.models for pair in model_facts(one)]
+    facts += [pair for one in status.metas for pair in [("calls", ", ".join(one.models)), *meta_facts(one)]]
+    for one in (version for found in (*status.models, *status.metas) for version in found.versions):
+        state = member_name(pb.State, one.state) if one.state else "cold"
+        facts.append(("version", " ".join([one.key, state, one_line(one.error)]).strip()))
+    return {
+        "history": history_lines(history, now),
+        "slowest": request_lines(slowest, now),
+        "facts": facts,
+        "executables": [
+            (
+                str(one.variant),
+                str(one.size),
+                str(one.count),
+                duration(one.cost_s) if one.HasField("cost_s") else "-",
+            )
+            for found in status.models
+            for one in found.executables
+        ],
+    }
+
+
+async def trace(ask: Ask) -> str:
+    """Return all spans that the runtimes keep, for Perfetto."""
+    spans: list[pb.Span] = []
+    instances: dict[int, str] = {}
+    answer = pb.GetTimelineResponse()
+    while not instances or (answer.spans and any(one.next < one.end for one in answer.positions)):
+        answer = await ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
+        now = {one.device: one.instance for one in answer.positions}
+        # Of a runtime that has ended meanwhile, nothing is left.
+        spans = [span for span in spans if now.get(span.device) == instances.get(span.device)]
+        spans += answer.spans
+        instances = now
+    return await asyncio.to_thread(lambda: json.dumps(chrome_trace(spans)))
+
+
+async def steer(ask: Ask, model: str, what: str) -> None:
+    """Carry out one of the page's actions."""
+    match what:
+        case "prefetch":
+            await ask("Prefetch", pb.PrefetchRequest(model=model))
+        case "evict":
+            await ask("Evict", pb.EvictRequest(target=pb.Target(model=model)))
+        case _:
+            residency = member(pb.Residency, RESIDENCIES[what])
+            await ask("SetResidency", pb.SetResidencyRequest(model=model, residency=residency))

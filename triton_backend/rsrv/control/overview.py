@@ -1,12 +1,17 @@
 """The live page's picture of a server, made of the runtime's figures and the models' states once a second. Pure."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rsrv.control.protocols import ModelVersion
 from rsrv.histogram import SECONDS, Histogram
+
+if TYPE_CHECKING:
+    # Commands import this module, and need no pydantic.
+    from rsrv.control.protocols import ModelVersion
 
 #: Seconds of the 99th percentile.
 _WINDOW_S = 10.0
@@ -48,14 +53,14 @@ class Work:
     device_s: float = 0.0
     request: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
-    def add(self, other: "Work") -> None:
+    def add(self, other: Work) -> None:
         self.requests += other.requests
         self.errors += other.errors
         self.misses += other.misses
         self.device_s += other.device_s
         self.request.add(other.request)
 
-    def count(self, before: "_Figures | None", now: "_Figures") -> None:
+    def count(self, before: _Figures | None, now: _Figures) -> None:
         """Add a model's work since `before`; counters that began again count from 0."""
         if before is None or now.requests < before.requests or now.device_s < before.device_s:
             before = _NONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from rsrv.cli import main as cli
+from rsrv.control.triton import Triton
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
@@ -96,7 +98,7 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
     end = threading.Event()
 
     def ask(name: str, rows: int) -> None:
-        width = 64 if name in ("first", "second", "third") else 256
+        width = 64 if name in ("first", "second", "third", "slow") else 256
         with caller(server) as call:
             while not end.is_set():
                 with contextlib.suppress(Refused):
@@ -182,3 +184,9 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
     }
     wait_until(lambda: doctor(faulty)[0].keys() >= expected.keys())
     assert doctor(faulty)[0] == expected
+
+    async def queues() -> Mapping[str, tuple[int, float]]:
+        async with Triton.of(faulty.pid) as triton:
+            return await triton.queues()
+
+    assert asyncio.run(queues())["slow"][0] == 25

@@ -65,6 +65,11 @@ def slow_request(at: float, seconds: float) -> dict[str, Any]:
     }
 
 
+async def no_queues() -> Mapping[str, tuple[int, float]]:
+    """Answer as a Triton whose clients have asked for nothing."""
+    return {}
+
+
 def entry(name: str, **differs: Any) -> ModelVersion:
     """Return the entry of a model that is ready."""
     common: dict[str, Any] = {
@@ -380,7 +385,7 @@ async def served(
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
-        diagnosis = Diagnosis(runtimes, file, lambda: lifecycle.failures, readiness.missing, {})
+        diagnosis = Diagnosis(runtimes, file, lambda: lifecycle.failures, readiness.missing, {}, no_queues)
         live = Live(runtimes, cards, {}, lambda: Troubles({}, diagnosis.findings), every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),

@@ -14,7 +14,7 @@ from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.settings_file import SettingsFile
 from rsrv.settings import load_settings
-from tests.unit.control.peers import FakeRuntime, entry, linked, model_status, until
+from tests.unit.control.peers import FakeRuntime, entry, linked, model_status, no_queues, until
 from tests.unit.control.test_findings import counts, model, outcomes
 from tests.waiting import looped
 
@@ -45,7 +45,7 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
         await until(runtimes, lambda: runtimes.up)
         failures: dict[str, BundleFailure] = {}
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
-        diagnosis = Diagnosis(runtimes, file, lambda: failures, set, {})
+        diagnosis = Diagnosis(runtimes, file, lambda: failures, set, {}, no_queues)
         found = Diagnosed(runtime, diagnosis, {"a": model()}, failures)
         runtime.answers = found.answer
         try:

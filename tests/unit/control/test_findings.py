@@ -97,7 +97,7 @@ def server(*devices: dict[str, Any], settings: str = "", **differs: Any) -> Serv
 
 def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, ServerFinding]:
     """Return the findings of the minute, by name; without `before`, the counters began with it."""
-    before = before or replace(now, t=0.0, unix_s=1000.0, devices={})
+    before = before or replace(now, t=0.0, unix_s=1000.0, devices={}, queues={})
     findings = find(before, now)
     for one in findings:
         assert one.evidence
@@ -139,6 +139,12 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             ),
         ),
         ("over_pinned", "warning", "120 MB of weights are pinned, 100 MB fit", server(counts({}, pinned_bytes=120 * MB))),
+        (
+            "waits_in_triton",
+            "warning",
+            "the device is idle 93.3% of the time while requests for a wait in Triton, 300 ms on average for a",
+            server(counts({"a": model()}), queues={"a": (1000, 300.0)}),
+        ),
         (
             "model_failed",
             "critical",
@@ -343,7 +349,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
 )  # fmt: skip
 def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: ServerFigures) -> None:
     """Each trouble alone raises its finding, with its figures, and no other urgent one."""
-    before = replace(now, t=0.0, unix_s=1000.0, devices={}, spans={})
+    before = replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={})
     findings = found(now, before)
 
     assert name in findings
@@ -358,6 +364,8 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
         ("weights_thrash", server(counts({"a": model(misses=1, evictions={"room": 1})}))),
         ("weights_thrash", server(counts({"a": model(misses=900, evictions={"idle": 900})}))),
         ("over_pinned", server(counts({}, pinned_bytes=100 * MB))),
+        ("waits_in_triton", server(counts({"a": model()}), queues={"a": (1000, 50.0)})),
+        ("waits_in_triton", server(counts({"a": model(9000)}), queues={"a": (9000, 900.0)})),
         ("weights_too_big", server(counts({"a": model()}, budget_bytes=None))),
         ("overloaded", server(counts({"a": model(15000, queued=30, device_seconds=60.0)}))),
         ("uneven_devices", server(counts({"a": model(device_seconds=57.0)}), counts({"b": model(0)}))),

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
@@ -25,6 +25,7 @@ from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
+from rsrv.control.triton import TritonError
 from rsrv.text import by_number, some
 
 log = logging.getLogger("rsrv.control")
@@ -74,6 +75,7 @@ class Diagnosis:
         failures: Callable[[], Mapping[str, BundleFailure]],
         missing: Callable[[], Collection[str]],
         spans: Mapping[str, int],
+        queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
     ) -> None:
         """Make it.
 
@@ -83,9 +85,10 @@ class Diagnosis:
             failures: models that are not as their bundles say.
             missing: names of the models that should serve and do not.
             spans: of traces, by outcome; read at each look.
+            queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
         self._runtimes, self._file = runtimes, file
-        self._failures, self._missing, self._spans = failures, missing, spans
+        self._failures, self._missing, self._spans, self._queues = failures, missing, spans, queues
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
@@ -117,6 +120,9 @@ class Diagnosis:
     async def _figures(self, max_age_s: float) -> ServerFigures:
         runtimes, file, at = self._runtimes, self._file, self._loop.time()
         answers: Answers = {}
+        queues: Mapping[str, tuple[int, float]] = {}
+        with suppress(TritonError):  # it may want TLS, or keep its statistics to itself
+            queues = await self._queues()
         if runtimes.live:
             with suppress(StatusError):  # a runtime has just ended
                 answers, at = await runtimes.metrics(max_age_s)
@@ -150,6 +156,7 @@ class Diagnosis:
             cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),
+            queues=queues,
         )
 
     async def _read_facts(self) -> None:

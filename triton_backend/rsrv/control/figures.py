@@ -72,6 +72,8 @@ class ServerFigures:
     shm: tuple[int, int] | None = None
     #: Spans of traces by outcome.
     spans: Mapping[str, int] = field(default_factory=dict)
+    #: By model, requests that have left Triton's queue, and their seconds there; empty if Triton does not tell.
+    queues: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     def policy(self, model: str, key: str) -> Any:
         """Return a setting of a model."""

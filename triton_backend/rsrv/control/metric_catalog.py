@@ -252,7 +252,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "deadlines_queue, disk_loads, held_back, meta_waits, model_failed, no_memory, not_resident, not_served, "
         "over_pinned, overloaded, padding, paused, queue_full, requests_fail, runtime_down, runtime_restarts, "
         "settings_refused, settings_waiting, shm_full, single_rows, slow_hooks, starved, traces_lost, uneven_devices, "
-        "weights_thrash, weights_too_big.",
+        "waits_in_triton, weights_thrash, weights_too_big.",
     ),
     MetricFamily(
         "rsrv_trace_spans_total",

@@ -150,6 +150,27 @@ def _traces_lost(case: Case) -> Iterator[ServerFinding]:
         )
 
 
+def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
+    seconds, idle = case.now.t - case.before.t, 1 - max((one.busy for one in case.windows), default=1.0)
+    waits = {}
+    for name, (count, total) in case.now.queues.items():
+        old_count, old_total = case.before.queues.get(name, (0, 0.0))
+        # Little's law: as many requests wait at any time as the seconds of all waits in a second.
+        if total - old_total >= seconds and count - old_count >= FEW:
+            waits[name] = (total - old_total) / (count - old_count)
+    worst = max(waits, key=lambda name: waits[name], default="")
+    if seconds < _DOWN_S or idle < 0.5 or not worst or waits[worst] < 0.005:
+        return
+    yield ServerFinding(
+        "waits_in_triton",
+        "warning" if waits[worst] >= 0.05 else "note",
+        f"the device is idle {percent(idle)} of the time while requests for {some(sorted(waits, key=by_number))} wait in "
+        f"Triton, {duration(waits[worst])} on average for {worst}",
+        f"the process of {worst} in Triton takes one batch at a time, and has too little of the processors",
+        "more processors for the server, less Python in model.py, or models.NAME.front: native, which has no Python",
+    )
+
+
 def _uneven(case: Case) -> Iterator[ServerFinding]:
     if len(case.windows) < 2:
         return
@@ -322,6 +343,7 @@ SERVER_RULES: tuple[_ServerRule, ...] = (
     _settings,
     _shm_full,
     _uneven,
+    _waits_in_triton,
     _traces_lost,
 )
 DEVICE_RULES: tuple[_DeviceRule, ...] = (

@@ -28,6 +28,8 @@ HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-mod
 
 #: Seconds that calls other than loads may take.
 _TIMEOUT_S = 10.0
+#: Seconds for statistics, which are missed the least.
+_STATISTICS_S = 2.0
 #: model that is loaded in place of one that failed, before that is unloaded
 _PLACEHOLDER_CONFIG = (
     '{"backend": "python", "instance_group": [{"kind": "KIND_CPU", "count": 1}],'
@@ -173,6 +175,18 @@ class Triton:
         return [
             {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in found.inputs
         ]
+
+    async def queues(self) -> Mapping[str, tuple[int, float]]:
+        """Return the requests of each model that have left Triton's queue, and their seconds there. Raises TritonError."""
+        reply = await self._call(
+            self._stub.ModelStatistics, service_pb2.ModelStatisticsRequest(), timeout=_STATISTICS_S
+        )
+        found: dict[str, tuple[int, float]] = {}
+        for one in reply.model_stats:  # one for each version
+            count, seconds = found.get(one.name, (0, 0.0))
+            queue = one.inference_stats.queue
+            found[one.name] = count + queue.count, seconds + queue.ns / 1e9
+        return found
 
     async def load(self, name: str) -> None:
         """Load the model as it is in the repository; return when that version serves. Raises TritonError.

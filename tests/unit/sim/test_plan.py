@@ -121,6 +121,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         cli.main(["plan", str(trace), "--p99", "50"])
     assert "'50' is not a time as 50ms or 2s" in capsys.readouterr().err
 
+    (tmp_path / "out.yaml").write_text("models: {a: {cost: {1: 0.04}}}\narrivals: []\n")
+    assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 1
+    assert "out.csv has no requests: record while" in capsys.readouterr().err
+
     (tmp_path / "out.yaml").write_text("models: {a: {cost: {1: 0.04}}}\narrivals: {trace: out.csv}\n")
     assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 0
     said = capsys.readouterr()

@@ -43,6 +43,8 @@ def run_plan(options: argparse.Namespace) -> int:
     scenario = options.trace.with_suffix(".yaml")
     try:
         recorded = plan.busiest(load_scenario(scenario))
+        if not any(recorded.recorded):
+            raise ScenarioError(f"{options.trace} has no requests: record while clients send some")
         with steps("simulations", every=_LINE_S) as progress:
             answers = list(plan.plan(recorded, plan.Goal(options.p99), progress.step))
     except (ScenarioError, SimulationError) as error:

@@ -252,7 +252,8 @@ def _alias(server: Server) -> int:
         raise CommandLineError("give the models behind the alias, or --remove")
     alias = pb.Alias(name=name, targets=map(_alias_target, targets))
     answer = server.wait("SetAlias", pb.SetAliasRequest(alias=alias), f"{name}: loading")
-    return server.show(answer, pages.alias_page)
+    shown = [pages.alias_line(one) for one in answer.aliases if one.name == name]
+    return server.done(answer, shown[0] if shown else f"{name}: removed")
 
 
 def _alias_target(text: str) -> pb.AliasTarget:

@@ -33,15 +33,20 @@ def doctor_page(answer: pb.DiagnoseResponse) -> None:
 
 
 def alias_page(answer: pb.SetAliasResponse) -> None:
-    """Print each alias with the models behind it, and their shares of its requests."""
+    """Print each alias with the models behind it."""
     for alias in answer.aliases:
-        total = sum(one.weight for one in alias.targets)
-        parts = [
-            f"{one.model} {'shadow' if one.shadow else f'{one.weight / total:.4g}'}" for one in alias.targets
-        ]
-        print(f"{alias.name}: {', '.join(parts)}")
+        print(alias_line(alias))
     if not answer.aliases:
         print("no aliases")
+
+
+def alias_line(alias: pb.Alias) -> str:
+    """Return an alias with the models behind it, and their shares of its requests."""
+    total = sum(one.weight for one in alias.targets)
+    parts = [
+        f"{one.model} {'shadow' if one.shadow else f'{one.weight / total:.4g}'}" for one in alias.targets
+    ]
+    return f"{alias.name}: {', '.join(parts)}"
 
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:

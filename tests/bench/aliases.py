@@ -1,0 +1,143 @@
+"""`make bench-aliases`: requests by an alias's name beside those by the model's own.
+
+Run from the project's root: python -m tests.bench.aliases
+
+Two models have the same module and weights. Latency: one client asks by each name in turns. CPU and throughput: 16 clients,
+by one name after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from rsrv.cli.main import main as rsrv
+from tests.bench import models
+from tests.bench.load import Side
+from tests.bench.phases import say, served
+from tests.bench.places import WORK
+from tests.bench.processes import cpu_seconds, server_processes
+
+#: requests by each name; rounds and seconds of the throughput, and its clients
+REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 3000, 3, 2.0, 16
+OTHER = "other"
+SETTINGS = f"""
+metrics: {{listen: null}}
+aliases:
+  one: {models.MLP}
+  split: {{{models.MLP}: 95, {OTHER}: 5}}
+  halves: {{{models.MLP}: 50, {OTHER}: 50}}
+  watched: {{{models.MLP}: 1, {OTHER}: shadow}}
+"""
+NAMES = (models.MLP, "one", "split", "halves", "watched")
+
+
+def main() -> int:
+    """Print the figures."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    mlp = models.ensure_bundle(models.MLP, models._export_mlp)
+    other = WORK / "bundles-aliases" / OTHER
+    shutil.copytree(mlp, other, dirs_exist_ok=True)
+    repository = models.generate("aliases", [mlp, other], SETTINGS)
+    flags = ["--model-control-mode=explicit", "--load-model=*"]
+    with served("aliases", repository, has_runtime=True, flags=flags) as side:
+        # A copy still executes when the next request comes.
+        asks = {name: asking(side, name) for name in NAMES if name != "watched"}
+        for name, seconds in latency(asks).items():
+            say(f"p50, one client, {name}: {statistics.median(seconds) * 1e6:.0f} us")
+        rates: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+        for number in range(ROUNDS):
+            for name in NAMES if number % 2 else reversed(NAMES):
+                rates[name].append(under_load(side, name))
+        for name, found in rates.items():
+            rate, cpu = (statistics.median(each) for each in zip(*found, strict=True))
+            say(f"{CLIENTS} clients, {name}: {rate:.0f}/s, {cpu * 1e6:.0f} us of CPU a request")
+        say(f"changes under load: {changes(side)}")
+    return 0
+
+
+def asking(side: Side, name: str) -> Callable[[], object]:
+    """Return a function that sends one request."""
+    client = triton.InferenceServerClient(side.server.grpc_url)
+    tensor = triton.InferInput("x", [1, 256], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 256), np.float32))
+    return lambda: client.infer(name, [tensor])
+
+
+def latency(asks: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of the requests by each name, asked in turns."""
+    times: dict[str, list[float]] = {name: [] for name in asks}
+    for number in range(REQUESTS + 200):
+        for name, ask in asks.items() if number % 2 else reversed(asks.items()):
+            started = time.perf_counter()
+            ask()
+            if number >= 200:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def under_load(side: Side, name: str) -> tuple[float, float]:
+    """Return the answers per second to all clients, and the server's seconds of CPU for each."""
+    over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
+    threads = load(side, name, over, counts, failures)
+    time.sleep(0.5)
+    processes = list(server_processes(side.server.pid, has_runtime=True))
+    before, cpu = sum(counts), sum(map(cpu_seconds, processes))
+    time.sleep(WINDOW_S)
+    done, spent = sum(counts) - before, sum(map(cpu_seconds, processes)) - cpu
+    over.set()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise RuntimeError(failures[0])
+    return done / WINDOW_S, spent / done
+
+
+def changes(side: Side) -> str:
+    """Move an alias to and fro under load, and return what became of the requests."""
+    over, counts, failures = threading.Event(), [0] * CLIENTS, list[str]()
+    threads = load(side, "one", over, counts, failures)
+    seconds = []
+    for number in range(10):
+        started = time.monotonic()
+        target = OTHER if number % 2 else models.MLP
+        with contextlib.redirect_stdout(None):
+            rsrv(["alias", "one", target, "--server", str(side.server.http_port)])
+        seconds.append(time.monotonic() - started)
+    over.set()
+    for thread in threads:
+        thread.join()
+    return f"{len(seconds)} of {statistics.median(seconds):.2f} s; {len(failures)} of {sum(counts)} requests failed"
+
+
+def load(
+    side: Side, name: str, over: threading.Event, counts: list[int], failures: list[str]
+) -> list[threading.Thread]:
+    """Ask with all clients until it is over."""
+
+    def work(client: int) -> None:
+        ask = asking(side, name)
+        while not over.is_set():
+            try:
+                ask()
+                counts[client] += 1
+            except InferenceServerException as error:
+                failures.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+if __name__ == "__main__":
+    sys.exit(main())

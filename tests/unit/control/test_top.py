@@ -98,6 +98,36 @@ def test_keys_choose_the_order_of_the_models() -> None:
     assert orders == ["bac", "abc", "cab", "bac", "cba"]
 
 
+def test_a_filter_shows_the_models_whose_names_have_what_is_typed() -> None:
+    """Keys are letters of the filter until Enter; Backspace takes one back, and Esc shows all models again."""
+    top = Top()
+    top.take("state", state(0.0, shown("cats"), shown("dogs"), shown("quails")))
+
+    def press(keys: str) -> str:
+        for key in keys:
+            top.press(key)
+        return "".join(row.model["name"][0] for row in top.shown)
+
+    assert press("/") == "cdq"
+    assert press("qs") == ""
+    assert top.keys().startswith("/qs_ ")
+    assert press("\x7f") == "q"
+    assert press("\n") == "q"
+    assert top.keys().endswith("/ filter by name (q)")
+    assert press("\x1b") == "cdq"
+
+
+def test_the_latest_rates_of_a_model_are_a_line() -> None:
+    """The line is relative to the model's highest rate of late; the oldest rates leave it."""
+    top = Top()
+    for second, requests in enumerate((0, 8, 12, 12, 13)):
+        top.take("state", state(float(second), shown("a", requests)))
+    assert top.sparks(top.rows[0]) == " █▄ ▁"
+    for second in range(5, 30):
+        top.take("state", state(float(second), shown("a", 13)))
+    assert top.sparks(top.rows[0]) == 10 * " "
+
+
 def test_another_runtime_has_no_rates_at_first() -> None:
     """Another runtime has no rates at first, as its counters restart; without one, the reason is shown."""
     top = Top()

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import ceil
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from rsrv.text import amount, duration, one_line, percent, printable, rate
 _BLOCK_INTERVAL_S = 5.0
 #: Models in such a block, and lines of events below the table on a terminal.
 _MAX_MODELS, _MAX_EVENTS = 10, 6
-#: Cells of the bar of a full device.
+#: Cells of the bar of a full device, and of a model's latest rates.
 _BAR = 10
+_SPARKS = " ▁▂▃▄▅▆▇█"
 _HEAD = ("MODEL", "STATE", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
-_SHARE = _HEAD.index("DEVICE")
+_SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
 #: columns of a terminal with at least this many characters a line
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
@@ -80,6 +82,10 @@ class Top:
         #: Models, by the column that `sort_by` has chosen.
         self.rows: list[ModelRow] = []
         self.column, self.reverse = _SHARE, False
+        #: Part of the names of the models to show, and True while its letters are typed.
+        self.filter, self.typing = "", False
+        #: The latest rates by model.
+        self.rates: dict[str, deque[float]] = {}
         #: Events, the latest last.
         self.log: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
@@ -94,14 +100,28 @@ class Top:
         self._before, self.state = self.state, _whole(self.state, json.loads(text))
         if self.state["up"]:
             self.rows = list(_rows(self._before, self.state))
+            self.rates = {
+                row.model["name"]: deque((*self.rates.get(row.model["name"], ()), row.rate or 0.0), _BAR)
+                for row in self.rows
+            }
             self._sort()
         return True
 
     def press(self, key: str) -> None:
-        """Handle a key: `s` sorts by the next column, `r` reverses the order."""
-        if key == "s":
+        """Handle a key.
+
+        `s` sorts by the next column, `r` reverses the order, and `/` begins to type the filter, until Enter; Esc drops it.
+        """
+        if key == "\x1b":
+            self.filter, self.typing = "", False
+        elif self.typing:
+            self.typing = key not in "\r\n"
+            self.filter = self.filter[:-1] if key in "\b\x7f" else self.filter + key.strip()
+        elif key == "/":
+            self.typing = True
+        elif key == "s":
             self.column = (self.column + 1) % len(_HEAD)
-        if key == "r":
+        elif key == "r":
             self.reverse = not self.reverse
         self._sort()
 
@@ -110,6 +130,24 @@ class Top:
         self.rows.sort(key=lambda row: row.cells()[0])
         words = isinstance(next((row.values()[self.column] for row in self.rows), ""), str)
         self.rows.sort(key=lambda row: row.values()[self.column], reverse=self.reverse == words)
+
+    @property
+    def shown(self) -> list[ModelRow]:
+        """The rows of the models that the filter admits."""
+        return [row for row in self.rows if self.filter in row.model["name"]]
+
+    def sparks(self, row: ModelRow) -> str:
+        """Return the latest rates of a model as a line, relative to the highest."""
+        rates = self.rates[row.model["name"]]
+        most = max(rates) or 1.0
+        return "".join(_SPARKS[ceil(8 * rate / most)] for rate in rates)
+
+    def keys(self) -> str:
+        """Return the last line: what keys do, or the filter."""
+        if self.typing:
+            return f"/{self.filter}_   Enter keeps this part of the names, Esc shows all"
+        kept = f" ({self.filter})" if self.filter else ""
+        return f"q quit   s sort by the next column   r reverse   / filter by name{kept}"
 
     def headlines(self) -> list[str]:
         """Return a line about the device and all models together; with several devices, a line for each, and one for all."""
@@ -206,7 +244,7 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
         Thread(target=_forward, args=(events, inbox), daemon=True).start()
         while True:
             event, content = inbox.get()
-            if event == "end" or content == "q":
+            if event == "end" or (content == "q" and not top.typing):
                 break
             if event == "key":
                 top.press(content)
@@ -270,12 +308,14 @@ def _screen(top: Top) -> Any:
     heads = top.headlines()
     # The headlines, the table's own two lines, the keys, and an empty one before the events.
     room = size.lines - len(top.log) - len(heads) - 5
-    for row in top.rows[: max(1, room)]:
+    for row in top.shown[: max(1, room)]:
         cells = list(row.cells())
         cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
+        if size.columns >= _WIDE:
+            cells[_RATE] = f"{top.sparks(row):>{_BAR}} {cells[_RATE]:>6}"
         table.add_row(*(Text(cells[at]) for at in shown), style="bold" if row.model["error"] else None)
     lines = [Text(_line(one), "dim") for one in top.log]
-    keys = Text("q quit   s sort by the next column   r reverse", "dim")
+    keys = Text(top.keys(), "dim")
     return Group(*(Text(line, "bold") for line in heads), table, *lines, keys)
 
 

@@ -85,8 +85,8 @@ function drawBar(bar, parts) {
     const block = bar.children[at];
     block.className = part.kind;
     block.style.flexGrow = part.bytes;
-    if (part.kind.startsWith("model")) paint(block, part.model);
-    else delete block.dataset.colour;
+    if (part.model) paint(block, part.model);
+    else for (const name of ["colour", "pattern"]) delete block.dataset[name];
     const text = `${part.text ?? part.model}${part.kind.endsWith("pinned") ? ", pinned" : ""}: ${bytes(part.bytes)}`;
     if (block.title !== text) block.title = text;
     say(block, part.label ?? part.model ?? "");

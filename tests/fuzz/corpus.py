@@ -447,4 +447,7 @@ _OF_FILES: tuple[Callable[[Random, Path], None], ...] = (_special, _special, _sp
 
 
 if __name__ == "__main__":
-    _export(Path(sys.argv[1]))
+    from tests.builders import compiled_before
+
+    with compiled_before():
+        _export(Path(sys.argv[1]))

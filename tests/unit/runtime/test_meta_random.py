@@ -21,6 +21,7 @@ from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import read_status
+from tests.builders import FEW_EXAMPLES
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double, nothing_is_under_way
 from tests.unit.runtime.metas import FakeCallees, answer_of, assert_fails, assert_y, memory_of, model_engine
@@ -295,6 +296,7 @@ sizes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 9]), min_size=1, ma
 def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House) -> None:
     """Random programs on several engines, with either transport, give numpy's results and leave no memory."""
 
+    @FEW_EXAMPLES
     @given(st.tuples(programs, programs, programs), st.tuples(sizes, sizes, sizes, sizes))
     def check(drawn: tuple[Program, ...], counts: tuple[list[int], ...]) -> None:
         house.programs[:] = drawn

@@ -158,7 +158,7 @@ def test_every_request_ends_once_and_runs_agree(
     """For any fleet, each request ends once, on its device, and the devices' figures add up."""
     text = f"""
         discipline: {discipline}
-        duration: 5
+        duration: 3
         devices: {devices[0]}
         servers: {devices[1]}
         device: {{weight_budget_bytes: {100 * room + 50}, h2d_bytes_per_s: 2000, warm: true}}

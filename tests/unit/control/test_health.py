@@ -36,6 +36,20 @@ async def test_all_is_well(tmp_path: Path) -> None:
         assert [await check(server, service) for service in ("", "a", "b")] == [SERVING] * 3
 
 
+@looped
+async def test_an_alias_serves_if_all_models_behind_it_do(tmp_path: Path) -> None:
+    """The runtime does not know aliases; one of a model that is gone does not serve."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        for alias, targets in (("both", "ab"), ("stale", "ac")):
+            for target in targets:
+                (server.repository / alias / "1" / "calls" / target).mkdir(parents=True)
+        assert [await check(server, one) for one in ("both", "stale")] == [SERVING, NOT_SERVING]
+
+        server.runtime.change("b@1", entry("b", state="failed", error="why"))
+        await settled(server, 6)
+        assert await check(server, "both") == NOT_SERVING
+
+
 @pytest.mark.parametrize(
     "differs",
     [{"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],

@@ -160,6 +160,17 @@ def test_a_batch_leaves_its_home_only_for_a_clearly_earlier_answer() -> None:
     assert replicas.execute([object()]) == [other.device]
 
 
+def test_requests_of_a_divided_batch_go_to_one_device_and_are_answered_later() -> None:
+    """A part of an alias's batch goes where a batch would go, and nothing is returned."""
+    replicas, _ = made(3)
+    home, batch = home_of(replicas), [FakeRequest({}) for _ in range(3)]
+
+    replicas.execute_later(batch)
+
+    answers: list[object] = [one.answers.get_nowait() for one in batch]
+    assert answers == [home] * 3
+
+
 def test_a_device_without_a_runtime_gets_nothing() -> None:
     """If no device has one, the home refuses with its reason."""
     replicas, fakes = made(2)

@@ -6,6 +6,7 @@ from pathlib import Path
 from rsrv.control.grpc_service import HealthService
 from rsrv.control.protocols import RuntimeView
 from rsrv_gen.plan import BUNDLE_FOLDER
+from rsrv_gen.write import carried, is_alias
 
 
 class Readiness:
@@ -79,6 +80,11 @@ class Readiness:
         """Return True if the model exists, ready or not."""
         return self._has(name) or any(entry["name"] == name for entry in self._view.entries.values())
 
+    def targets(self, name: str) -> set[str]:
+        """Return the models behind an alias; for any other name, that name."""
+        folder = self._repository / name
+        return set(carried(folder)) if Path(name).name == name and is_alias(folder) else {name}
+
     def missing(self) -> set[str]:
         """Return the names of the models that should serve and do not. Call it after every change of the view."""
         ready = self.ready()
@@ -116,6 +122,7 @@ class Health(HealthService):
     def serving(self, service: str) -> bool | None:
         if not service:
             return (self._view.up or self._view.asleep) and not self._readiness.missing()
-        if service in self._readiness.ready():
+        models = self._readiness.targets(service)
+        if models <= self._readiness.ready():
             return True
-        return False if self._readiness.knows(service) else None
+        return False if any(map(self._readiness.knows, models)) else None

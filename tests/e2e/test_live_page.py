@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +29,15 @@ PAINTED = """(() => {
     return painted / (data.length / 4);
   };
   return [share(0, 13), share(15, 28)];
+})()"""
+
+#: The text about the span under a pointer somewhere in the first lane; empty: there was none, or an eviction.
+POINTED = """(() => {
+  const canvas = document.querySelector('.device canvas'), box = canvas.getBoundingClientRect();
+  const clientX = box.left + 130 + Math.random() * (box.width - 130);
+  canvas.dispatchEvent(new PointerEvent('pointermove', { clientX, clientY: box.top + 6 }));
+  const told = document.querySelector('.timeline output').textContent;
+  return told.includes(' executed in ') ? told : '';
 })()"""
 
 
@@ -68,6 +78,8 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
             before = json.dumps(await page.value(figure))
             await page.until(f"{figure} !== {before}")
             await page.until(f"{PAINTED}.every((share) => share > 0.005)")
+            told = await page.until(POINTED)
+            assert re.search(r"executed in \S+ .s: \d rows? of \d+ requests?", told), told
             await page.until(
                 "[...document.querySelectorAll('#log li')].some((line) => /: warm/.test(line.textContent))"
             )

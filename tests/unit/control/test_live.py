@@ -176,8 +176,8 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
 
 
 @looped
-async def test_the_runtime_is_not_asked_without_watchers(tmp_path: Path) -> None:
-    """Without watchers the runtime is not asked for figures; the log is kept all the time."""
+async def test_the_runtime_is_seldom_asked_without_watchers(tmp_path: Path) -> None:
+    """Without watchers the runtime is asked for figures every five seconds only; the log is kept all the time."""
     async with watched(tmp_path) as server:
         for _ in range(20):
             await server.runtimes.command({"command": "compact"})
@@ -191,6 +191,20 @@ async def test_the_runtime_is_not_asked_without_watchers(tmp_path: Path) -> None
             for _ in range(20):
                 await server.runtimes.command({"command": "compact"})
             assert server.looks <= before + 1
+
+
+@looped
+async def test_the_charts_go_on_without_watchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is opened later shows what was served before."""
+    monkeypatch.setattr(module, "_REST_S", 0.005)
+    async with watched(tmp_path) as server:
+        for _ in range(2):
+            before = server.looks
+            while server.looks < before + 2:  # one that began before, and one after
+                await server.runtimes.command({"command": "compact"})
+            server.now[0] += 5
+        async with aclosing(server.live.watch()) as events:
+            assert [point[0] for point in (await find(events, "charts"))["5 min"]] == [1005.0]
 
 
 @looped

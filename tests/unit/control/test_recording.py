@@ -69,6 +69,34 @@ def test_a_record_is_a_scenario_of_the_simulator(tmp_path: Path, capsys: pytest.
     run()
 
 
+def test_a_server_that_ends_leaves_its_scenario(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record ends with the server, and its scenario has the figures of the start."""
+    monkeypatch.setattr("rsrv.cli.recording._GONE_S", 0.0)
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            runtime = rsrv.server.runtime
+
+            def dies(command: dict[str, Any]) -> dict[str, Any] | None:
+                if command.get("since") != 2 or command["command"] != "arrivals":
+                    return told(command)
+                runtime.die()
+                return None
+
+            runtime.answers = dies
+            out = tmp_path / "out.csv"
+
+            said = await rsrv("record", str(out))
+
+            assert (said.status, "the server has gone" in said.err) == (0, True), said
+            assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
+
+    run()
+
+
 def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -> pb.ModelStatus:
     """Return the status of a model with executables: variant, size and cost."""
     executables = [pb.Executable(variant=variant, size=size, cost_s=cost) for variant, size, cost in costs]

@@ -21,6 +21,8 @@ from rsrv.progress import steps
 COLUMNS = ("t", "model", "rows", "variant", "deadline_s", "priority", "committed")
 #: seconds between two looks at the server, which keeps the latest 32,768 requests of each device
 _LOOK_S = 0.5
+#: seconds without an answer after which the server has gone
+_GONE_S = 60.0
 #: seconds between two lines about the progress, where the output is no terminal
 _LINE_S = 10.0
 #: executions of one size whose mean counts, in place of the scheduler's latest estimate
@@ -83,8 +85,7 @@ def run_record(server: Server) -> int:
     for one in (path, scenario):
         if one.exists():
             raise CommandLineError(f"{one} is there already: name another file, or remove it")
-    before = server.ask("GetStatus", pb.GetStatusRequest())
-    recording = Recording()
+    before, recording = _look(server), Recording()
     while not recording.begin(server.ask("GetArrivals", recording.question)):
         pass
     with path.open("x", newline="", encoding="utf-8") as file:
@@ -95,15 +96,14 @@ def run_record(server: Server) -> int:
                 writer.writerows(recording.take(answer))
                 file.flush()
                 progress.step(f"{recording.counts.total()} requests")
-    served = ServedState(
-        server.ask("GetStatus", pb.GetStatusRequest()),
-        server.ask("GetMemory", pb.GetMemoryRequest()),
-        server.ask("GetPlacement", pb.GetPlacementRequest()).mode,
-        [span for span in read_spans(server) if span.start_unix_s >= (recording.began or 0.0)],
-    )
+    try:
+        served = _look(server)
+    except grpc.RpcError:
+        print("the server has gone: its figures are those of the record's start", file=sys.stderr)
+        served = before
     # A model that left meanwhile has requests in the trace.
     names = {one.name for one in served.status.models}
-    served.status.models.extend(one for one in before.models if one.name not in names)
+    served.status.models.extend([one for one in before.status.models if one.name not in names])
     # Other commands need no YAML.
     from rsrv_bundle import yaml12
 
@@ -117,19 +117,31 @@ def run_record(server: Server) -> int:
     return 0
 
 
+def _look(server: Server) -> "ServedState":
+    return ServedState(
+        server.ask("GetStatus", pb.GetStatusRequest()),
+        server.ask("GetMemory", pb.GetMemoryRequest()),
+        server.ask("GetPlacement", pb.GetPlacementRequest()).mode,
+        read_spans(server),
+    )
+
+
 def _answers(server: Server, recording: Recording, seconds: float | None) -> Iterator[pb.GetArrivalsResponse]:
-    """Yield answers until the time is over. A runtime that is replaced meanwhile is waited for."""
-    end = None if seconds is None else time.monotonic() + seconds
+    """Yield answers until the time is over, or the server has gone: a runtime that is replaced is waited for."""
+    answered = time.monotonic()
+    end = None if seconds is None else answered + seconds
     while True:
         over = end is not None and time.monotonic() >= end
         try:
             answer = server.ask("GetArrivals", recording.question)
+            answered = time.monotonic()
             yield answer
             if any(one.next < one.end for one in answer.positions):
                 continue
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
+            over = over or time.monotonic() >= answered + _GONE_S
         if over:
             return
         time.sleep(_LOOK_S)
@@ -156,13 +168,13 @@ def read_spans(server: Server) -> list[pb.Span]:
 
 
 class ServedState(NamedTuple):
-    """A server's state when the record ends."""
+    """Figures of a server at one moment."""
 
     status: pb.GetStatusResponse
     memory: pb.GetMemoryResponse
     #: the setting placement.mode.
     mode: str
-    #: of the record's time, as far as they are kept.
+    #: the devices' latest work, as far as it is kept.
     spans: Sequence[pb.Span]
 
 
@@ -170,7 +182,7 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
     """Return the scenario of a recorded trace: the models that can be simulated, by their measured costs and bytes."""
     status, counts = served.status, recording.counts
     shares = _shares(served.memory)
-    costs = _measured(served.spans)
+    costs = _measured(span for span in served.spans if span.start_unix_s >= (recording.began or 0.0))
     # The simulator fills the device in this order.
     listed = sorted(
         status.models, key=lambda one: (one.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name)

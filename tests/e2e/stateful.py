@@ -88,16 +88,23 @@ def _tokens(out_dir: Path, *, teller: str) -> None:
 
 
 def ensure() -> Path:
-    """Return the folder of these bundles, built if necessary: `alone` has one slot, and `brief` answers are short."""
+    """Return the folder of these bundles, built if necessary: `alone` has one slot."""
     makers: dict[str, Callable[[Path], None]] = {
         "sums": _sums,
         "teller": partial(_storyteller, slots=8, sizes=[1, 4], chunks=[1, 16]),
         "alone": partial(_storyteller, slots=1, sizes=[1], chunks=[1]),
         "tokens": partial(_tokens, teller="teller"),
+    }
+    return ensure_made(ROOT / "build" / "stateful_bundles", makers, [Path(__file__)])
+
+
+def ensure_brief() -> Path:
+    """Return the folder of two storytellers whose answers are short, built if necessary: with text, and with tokens."""
+    makers: dict[str, Callable[[Path], None]] = {
         "brief": partial(_storyteller, slots=4, sizes=[1, 4], chunks=[1, 16], context=64),
         "brief_tokens": partial(_tokens, teller="brief"),
     }
-    return ensure_made(ROOT / "build" / "stateful_bundles", makers, [Path(__file__)])
+    return ensure_made(ROOT / "build" / "brief_bundles", makers, [Path(__file__)])
 
 
 def told(prompt: bytes, tokens: int) -> str:

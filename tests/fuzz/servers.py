@@ -77,7 +77,8 @@ def _generate(scratch: Path) -> None:
     for name in (*MODELS, *INTERNAL):
         (scratch / "bundles" / name).symlink_to(made[name])
     for name in STATEFUL:
-        (scratch / "bundles" / name).symlink_to(stateful.ensure() / name)
+        folder = stateful.ensure() if name == "sums" else stateful.ensure_brief()
+        (scratch / "bundles" / name).symlink_to(folder / name)
     config = scratch / "rsrv.yaml"
     config.write_text(_SETTINGS)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -16,6 +16,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, read_status
+from tests.builders import FEW_EXAMPLES
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
@@ -682,7 +683,7 @@ names = st.sampled_from(
     )
 )
 @example([{"command": "policy", "model": "a", "max_queue_depth": 10**4000}])
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(FEW_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_object_gets_one_answer(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
 ) -> None:

@@ -22,6 +22,7 @@ from rsrv.scheduler.events import (
     RequestsArrived,
 )
 from rsrv.scheduler.scheduler import Scheduler
+from tests.builders import FEW_EXAMPLES
 
 CHEAP, DEAR = 0.0005, 0.080
 
@@ -211,6 +212,7 @@ costs = st.sampled_from([CHEAP, 0.002, 0.01, 0.03, DEAR])
 weights = st.sampled_from([0.2, 1.0, 1.0, 3.0])
 
 
+@FEW_EXAMPLES
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
     """No model with work waits longer than 2 c / s + C, with its cost c, its share s and the greatest cost C."""
@@ -245,6 +247,7 @@ def test_wait_is_bounded_when_models_come_and_go(
         assert waited <= 2 * fleet.cost[name] * total / fleet.weight[name] + largest + 1e-9
 
 
+@FEW_EXAMPLES
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]]) -> None:
     """Over any stretch of time, what two got by weight differs by one execution of each and two of the longest."""

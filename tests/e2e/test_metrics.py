@@ -116,7 +116,9 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
-        # No model has state.
+        # No model has an alias, or state.
+        "rsrv_alias_responses_total",
+        "rsrv_alias_shadows_total",
         "rsrv_sequences",
         "rsrv_generations",
         "rsrv_tokens_total",

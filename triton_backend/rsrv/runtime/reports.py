@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import inf
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
@@ -154,18 +153,19 @@ class Reports:
     def take(self, group: Registration, report: Mapping[str, Any]) -> None:
         """Take a stub's report. Raises ProtocolError."""
         self.stubs.take(group.name, group.calls, report)
+        fronts: dict[int, list[tuple[float, float]]] = {}
         try:
-            fronts = {
-                int(number): (float(since), float(until)) for number, since, until in report.get("slow", ())
-            }
+            for number, since, until in report.get("slow", ()):
+                fronts.setdefault(int(number), []).append((float(since), float(until)))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"a REPORT with slow requests that cannot be read: {error}") from None
         for slow in self._scheduler.slowest(group.key, self._clock()) if fronts else ():
-            # Another connection's request may have the same number, but hardly at the same time.
-            since, until = fronts.get(own_number(slow.request.id), (inf, -inf))
-            before, after = slow.wait.arrived - since, until - slow.wait.arrived - slow.seconds
-            if before >= 0 and after >= 0 and slow.front is None:
-                self._scheduler.add_front(slow, before, after)
+            # Requests of a stub's connections may have equal numbers, but hardly at the same time.
+            for since, until in fronts.get(own_number(slow.request.id), ()) if slow.front is None else ():
+                before, after = slow.wait.arrived - since, until - slow.wait.arrived - slow.seconds
+                if before >= 0 and after >= 0:
+                    self._scheduler.add_front(slow, before, after)
+                    break
 
     # --- small views --------------------------------------------------------------------------------------
 

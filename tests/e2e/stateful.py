@@ -56,6 +56,7 @@ def _storyteller(
 ) -> None:
     """Behind a prompt of some bytes, the story is told from there on."""
     letters = bytes_tokenizer()
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
     file = out_dir.parent / f"{out_dir.name}.json"
     letters.save(str(file))
     table = jnp.asarray(letters.encode(STORY).ids, jnp.int32)

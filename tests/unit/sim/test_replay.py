@@ -1,10 +1,12 @@
 """The command `rsrv replay`: requests at the times of a trace, and the report beside the simulator's."""
 
 import json
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -45,6 +47,11 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
         self.asked.append(request)
+        if request.model_name == "stopped":
+            over = Event()
+            context.add_callback(over.set)
+            signal.raise_signal(signal.SIGINT)
+            over.wait(10)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
         if request.model_name == "broken":
@@ -98,6 +105,47 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     report = json.loads(capsys.readouterr().out)
     assert report["simulated"]["models"]["fast"]["latency_p99_s"] == pytest.approx(0.004)
     assert report["replayed"]["total"]["missed"] == 1
+    assert report["simulated"]["total"]["requests"] == 3
+
+
+def test_ctrl_c_reports_the_requests_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After Ctrl-C while the last request waits for its answer, the report counts that request as cancelled."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t,model\n0,fast\n0.1,stopped\n")
+    with serving(Triton()) as url:
+        assert cli.main(["replay", str(trace), "--url", url]) == 0
+    assert capsys.readouterr().out.startswith("2 requests: 1 served, 1 cancelled")
+
+
+def test_requests_that_no_server_takes_cost_only_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests with no rows, or with more than the model takes, are left out; names are shown without control characters."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t,model,rows\n0,fast,1000000000000\n0,fast,1\n0,fast,0\n")
+    with serving(Triton()) as url:
+        assert cli.main(["replay", str(trace), "--url", url]) == 0
+        said = capsys.readouterr()
+        trace.write_text('t,model,rows\n0,"a,""b""\n\x1b[31m",0\n')
+        assert cli.main(["replay", str(trace), "--url", url]) == 1
+    assert said.err == "fast: 2 requests were not sent: a request has 1 to 8 rows, not 0\n"
+    assert said.out.startswith("1 requests: 1 served")
+    assert 'a,"b"??[31m: 1 requests were not sent' in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A scenario that cannot be simulated, or a trace without requests, is refused before the first request."""
+    trace, triton = tmp_path / "trace.csv", Triton()
+    with serving(triton) as url:
+        trace.write_text("t,model\n")
+        assert cli.main(["replay", str(trace), "--url", url]) == 1
+        trace.write_text("t,model\n0,fast\n")
+        (tmp_path / "trace.yaml").write_text("models: {")
+        assert cli.main(["replay", str(trace), "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert "trace.csv has no requests" in said
+    assert "trace.yaml: " in said
+    assert not triton.asked
 
 
 def test_errors_are_shown_and_a_missing_server_is_named(

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ from rsrv.sim.schema import RequestKeys, TraceKeys
 from rsrv.sim.simulate import simulate_requests
 from rsrv.sim.table import aligned
 from rsrv.sim.tally import Tally, in_time, percentile, ratio
-from rsrv.text import duration, one_line, percent, rate
+from rsrv.text import duration, one_line, percent, printable, rate
 
 #: seconds until the first request, and after which one without an answer has failed
 _START_S, _LOST_S = 0.1, 120.0
@@ -53,12 +54,13 @@ class Replayed(NamedTuple):
     """Requests of a replay, in the order of their times, and what came of them."""
 
     requests: Sequence[RequestRecord]
+    sent: Sequence[RequestKeys]
     #: seconds after their times that requests were sent, ascending.
     late: Sequence[float]
     #: the first error of each model, missed deadlines aside.
     errors: Mapping[str, str]
-    #: model -> why its requests were not sent.
-    unsent: Mapping[str, str]
+    #: model -> how many of its requests cannot be made, and why.
+    unsent: Mapping[str, tuple[int, str]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,14 +68,20 @@ def run(options: argparse.Namespace) -> int:
     parser: CommandParser = options.parser
     path: Path = options.trace
     problems: list[str] = []
-    trace = sorted(read_trace(TraceKeys(path=path.name), path.parent, problems), key=lambda one: one.t)
+    keys = TraceKeys(path=path.name, scale=1 / options.speed)
+    trace = sorted(read_trace(keys, path.parent, problems), key=lambda one: one.t)
+    if not problems and not trace:
+        problems.append(f"{path} has no requests: record while clients send some")
     if problems:
         print(f"{parser.prog}: {problems[0]}", file=sys.stderr)
         return 1
+    beside = path.with_suffix(".yaml")
     try:
+        # First, so that no mistake in it costs a replay.
+        scenario = load_scenario(beside) if beside.exists() else None
         inputs = {model: dict(np.load(file)) for model, file in options.inputs}
-        replayed = asyncio.run(replay(options.url, trace, options.speed, inputs))
-        expected = _expected(path.with_suffix(".yaml"), options.speed)
+        replayed = asyncio.run(replay(options.url, trace, inputs))
+        expected = _expected(scenario, replayed.sent)
     except grpc.aio.AioRpcError as error:
         print(
             f"{parser.prog}: {options.url}: {one_line(error.details() or error.code().name)}", file=sys.stderr
@@ -82,11 +90,10 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, ScenarioError, SimulationError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    asked = Counter(one.model for one in trace)
-    for model, why in replayed.unsent.items():
-        print(f"{model}: {asked[model]} requests were not sent: {why}", file=sys.stderr)
+    for model, (count, why) in replayed.unsent.items():
+        print(f"{printable(model)}: {count} requests were not sent: {why}", file=sys.stderr)
     for model, why in replayed.errors.items():
-        print(f"{model}: the first error: {why}", file=sys.stderr)
+        print(f"{printable(model)}: the first error: {why}", file=sys.stderr)
     print(json.dumps(report(replayed, expected), indent=2) if options.json else page(replayed, expected))
     return 0 if replayed.requests else 1
 
@@ -95,24 +102,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def replay(
-    url: str,
-    trace: Sequence[RequestKeys],
-    speed: float,
-    inputs: Mapping[str, Mapping[str, np.ndarray[Any, Any]]],
+    url: str, trace: Sequence[RequestKeys], inputs: Mapping[str, Mapping[str, np.ndarray[Any, Any]]]
 ) -> Replayed:
     """Send a trace, ordered by time, until its end or Ctrl-C. Raises AioRpcError if the server does not answer."""
     async with grpc.aio.insecure_channel(url, [("grpc.max_receive_message_length", -1)]) as channel:
         triton = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         messages: dict[tuple[str, int], Any] = {}
-        unsent: dict[str, str] = {}
-        for model in dict.fromkeys(one.model for one in trace):
+        unsent: dict[str, tuple[int, str]] = {}
+        counts = Counter((one.model, one.rows) for one in trace)
+        configs: dict[str, Any] = {}
+        for (model, rows), count in counts.items():
             try:
-                config = await _config(triton, model)
-                for rows in {one.rows for one in trace if one.model == model}:
-                    messages[model, rows] = infer_request(config, rows, inputs.get(model))
+                if model not in configs:
+                    configs[model] = await _config(triton, model)
+                messages[model, rows] = infer_request(configs[model], rows, inputs.get(model))
             except Unsendable as why:
-                unsent[model] = str(why)
-        return await _send(triton, [one for one in trace if one.model not in unsent], speed, messages, unsent)
+                unsent[model] = unsent.get(model, (0, ""))[0] + count, str(why)
+        sendable = [one for one in trace if (one.model, one.rows) in messages]
+        return await _send(triton, sendable, messages, unsent)
 
 
 async def _config(triton: Any, model: str) -> Any:
@@ -129,6 +136,8 @@ def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, An
     """Return a request of so many rows: of zeros, or of a row that is given by input. Raises Unsendable."""
     if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
         raise Unsendable("its requests depend on each other; only models without state are replayed")
+    if config.max_batch_size and not 0 < rows <= config.max_batch_size:
+        raise Unsendable(f"a request has 1 to {config.max_batch_size} rows, not {rows}")
     message = service_pb2.ModelInferRequest(model_name=config.name)
     for tensor in config.input:
         datatype = (
@@ -160,9 +169,8 @@ def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, An
 async def _send(
     triton: Any,
     trace: Sequence[RequestKeys],
-    speed: float,
     messages: Mapping[tuple[str, int], Any],
-    unsent: Mapping[str, str],
+    unsent: Mapping[str, tuple[int, str]],
 ) -> Replayed:
     loop = asyncio.get_running_loop()
     requests: list[RequestRecord] = []
@@ -187,22 +195,22 @@ async def _send(
     with steps("requests sent", len(trace), every=_LINE_S) as progress:
         try:
             for number, one in enumerate(trace, 1):
-                t = one.t / speed
                 # Also if it is late, so that the requests before get on their way.
-                await asyncio.sleep(max(0.0, began + t - loop.time()))
-                late.append(loop.time() - began - t)
-                deadline = None if one.deadline_s is None else t + one.deadline_s
+                await asyncio.sleep(max(0.0, began + one.t - loop.time()))
+                late.append(loop.time() - began - one.t)
+                deadline = None if one.deadline_s is None else one.t + one.deadline_s
                 request = Request(number, one.model, one.variant, one.rows, deadline, one.priority)
-                record = RequestRecord(request, t, hit=False, started=t)
+                record = RequestRecord(request, one.t, hit=False, started=one.t, outcome=Outcome.CANCELLED)
                 requests.append(record)
                 task = loop.create_task(ask(record, _dated(messages[one.model, one.rows], one)))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
                 progress.step(one.model)
         except asyncio.CancelledError:
-            pass  # Ctrl-C: the requests so far are a replay, too
-        await asyncio.gather(*tasks)
-    return Replayed(requests, sorted(late), errors, unsent)
+            pass  # Ctrl-C: the requests so far are a replay, too; those that it finds unanswered are cancelled
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks)
+    return Replayed(requests, trace[: len(requests)], sorted(late), errors, unsent)
 
 
 def _dated(message: Any, one: RequestKeys) -> Any:
@@ -221,18 +229,11 @@ def _dated(message: Any, one: RequestKeys) -> Any:
 # --- the report ------------------------------------------------------------------------------------------
 
 
-def _expected(path: Path, speed: float) -> Sequence[RequestRecord] | None:
-    """Simulate the scenario of a trace at this speed; None without one."""
-    if not path.exists():
+def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequence[RequestRecord] | None:
+    """Simulate the requests that were sent; None without a scenario."""
+    if scenario is None or not sent:
         return None
-    return simulate_requests(at_speed(load_scenario(path), speed))
-
-
-def at_speed(scenario: Scenario, speed: float) -> Scenario:
-    """Return a scenario whose traces come so many times as fast."""
-    recorded = [[one.model_copy(update={"t": one.t / speed}) for one in trace] for trace in scenario.recorded]
-    length = scenario.duration
-    return replace(scenario, recorded=recorded, duration=None if length is None else length / speed)
+    return simulate_requests(replace(scenario, requests=(), recorded=[sent], duration=sent[-1].t + 1e-3))
 
 
 def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -220,6 +220,22 @@ async def test_a_later_watcher_gets_the_timeline_so_far(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_clock_that_is_set_back_keeps_no_old_timeline(tmp_path: Path) -> None:
+    """After the clock was set back by an hour, a new watcher gets the spans since then only."""
+    async with watched(tmp_path) as server:
+        spans = Spans(server.runtime.instance)
+        spans.spans = [("execute", "a@1", 1.0, 0.5, 3, 4, 2, False)]
+        server.runtime.answers = spans.answer
+        async with aclosing(server.live.watch()) as first:
+            await find(first, "spans")
+            server.now[0] -= 3600
+            spans.spans.append(("load", "b@1", 1.0, 0.5, 0, 0, 0, False))
+            await find(first, "spans", "load")
+            async with aclosing(server.live.watch()) as second:
+                assert (await find(second, "spans"))["spans"][0][:2] == ["load", "b"]
+
+
+@looped
 async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) -> None:
     """The death of a runtime and its successor are logged, and the new timeline is read from its start."""
     async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:

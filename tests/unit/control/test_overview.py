@@ -107,6 +107,17 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
     assert p99(histogram(*slow, *fast), 25.0) is None
 
 
+def test_a_clock_that_is_set_back_begins_the_window_again() -> None:
+    """Requests from before the clock was set back leave the percentile, and memory, as others do."""
+    overview, entries = Overview(), {"a@1": entry("a")}
+    looks = [(1000.0, (0.002,)), (1001.0, (0.002,) * 2), (1002.0, (2.0,)), (10.0, ()), (30.0, (0.002,))]
+    seen: tuple[float, ...] = ()
+    for now, new in looks:
+        seen += new
+        shown = overview.take(figures(a=model(histogram(*seen))), entries, {}, {}, now)
+    assert shown["a"]["p99_s"] < 0.01
+
+
 def test_counters_that_restart_are_taken_as_they_are() -> None:
     """After a restart of the runtime, its lower counters are taken as they are."""
     overview, entries = Overview(), {"a@1": entry("a")}

@@ -97,8 +97,8 @@ class Live:
         self._state: dict[str, Any] = {}
         self._models: dict[str, dict[str, Any]] = {}
         self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
-        #: Of the bytes: the runtimes' count of changes, and when to look again.
-        self._memory_of, self._memory_due = -1, 0.0
+        #: Of the bytes: the runtimes' count of changes, and the time of the latest look.
+        self._memory_of, self._memory_at = -1, 0.0
         #: By device, the runtime's instance and the number of its next span.
         self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the last load or eviction, and their number in it.
@@ -265,9 +265,10 @@ class Live:
     async def _tell_memory(self) -> None:
         """Tell the bytes of each model and of shared tensors, if models came or went."""
         runtimes, now = self._runtimes, self._clock()
-        if runtimes.other_changes == self._memory_of or (self._memory_of >= 0 and now < self._memory_due):
+        recent = self._memory_of >= 0 and abs(now - self._memory_at) < _MEMORY_S
+        if recent or runtimes.other_changes == self._memory_of:
             return
-        self._memory_of, self._memory_due = runtimes.other_changes, now + _MEMORY_S
+        self._memory_of, self._memory_at = runtimes.other_changes, now
         said = await runtimes.query({"command": "memory"})
         self._memory = Event(
             "memory", json.dumps({number: memory_picture(one) for number, one in said.items()})
@@ -299,7 +300,8 @@ class Live:
                 event = Event("spans", json.dumps({"spans": spans}))
                 self._spans.append((now, event))
                 self._tell(event)
-            while self._spans and now - self._spans[0][0] > _TIMELINE_S:
+            # The clock may have been set back.
+            while self._spans and abs(now - self._spans[0][0]) > _TIMELINE_S:
                 self._spans.popleft()
             if all(one["next"] >= one["end"] for one in said.values()):
                 return

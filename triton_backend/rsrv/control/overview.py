@@ -138,6 +138,8 @@ class Overview:
 
     def _read(self, one: _Shown, said: Mapping[int, Any], now: float) -> bool:
         """Take over a model's figures on all devices; return True if any changed."""
+        if one.looks and one.looks[-1][0] > now:
+            one.looks.clear()  # the clock was set back
         changed = [number for number, there in said.items() if there != one.said.get(number)]
         for number in changed:
             figures = _Figures(*said[number])

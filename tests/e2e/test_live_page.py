@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rsrv.control.http import HttpServer
+from rsrv.live import routes
 from rsrv.live.routes import LivePage as Served
 from tests.e2e.browser import Page, browsing
 from tests.e2e.live_load import MODELS, PINNED, live_server, load
@@ -311,6 +314,62 @@ def test_each_device_of_a_server_has_a_lane() -> None:
             source.tell("state", state(2, 4, device(0, 2), down))
             await page.until(f"{titles}[1].includes('has not answered since')")
             assert await page.value("document.querySelectorAll('.device')[0].dataset.up") == "true"
+            assert page.errors == []
+
+    asyncio.run(look())
+
+
+def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page never calls old figures well, connects again after an HTTP error, and forgets the servers of before."""
+
+    async def look() -> None:
+        headline = "document.querySelector('#headline').textContent"
+        connection = "document.querySelector('#connection')?.dataset.state"
+        async with browsing() as page, fake() as (source, url):
+            monkeypatch.setattr(routes, "_MAX_WATCHERS", 0)
+            await page.call("Page.navigate", url=url)
+            await page.until(f"{connection} === 'lost'")
+            monkeypatch.undo()
+            await page.until(f"{connection} === 'live'")
+            source.tell("state", state(0, 4))
+            await page.until(f"{headline} === 'all is well'")
+            await page.value("{ const now = performance.now(); performance.now = () => now + 6000; }")
+            await page.until(f"{headline}.startsWith('critical: the server sends no figures')")
+            assert "no figures" in await page.value("document.querySelector('#spoken').textContent")
+            source.tell("hello", None)
+            source.tell("state", state(0, 2), "w1")
+            await page.until(f"{ROWS} === 2 && {headline} === 'all is well'")
+
+    asyncio.run(look())
+
+
+def test_the_page_is_used_with_keys_and_heard() -> None:
+    """Cold models keep the focus while the page changes; a screen reader hears of other findings, not of numbers."""
+
+    async def look() -> None:
+        async with browsing() as page, fake() as (source, url):
+            doors = {"HTTP": "10.0.0.1:8000"}
+            source.tell("server", {"name": "n", "version": "1", "started": 990.0, "endpoints": doors})
+            source.tell("cold", ["cold-a", "cold-b"])
+            source.tell("state", {**state(0, 4), "findings": FINDINGS})
+            await show(page, url)
+            await page.until(f"{ROWS} === 4")
+            await page.value(
+                "{ const one = document.querySelector('#filter'); one.value = 'cold'; one.dispatchEvent(new Event('input')); }"
+            )
+            await page.value("document.querySelector('#models button').focus()")
+            source.tell("cold", ["cold-a", "cold-c"])
+            source.tell("state", {**state(1, 4), "findings": [{**FINDINGS[0], "evidence": "87% of"}]})
+            await page.until("document.querySelector('#headline').textContent === 'warning: 87% of'")
+            assert await page.value("document.activeElement.textContent") == "cold-a"
+            assert await page.value("document.querySelector('#spoken').textContent") == "warning: 86% of"
+            await page.value("document.activeElement.click()")
+            await page.until("document.querySelector('#curl') !== null")
+            await page.value("document.querySelector('#panel-parts button').click()")
+            assert "/v2/models/cold-a/infer" in await page.value("getSelection().toString()")
+            escape = "new KeyboardEvent('keydown', {key: 'Escape', bubbles: true})"
+            await page.value(f"document.querySelector('#panel').dispatchEvent({escape})")
+            assert await page.value("document.activeElement.textContent") == "cold-a"
             assert page.errors == []
 
     asyncio.run(look())

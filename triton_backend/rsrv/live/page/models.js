@@ -31,7 +31,7 @@ const FILTERS = {
   resident: (row) => row.weights === "resident",
   warm: (row) => row.weights?.startsWith("warm"),
 };
-const cold = () => [...servers.values()].flatMap((server) => server.cold.map((name) => ({ key: `${server.name}/${name}`, server: server.name, name, weights: "cold", state: "cold" })));
+const cold = () => [...servers.values()].flatMap((server) => server.cold);
 
 function drawHeader() {
   const cells = COLUMNS.map((column) => {

@@ -4,12 +4,15 @@ import { beginCharts, drawCharts, takePoint } from "./charts.js";
 import { drawDevices } from "./devices.js";
 import { beginModels, drawModels } from "./models.js";
 import { beginPanel, openPanel } from "./panel.js";
-import { dropServer, known, now, outside, rows, servers, take, takeSpans } from "./servers.js";
+import { dropServer, known, now, outside, rows, servers, take, takeCold, takeSpans } from "./servers.js";
 
 const MOST_LINES = 200; // of the log
-const SILENCE = 5; // seconds without figures of a device until the page says so
+const SILENCE = 5; // seconds without figures until the page says so
+const RETRY_MS = 2000;
 const SEVERITIES = ["critical", "warning", "note"];
 let writable = false;
+
+const silence = (server) => (performance.now() - server.seen) / 1000;
 
 function drawTotals() {
   const sum = (name) => [...rows.values()].reduce((total, row) => total + (row[name] ?? 0), 0);
@@ -38,13 +41,20 @@ function drawFindings() {
   all.sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
   const urgent = all.filter((one) => one.severity !== "note"), notes = all.length - urgent.length;
   const where = (one) => (servers.size > 1 ? `${one.server}: ` : "");
-  const down = [...servers.values()].filter(({ state }) => state && !state.up).length;
-  const severity = down ? "critical" : (urgent[0]?.severity ?? "none");
+  const told = [...servers.values()].filter(({ state }) => state);
+  const [down, silent] = [told.filter(({ state }) => !state.up).length, told.filter((one) => silence(one) > SILENCE).length];
+  const count = (number, does, do_) => (servers.size < 2 ? `the server ${does}` : `${number} of ${servers.size} servers ${number > 1 ? do_ : does}`);
+  const severity = down || silent ? "critical" : (urgent[0]?.severity ?? (told.length ? "none" : "unknown"));
   if ($("diagnosis").dataset.severity !== severity) $("diagnosis").dataset.severity = severity;
-  say($("headline"), urgent.length
-    ? `${urgent[0].severity}: ${where(urgent[0])}${urgent[0].evidence}` + (urgent.length > 1 ? ` (and ${urgent.length - 1} more)` : "")
-    : down ? `critical: ${down === 1 ? "a server does" : `${down} servers do`} not answer`
-    : "all is well" + (notes ? ` (${notes} note${notes > 1 ? "s" : ""})` : ""));
+  say($("headline"), silent
+    ? `critical: ${count(silent, "sends", "send")} no figures; this page shows the last ones`
+    : urgent.length ? `${urgent[0].severity}: ${where(urgent[0])}${urgent[0].evidence}` + (urgent.length > 1 ? ` (and ${urgent.length - 1} more)` : "")
+    : down ? `critical: ${count(down, "does", "do")} not answer`
+    : told.length ? "all is well" + (notes ? ` (${notes} note${notes > 1 ? "s" : ""})` : "") : "no server is known yet");
+  // Screen readers are told of other findings, not of each new number.
+  const finding = silent || !urgent.length ? severity : `${where(urgent[0])}${urgent[0].name}`;
+  if (drawFindings.finding !== finding) say($("spoken"), $("headline").textContent);
+  drawFindings.finding = finding;
   // Open details keep the pointer's selection while nothing changes.
   const content = JSON.stringify(all);
   if (drawFindings.content === content) return;
@@ -73,8 +83,8 @@ function drawAll() {
 
 // --- the stream -----------------------------------------------------------------------------------------------
 
-const source = new EventSource("live/stream");
-const on = (name, act) => source.addEventListener(name, (event) => {
+const handlers = new Map();
+const on = (name, act) => handlers.set(name, (event) => {
   const { server, is, ...hello } = JSON.parse(event.data);
   act(server, is, hello);
 });
@@ -82,9 +92,21 @@ const connection = (state, text) => {
   $("connection").dataset.state = state;
   say($("connection"), text);
 };
-source.addEventListener("open", () => connection("live", "live"));
-source.addEventListener("error", () => connection("lost", "connection lost; retrying"));
-on("hello", (_, __, hello) => { writable = hello.writable; });
+function connect() {
+  const source = new EventSource("live/stream");
+  source.onopen = () => connection("live", "live");
+  source.onerror = () => {
+    connection("lost", "connection lost; retrying");
+    // After an HTTP error, as of a proxy, the browser does not try again.
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MS);
+  };
+  for (const [name, act] of handlers) source.addEventListener(name, act);
+}
+on("hello", (_, __, hello) => {
+  writable = hello.writable;
+  // A server may have left while the connection was lost.
+  [...servers.keys()].forEach(dropServer);
+});
 on("begin", (server) => {
   // Its latest lines and spans follow.
   for (const device of known(server).devices.values()) device.spans.length = 0;
@@ -92,7 +114,7 @@ on("begin", (server) => {
 });
 on("server", (server, is) => { known(server).facts = is; });
 on("memory", (server, is) => { known(server).memory = is; });
-on("cold", (server, is) => { known(server).cold = is; });
+on("cold", (server, is) => { takeCold(known(server), is); });
 on("charts", (server, is) => { known(server).charts = is; drawCharts(); });
 on("point", (server, is) => { takePoint(known(server), is); drawCharts(); });
 on("log", (server, is) => log({ server, ...is }));
@@ -102,7 +124,11 @@ on("gone", (server) => { dropServer(server); drawAll(); drawCharts(); });
 
 const frame = () => {
   for (const server of servers.values()) {
-    const silent = (performance.now() - server.seen) / 1000;
+    const silent = silence(server);
+    if (server.state && server.silent !== silent > SILENCE) {
+      server.silent = silent > SILENCE;
+      drawFindings();
+    }
     for (const { card } of server.devices.values()) {
       if (!card) continue;
       card.timeline.draw();
@@ -117,4 +143,5 @@ const frame = () => {
 beginCharts();
 beginModels((row) => openPanel(row, writable, log));
 beginPanel();
+connect();
 frame();

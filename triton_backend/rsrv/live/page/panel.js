@@ -1,8 +1,8 @@
 // A model's panel: its figures, what happened to it, and actions for clients with the token.
 import { $, bytes, make, say } from "./base.js";
-import { outside, servers } from "./servers.js";
+import { now, outside, servers } from "./servers.js";
 
-let shown = null;
+let shown = null; // the row whose panel is open
 
 /** Return what a model's weights take: its own, and what it shares with others. */
 function weights(row) {
@@ -16,7 +16,7 @@ function weights(row) {
 }
 
 export async function openPanel(row, writable, log) {
-  shown = row.key;
+  shown = row;
   $("panel").hidden = false;
   say($("panel-title"), row.name);
   $("panel").focus();
@@ -29,7 +29,7 @@ export async function openPanel(row, writable, log) {
   } catch (error) {
     found = { history: [String(error)] };
   }
-  if (shown !== row.key) return;
+  if (shown !== row) return;
   const facts = [["state", row.weights], ["weights", weights(row)], ...(found.facts ?? []), ...(row.error ? [["error", row.error]] : [])];
   $("panel-parts").replaceChildren(
     make("dl", { className: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])),
@@ -68,15 +68,19 @@ function request(row, inputs) {
   });
   const url = `http://${outside(http)}/v2/models/${encodeURIComponent(row.name)}/infer`;
   const command = `printf %s ${quoted('{"inputs":[').slice(0, -1)}${(word + quoted(`${text}]}`)).slice(1)} | curl -s ${quoted(url)} -d @-`;
-  const copy = make("button", { type: "button", textContent: "copy" });
-  copy.addEventListener("click", () => navigator.clipboard?.writeText(command));
-  return [make("h3", {}, "One request ", copy), make("pre", { id: "curl", tabIndex: 0, textContent: command })];
+  const copy = make("button", { type: "button", textContent: "copy" }), shownCommand = make("pre", { id: "curl", tabIndex: 0, textContent: command });
+  copy.addEventListener("click", () => {
+    // Over plain HTTP, as here, browsers have no navigator.clipboard.
+    getSelection().selectAllChildren(shownCommand);
+    document.execCommand("copy");
+  });
+  return [make("h3", {}, "One request ", copy), shownCommand];
 }
 
 export function beginPanel() {
   const close = () => {
     $("panel").hidden = true;
-    document.querySelector(`tr[data-model="${CSS.escape(shown?.slice(shown.indexOf("/") + 1) ?? "")}"] button`)?.focus();
+    shown?.element?.querySelector("button").focus();
     shown = null;
   };
   $("close").addEventListener("click", close);
@@ -87,14 +91,21 @@ function action(what, row, log) {
   const button = make("button", { type: "button", textContent: what });
   button.addEventListener("click", async () => {
     const token = sessionStorage.getItem("token") ?? prompt("token") ?? "";
-    const answer = await fetch("live/steer", {
-      method: "POST",
-      headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
-      body: JSON.stringify({ server: row.server, model: row.name, what }),
-    });
-    if (answer.status === 401) sessionStorage.removeItem("token");
-    else sessionStorage.setItem("token", token);
-    log({ t: Date.now() / 1000, server: row.server, text: answer.ok ? `${what} ${row.name}: done` : `${what} ${row.name}: ${await answer.text()}` });
+    let said;
+    try {
+      const answer = await fetch("live/steer", {
+        method: "POST",
+        headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
+        body: JSON.stringify({ server: row.server, model: row.name, what }),
+      });
+      if (answer.status === 401) sessionStorage.removeItem("token");
+      else sessionStorage.setItem("token", token);
+      said = answer.ok ? "done" : await answer.text();
+    } catch (error) {
+      said = String(error); // there is no connection, or no header can have this token
+    }
+    const server = servers.get(row.server);
+    log({ t: server ? now(server) : Date.now() / 1000, server: row.server, text: `${what} ${row.name}: ${said}` });
   });
   return button;
 }

@@ -63,6 +63,12 @@ function takeModels(server, before, state) {
   }
 }
 
+/** Take the names of the models that have no stub. A model keeps its row. */
+export function takeCold(server, names) {
+  const before = new Map(server.cold.map((row) => [row.name, row]));
+  server.cold = names.map((name) => before.get(name) ?? { key: `${server.name}/${name}`, server: server.name, name, weights: "cold", state: "cold" });
+}
+
 function forget(row) {
   row.element?.remove();
   rows.delete(row.key);

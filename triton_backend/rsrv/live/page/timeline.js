@@ -16,7 +16,7 @@ export function busiest(device) {
 export function timeline(server, device) {
   // `end`: Unix time; null: now.
   const view = (device.view = { length: SECONDS, end: null, pointer: null });
-  const canvas = make("canvas", { tabIndex: 0 }), told = make("output"), live = button("live", "follow the present (Esc)", () => show(SECONDS, null));
+  const canvas = make("canvas", { tabIndex: 0 }), told = make("output", { ariaLive: "off" }), live = button("live", "follow the present (Esc)", () => show(SECONDS, null));
   canvas.setAttribute("role", "img");
   const end = () => view.end ?? now(server);
   const gutter = () => (canvas.clientWidth < 500 ? 70 : 120);

@@ -53,7 +53,7 @@ function drawChart(chart, points) {
     for (const point of points) {
       const value = point[column];
       // A silence is a gap.
-      const joined = last != null && point[0] - last < (2.5 * length) / most;
+      const joined = last != null && Math.abs(point[0] - last) < (2.5 * length) / most;
       if (value != null) path += `${joined ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(value).toFixed(1)}${joined ? "" : "h.1"}`;
       last = value == null ? null : point[0];
     }
@@ -93,4 +93,5 @@ export function beginCharts() {
     $("ranges").append(button);
   }
   $("chart-server").addEventListener("input", drawCharts);
+  drawCharts();
 }

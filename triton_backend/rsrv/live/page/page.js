@@ -15,10 +15,11 @@ let writable = false;
 const silence = (server) => (performance.now() - server.seen) / 1000;
 
 function drawTotals() {
-  const sum = (name) => [...rows.values()].reduce((total, row) => total + (row[name] ?? 0), 0);
+  const answering = [...rows.values()].filter((row) => servers.get(row.server).state.up);
+  const sum = (name) => answering.reduce((total, row) => total + (row[name] ?? 0), 0);
   const cold = [...servers.values()].reduce((total, { state }) => total + (state?.cold ?? 0), 0);
-  const resident = [...rows.values()].filter((row) => row.weights === "resident").length;
-  say($("total-models"), `${rows.size + cold}: ${resident} resident${cold ? `, ${cold} cold` : ""}`);
+  const resident = answering.filter((row) => row.weights === "resident").length;
+  say($("total-models"), `${answering.length + cold}: ${resident} resident${cold ? `, ${cold} cold` : ""}`);
   say($("total-rate"), rate(sum("rate")));
   say($("total-queued"), String(sum("queued")));
   say($("total-loads"), rate(sum("loading")));
@@ -48,11 +49,11 @@ function drawFindings() {
   if ($("diagnosis").dataset.severity !== severity) $("diagnosis").dataset.severity = severity;
   say($("headline"), silent
     ? `critical: ${count(silent, "sends", "send")} no figures; this page shows the last ones`
+    : down && urgent[0]?.severity !== "critical" ? `critical: ${count(down, "does", "do")} not answer`
     : urgent.length ? `${urgent[0].severity}: ${where(urgent[0])}${urgent[0].evidence}` + (urgent.length > 1 ? ` (and ${urgent.length - 1} more)` : "")
-    : down ? `critical: ${count(down, "does", "do")} not answer`
     : told.length ? "all is well" + (notes ? ` (${notes} note${notes > 1 ? "s" : ""})` : "") : "no server is known yet");
   // Screen readers are told of other findings, not of each new number.
-  const finding = silent || !urgent.length ? severity : `${where(urgent[0])}${urgent[0].name}`;
+  const finding = [silent, down, urgent.length && where(urgent[0]) + urgent[0].name].join();
   if (drawFindings.finding !== finding) say($("spoken"), $("headline").textContent);
   drawFindings.finding = finding;
   // Open details keep the pointer's selection while nothing changes.

@@ -2,6 +2,7 @@
 
 export const SECONDS = 30; // of the timeline
 const MOST_SPANS = 50_000; // of a device
+const IDLE = { rate: 0, speed: 0, share: 0, loading: 0 };
 
 /** By name: {state, seen, facts, memory, charts, cold, waiting, devices}; devices, by number: {card, spans, busy}. */
 export const servers = new Map();
@@ -26,7 +27,7 @@ export function take(name, state) {
   server.state = state;
   server.seen = performance.now();
   if (state.models) takeModels(server, before, state);
-  if (!state.up) return; // the last known figures stay
+  if (!state.up) return ofServer(name).forEach((row) => Object.assign(row, IDLE)); // the other figures stay
   const elapsed = elapsedSince(before, state);
   for (const device of state.devices) {
     const last = elapsed > 0 ? before.devices?.find((one) => one.number === device.number)?.device_s : null;
@@ -59,7 +60,7 @@ function takeModels(server, before, state) {
   for (const row of ofServer(server.name)) {
     if (told.has(row.key)) continue;
     if (!state.gone || state.gone.includes(row.name)) forget(row);
-    else Object.assign(row, { rate: 0, speed: 0, share: 0, loading: 0 });
+    else Object.assign(row, IDLE);
   }
 }
 

@@ -75,6 +75,9 @@ function describe(server, span) {
   return `${clock(start)}.${String(Math.floor((start % 1) * 1000)).padStart(3, "0")} ${model} ${what}${kind === "evict" ? "" : ` in ${seconds(length)}`}${rows}${failed ? ", failed" : ""}${waited}`;
 }
 
+/** Return a name in so many letters. Both ends stay: names often differ in a prefix or a version. */
+const brief = (name, most) => (name.length > most ? `${name.slice(0, most / 2)}…${name.slice(1 - most / 2)}` : name);
+
 /** Draw the lanes, and return the span under the pointer. */
 function draw(canvas, device, end, gutter) {
   const lanes = [...(device.lanes ?? []), REST], ratio = devicePixelRatio, { view } = device;
@@ -94,7 +97,7 @@ function draw(canvas, device, end, gutter) {
     context.fillStyle = line;
     context.fillRect(gutter, (at + 1) * LANE - 1, width - gutter, 1);
     context.fillStyle = ink;
-    context.fillText(model === REST ? "other models" : model, 0, at * LANE + 11, gutter - 14);
+    context.fillText(model === REST ? "other models" : brief(model, Math.floor(gutter / 6)), 0, at * LANE + 11, gutter - 14);
     context.fillStyle = fill(context, model);
     context.fillRect(gutter - 10, at * LANE + 3, 8, 8);
   });

@@ -97,6 +97,15 @@ def test_a_server_that_ends_leaves_its_scenario(
     run()
 
 
+def test_a_replaced_runtime_is_counted() -> None:
+    """After a runtime was replaced, the record knows that requests of that moment are missing."""
+    recording = Recording()
+    for instance, first in (("old", 5), ("new", 0), ("new", 1)):
+        at = pb.TimelinePosition(device=0, instance=instance, first=first, next=first + 1, end=first + 1)
+        recording.take(pb.GetArrivalsResponse(positions=[at]))
+    assert (recording.replaced, recording.lost) == (1, 0)
+
+
 def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -> pb.ModelStatus:
     """Return the status of a model with executables: variant, size and cost."""
     executables = [pb.Executable(variant=variant, size=size, cost_s=cost) for variant, size, cost in costs]
@@ -104,14 +113,14 @@ def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -
 
 
 def test_models_that_cannot_be_simulated_are_left_out() -> None:
-    """A model without any cost has no place in a scenario; a variant without one costs as its neighbour."""
+    """A model without any cost is in a scenario only if it was asked; a variant without one costs as its neighbour."""
     models = [
         executed("cold", (0, 1, None)),
         executed("wide", (0, 1, None), (1, 1, 0.5), (1, 4, 0.75), weights=pb.WEIGHTS_RESIDENT),
         executed("busy", (0, 1, 0.25), device_bytes=8, loads=1, load_seconds=2.0),
     ]
     recording = Recording()
-    recording.counts["busy"] = 3
+    recording.counts.update(busy=3, failing=1)
     status = pb.GetStatusResponse(
         models=models,
         devices=[pb.DeviceStatus()] * 2,
@@ -123,6 +132,7 @@ def test_models_that_cannot_be_simulated_are_left_out() -> None:
     assert document["models"] == {
         "wide": {"variants": [{1: 0.5, 4: 0.75}] * 2, "weight_bytes": 0},
         "busy": {"cost": {1: 0.25}, "weight_bytes": 8},
+        "failing": {"cost": {1: 1e-06}},
     }
     assert document["device"] == {"warm": True, "h2d_bytes_per_s": 4}
     assert (document["devices"], document["servers"], document["gateway"]) == (

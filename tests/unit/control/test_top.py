@@ -9,12 +9,14 @@ import re
 import struct
 import sys
 import termios
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from rsrv.cli.top import Top, show
+from rsrv.cli.top import Top, show, to_screen
 from tests.unit.control.peers import entry, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
 from tests.waiting import looped
@@ -232,3 +234,23 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert await top.wait() == 0
         os.close(ours)
+
+
+def test_a_small_terminal_shows_names_rates_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 40 columns and 12 lines, the headline and the keys are whole, and each model has its name, rate, share and p99."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "12")
+    top = Top()
+    top.take("state", state(1.0, *(shown(f"model-with-a-name-{number}") for number in range(1000))))
+    for number in range(6):
+        top.take("log", json.dumps({"t": 1.0, "text": f"event {number} of a rather long name"}))
+    console = Console(width=40, height=12, file=StringIO())
+    with console.capture() as capture:
+        console.print(to_screen(top))
+    said = capture.get()
+
+    assert said.count("\n") <= 12
+    assert re.search(r"MODEL +REQUESTS +DEVICE. +P99", said)
+    assert "model-with-a" in said
+    assert "event 5" in said
+    assert "filter" in said

@@ -1,6 +1,7 @@
 """The command `rsrv plan`: how much more a recorded scenario carries, and with how little."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,23 @@ def test_the_busiest_part_of_a_long_record() -> None:
 
     assert [one.t for one in busiest(scenario, 3).recorded[0]] == [0.0, 0.1, 0.2]
     assert busiest(scenario, 3).duration == pytest.approx(0.201)
+
+
+def test_ctrl_c_keeps_the_answers_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that Ctrl-C ends has the answers that it found, and says by its status that there are more."""
+
+    def stopped(*_: object) -> Iterator[Answer]:
+        yield Answer("as it is", "1 model", None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rsrv.sim.plan.plan", stopped)
+    trace = tmp_path / "day.csv"
+    trace.write_text("t,model\n0,m\n")
+    trace.with_suffix(".yaml").write_text("models: {m: {cost: {1: 0.01}}}\narrivals: {trace: day.csv}\n")
+    assert cli.main(["plan", str(trace), "--p99", "50ms"]) == 130
+    assert "as it is" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,8 +54,8 @@ def print_json(message: Message, *, line: bool = False) -> None:
 
 
 def saved(physical: int, logical: int) -> str:
-    """Return what sharing of tensors saves of weights: ` (138 MB without sharing, 73.3% saved)`; empty if nothing."""
-    if logical <= physical:
+    """Return what sharing of tensors saves of weights: ` (138 MB without sharing, 73.3% saved)`; empty below 1 %."""
+    if physical > 0.99 * logical:
         return ""
     return f" ({amount(logical)} without sharing, {percent(1 - physical / logical)} saved)"
 

@@ -27,6 +27,8 @@ _GONE_S = 60.0
 _LINE_S = 10.0
 #: executions of one size whose mean counts, in place of the scheduler's latest estimate
 _ENOUGH = 10
+#: cost of models whose requests all ended without an execution
+_NEVER_EXECUTED_S = 1e-6
 #: modes of several devices that the simulator has, too
 _MODES = ("least_outstanding", "lpt_packing")
 
@@ -40,6 +42,8 @@ class Recording:
         self.counts: Counter[str] = Counter()
         #: requests that the server forgot before they were read.
         self.lost = 0
+        #: runtimes that were replaced; requests of the moments before and after are not known.
+        self.replaced = 0
         #: Unix time of the first request, by the server's clock.
         self.began: float | None = None
         #: seconds from the first request to the last one.
@@ -60,6 +64,8 @@ class Recording:
             before = self._positions.get(one.device)
             if before is not None and before.instance == one.instance:
                 self.lost += one.first - before.next
+            elif before is not None:
+                self.replaced += 1
             self._positions[one.device] = one
         requests = sorted(answer.requests, key=lambda request: request.unix_s)
         if self.began is None and requests:
@@ -114,6 +120,11 @@ def run_record(server: Server) -> int:
     )
     if recording.lost:
         print(f"{recording.lost} requests are missing: they came faster than they were read", file=sys.stderr)
+    if recording.replaced:
+        print(
+            f"requests of about {recording.replaced * 2 * _LOOK_S:g} s are missing: runtimes were replaced {recording.replaced} times",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -188,6 +199,8 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
         status.models, key=lambda one: (one.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name)
     )
     models = {one.name: keys for one in listed if (keys := _model(one, shares.get(one.name, {}), costs))}
+    # A trace whose models are not all there cannot be simulated.
+    models |= {name: {"cost": {1: _NEVER_EXECUTED_S}} for name in counts if name not in models}
     usual = {"weight": 1.0, "max_delay_us": 0, "max_queue_depth": status.scheduler.max_queue_depth}
     for one in listed:
         policy = {field.name: value for field, value in one.policy.ListFields() if value != usual[field.name]}

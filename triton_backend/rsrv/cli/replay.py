@@ -242,7 +242,8 @@ def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     for one in requests:
         tally.add(one)
     good = sum(in_time(one, inf) for one in requests)
-    window = max((one.arrived for one in requests), default=0.0)
+    # Until the last answer: a server that falls behind has less goodput than the trace has requests.
+    window = max((one.arrived if one.ended == inf else one.ended for one in requests), default=0.0)
     times = {key: value for key, value in tally.times().items() if key.startswith("latency")}
     sums = {"requests": tally.arrived, **tally.ended(), "missed": tally.arrived - good}
     return {**sums, "goodput": ratio(good, window), "goodput_ratio": ratio(good, tally.arrived), **times}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import ceil
 from queue import SimpleQueue
+from textwrap import wrap
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -28,6 +29,9 @@ _SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
 #: columns of a terminal with at least this many characters a line
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
+#: the same below which a line has only these columns, and no bar
+_NARROW = 80
+_IF_NARROW = ("MODEL", "REQUESTS", "DEVICE", "P99")
 
 
 class ModelRow(NamedTuple):
@@ -250,7 +254,7 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
                 top.press(content)
             elif not top.take(event, content):
                 continue
-            screen.update(_screen(top), refresh=True)
+            screen.update(to_screen(top), refresh=True)
     if event == "end" and content is not None:
         raise content
 
@@ -289,7 +293,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _screen(top: Top) -> Any:
+def to_screen(top: Top) -> Any:
     """Return the headline, the table with a bar for each share of the device, the latest events, and the keys."""
     from rich import box
     from rich.console import Group
@@ -297,26 +301,34 @@ def _screen(top: Top) -> Any:
     from rich.text import Text
 
     size = shutil.get_terminal_size()
-    shown = [at for at, name in enumerate(_HEAD) if size.columns >= _WIDE or name not in _IF_WIDE]
+    wide, narrow = size.columns >= _WIDE, size.columns < _NARROW
+    names = _IF_NARROW if narrow else [name for name in _HEAD if wide or name not in _IF_WIDE]
+    shown = [_HEAD.index(name) for name in names]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for at in shown:
         name = _HEAD[at]
-        # If there is little room, names are needed most.
-        least = 16 if at == 0 else None
+        # If there is little room, names are needed most; on a narrow screen, three figures have theirs, too.
+        least = 16 if at == 0 and not narrow else None
+        most = max(1, size.columns - 27) if at == 0 and narrow else None
         mark = ("▲" if top.reverse else "▼") if at == top.column else ""
-        table.add_column(name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
-    heads = top.headlines()
-    # The headlines, the table's own two lines, the keys, and an empty one before the events.
-    room = size.lines - len(top.log) - len(heads) - 5
+        table.add_column(
+            name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least, max_width=most
+        )
+    heads = [part for line in top.headlines() for part in wrap(line, size.columns)]
+    keys = wrap(top.keys(), size.columns)
+    events = list(top.log)[-max(1, size.lines // 4) :]
+    # The table has two lines of its own.
+    room = size.lines - len(events) - len(heads) - len(keys) - 2
     for row in top.shown[: max(1, room)]:
         cells = list(row.cells())
-        cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
-        if size.columns >= _WIDE:
+        if not narrow:
+            cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
+        if wide:
             cells[_RATE] = f"{top.sparks(row):>{_BAR}} {cells[_RATE]:>6}"
         table.add_row(*(Text(cells[at]) for at in shown), style="bold" if row.model["error"] else None)
-    lines = [Text(_line(one), "dim") for one in top.log]
-    keys = Text(top.keys(), "dim")
-    return Group(*(Text(line, "bold") for line in heads), table, *lines, keys)
+    # An event has one line.
+    lines = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in (*map(_line, events), *keys)]
+    return Group(*(Text(line, "bold") for line in heads), table, *lines)
 
 
 def _show_lines(events: Iterable[tuple[str, str]]) -> None:

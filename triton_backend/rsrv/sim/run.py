@@ -41,23 +41,29 @@ def run(options: argparse.Namespace) -> int:
 def run_plan(options: argparse.Namespace) -> int:
     """Run `rsrv plan`; return its exit status."""
     scenario = options.trace.with_suffix(".yaml")
+    answers: list[plan.Answer] = []
+    status = 0
     try:
         recorded = plan.busiest(load_scenario(scenario))
         if not any(recorded.recorded):
             raise ScenarioError(f"{options.trace} has no requests: record while clients send some")
         with steps("simulations", every=_LINE_S) as progress:
-            answers = list(plan.plan(recorded, plan.Goal(options.p99), progress.step))
+            answers.extend(plan.plan(recorded, plan.Goal(options.p99), progress.step))
     except (ScenarioError, SimulationError) as error:
         return _complain(str(error), "rsrv plan")
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+        status = 130  # the answers so far are true
     if options.json:
         print(json.dumps(plan.to_json(answers), indent=2))
-        return 0
+        return status
     requests = sum(map(len, recorded.recorded))
     print(
         f"{scenario}: {requests} requests in {duration(recorded.duration)}; goal: p99 of {duration(options.p99)}"
     )
     print(plan.page(answers))
-    return 0
+    return status
 
 
 def _run(options: argparse.Namespace) -> int:

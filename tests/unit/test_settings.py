@@ -86,6 +86,10 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
         ("runtime: {devices: [0.5]}", "runtime.devices: 0.5 is not a device; write a number, a UUID"),
         ("runtime: {devices: [null]}", "runtime.devices: None is not a device"),
         ("runtime: {devices: 2}", "runtime.devices: write all, or a list of devices: [0, 1]"),
+        (
+            "aliases: {a: {b: 1.0e+308, c: 1.0e+308}}",
+            "aliases.a: must be a model's name, or a mapping from models",
+        ),
         ("runtime: {devices: []}", "runtime.devices: write all, or a list of devices: [0, 1]"),
         ("runtime: {devices: [0, 1, 0]}", "runtime.devices: 0 is listed twice"),
         (

@@ -421,12 +421,10 @@ def _are_shares(value: object) -> object:
     """Take one name for all of an alias's requests, and refuse other values in one sentence."""
     if isinstance(value, str):
         return {value: 1}
-    wanted = (
-        "must be a model's name, or a mapping from models to weights, of which one is positive, and `shadow`"
-    )
+    wanted = "must be a model's name, or a mapping from models to weights up to 1e9, of which one is positive, and `shadow`"
     weights = [one for one in value.values() if one != "shadow"] if isinstance(value, Mapping) else []
     numbers = [one for one in weights if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(numbers) < len(weights) or not all(0 <= one < inf for one in numbers) or not sum(numbers):
+    if len(numbers) < len(weights) or not all(0 <= one <= 1e9 for one in numbers) or not sum(numbers):
         raise ValueError(wanted)
     return value
 

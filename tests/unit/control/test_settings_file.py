@@ -72,16 +72,18 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
 
 @looped
 async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
-    """An alias that comes, changes or goes in the file is served so, but for those that operators have changed."""
+    """An alias that comes, changes or goes in the file is served so, also if an operator has changed it before."""
     async with scene(tmp_path) as here:
-        here.server.runtimes.overrides.set_aliases({"mine": {"a": 1.0}})
-
         await here.look("aliases: {fraud: a, mine: b}")
-
-        assert here.server.lifecycle.aliases == {"fraud": {"a": 1.0}, "mine": {"a": 1.0}}
         assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
+        here.server.runtimes.overrides.set_aliases({"mine": {"a": 1.0}, "fraud": None})
+
+        await here.look("aliases: {fraud: a, mine: b, more: a}")
+        assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "more": {"a": 1.0}}
+        await here.look("aliases: {fraud: b, mine: b}")
+        assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "fraud": {"b": 1.0}}
         await here.look("")
-        assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}}
+        assert here.server.lifecycle.aliases == {}
 
 
 @looped

@@ -128,6 +128,11 @@ class Rereading:
             )
             return
         await self._placing.change(settings)
+        overrides, old, new = self._runtimes.overrides, before.aliases, settings.aliases
+        # Of an alias, the last change counts: otherwise, an edit of the file would do nothing.
+        overrides.set_aliases(
+            {name: shares for name, shares in overrides.aliases.items() if old.get(name) == new.get(name)}
+        )
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:
             self._say(logging.INFO, f"rsrv.yaml was read again; changed at once: {_listed(changed)}")
         for note in file.notes:

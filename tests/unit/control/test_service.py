@@ -1,6 +1,7 @@
 """rsrv.control.v1.Control over gRPC: the commands that its calls send to the runtime, and its answers."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,13 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
             "of which one is positive",
         ),
         (
+            "SetAlias",
+            pb.SetAliasRequest(
+                alias=pb.Alias(name="n", targets=[pb.AliasTarget(model="a", weight=one) for one in (1, 2)])
+            ),
+            "a model is behind the alias twice",
+        ),
+        (
             "SetScheduler",
             pb.SetSchedulerRequest(scheduler=pb.Scheduler(max_queue_depth=3)),
             "max_queue_depth cannot be changed while the server runs",
@@ -437,6 +445,31 @@ async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_pat
         overrides = server.runtimes.overrides
         assert overrides.aliases == {"fraud": {"a": 2.0, "b": 2.0}, "of the file": None}
         assert overrides.merged_aliases({"of the file": {"a": 1.0}}) == {"fraud": {"a": 2.0, "b": 2.0}}
+
+
+@looped
+async def test_a_change_of_an_alias_that_fails_undoes_no_other_change(tmp_path: Path) -> None:
+    """Of two operators at a time, the one whose change fails does not take back the other's."""
+    async with served(tmp_path, models=["a"]) as server:
+        overlap, target = asyncio.Event(), pb.AliasTarget(model="a", weight=1)
+
+        async def change_alias(name: str, shares: object) -> None:
+            if name == "fraud":
+                overlap.set()
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(overlap.wait(), 0.2)
+            raise ReloadError("FAILED_PRECONDITION", "no bundle")
+
+        server.lifecycle.change_alias = change_alias  # type: ignore[method-assign]
+        changes = [
+            server.control.SetAlias(pb.SetAliasRequest(alias=pb.Alias(name=name, targets=[target])))
+            for name in ("bad", "fraud")
+        ]
+        failed, _ = await asyncio.gather(*changes, return_exceptions=True)
+
+        assert isinstance(failed, Exception)
+        assert server.runtimes.overrides.aliases == {"fraud": {"a": 1.0}}
 
 
 @looped

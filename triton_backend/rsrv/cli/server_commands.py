@@ -246,10 +246,10 @@ def _scheduler(server: Server) -> int:
 
 def _alias(server: Server) -> int:
     name, targets = server.options.name, server.options.targets
-    if not name:
+    if not name and not server.options.remove:
         return server.show(server.ask("SetAlias", pb.SetAliasRequest()), pages.alias_page)
-    if bool(targets) == server.options.remove:
-        raise CommandLineError("give the models behind the alias, or --remove")
+    if not name or bool(targets) == server.options.remove:
+        raise CommandLineError("give an alias, and the models behind it, or --remove")
     alias = pb.Alias(name=name, targets=map(_alias_target, targets))
     answer = server.wait("SetAlias", pb.SetAliasRequest(alias=alias), f"{name}: loading")
     shown = [pages.alias_line(one) for one in answer.aliases if one.name == name]

@@ -78,6 +78,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._server = server
         #: Held while runtimes are restarted, put to sleep or woken.
         self._changing = asyncio.Lock()
+        #: Held while an alias is changed: a change that fails restores the aliases that were there before.
+        self._changing_alias = asyncio.Lock()
         self._runtimes = runtimes
         self._lifecycle = lifecycle
         self._placing = placing
@@ -458,21 +460,25 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def SetAlias(self, request: pb.SetAliasRequest) -> pb.SetAliasResponse:
         name, overrides = request.alias.name, self._runtimes.overrides
         if request.HasField("alias"):
-            raw = {one.model: "shadow" if one.shadow else one.weight for one in request.alias.targets}
+            targets = request.alias.targets
+            raw = {one.model: "shadow" if one.shadow else one.weight for one in targets}
+            if len(raw) < len(targets):
+                raise InvalidArgument("a model is behind the alias twice: name each one once")
             try:
                 shares = read_shares(_model(name), raw) if raw else None
             except SettingsError as error:
                 raise InvalidArgument(str(error)) from None
-            if shares is None and name not in self._lifecycle.aliases:
-                raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
-            before = overrides.aliases
-            # First: rsrv.yaml, which is read meanwhile, must not undo the change.
-            overrides.set_aliases({**before, name: shares})
-            try:
-                await self._lifecycle.change_alias(name, shares)
-            except BaseException:
-                overrides.set_aliases(before)
-                raise
+            async with self._changing_alias:
+                if shares is None and name not in self._lifecycle.aliases:
+                    raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
+                before = overrides.aliases
+                # First: rsrv.yaml, which is read meanwhile, must not undo the change.
+                overrides.set_aliases({**before, name: shares})
+                try:
+                    await self._lifecycle.change_alias(name, shares)
+                except BaseException:
+                    overrides.set_aliases(before)
+                    raise
         return pb.SetAliasResponse(
             aliases=[
                 pb.Alias(

@@ -83,12 +83,13 @@ def _changes(name: str, section: type[BaseModel]) -> str:
 
 
 def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    yield "key", "values", "default", "meaning"
+    yield "key", "values, **default**", "meaning"
     for key, field in section.model_fields.items():
-        yield f"`{key}`", _values(field), _default(field), field.description or ""
+        yield f"`{key}`", _values(field), field.description or ""
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo) -> str | None:
+    """Return the default in words, None if it is that of the keys of a mapping."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
@@ -98,7 +99,7 @@ def _default(field: FieldInfo) -> str:
         case bool():
             return f"`{str(value).lower()}`"
         case BaseModel():
-            return "its defaults"
+            return None
         case float() if value == inf:
             return "`never`"
         case _:
@@ -106,9 +107,15 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """Return the kind of a key's values, with their bounds."""
-    first, *others = _kinds(field.annotation)
-    return ", ".join([first + "".join(map(_bound, field.metadata)), *others])
+    """Return the kind of a key's values, with their bounds and the default."""
+    first, *others = (kind for one in _kinds(field.annotation) for kind in one.split(", "))
+    kinds = [first + "".join(map(_bound, field.metadata)), *others]
+    default = _default(field)
+    if default is None:
+        return ", ".join(kinds)
+    if default in kinds:
+        return ", ".join(f"**{kind}**" if kind == default else kind for kind in kinds)
+    return f"{', '.join(kinds)}: **{default}**"
 
 
 def _bound(one: object) -> str:
@@ -144,7 +151,8 @@ def _kinds(kind: Any) -> Iterator[str]:
     elif origin is Annotated:
         base, *metadata = get_args(kind)
         bounds = (one for each in metadata for one in getattr(each, "metadata", [each]))
-        yield "".join((*_kinds(base), *map(_bound, bounds)))
+        first, *others = _kinds(base)
+        yield ", ".join(["".join((first, *map(_bound, bounds))), *others])
     elif origin in (Union, types.UnionType):
         for one in get_args(kind):
             yield from _kinds(one)

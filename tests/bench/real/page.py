@@ -81,4 +81,4 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> str:
     if not under:
         return "—"
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

@@ -266,10 +266,10 @@ FAMILIES: tuple[MetricFamily, ...] = (
 
 def table() -> str:
     """Return the catalog as a table in Markdown. Names show the types."""
-    lines = ["| metric | labels | meaning |", "|---|---|---|"]
+    lines = ["| metric{labels} | meaning |", "|---|---|"]
     for family in FAMILIES:
-        labels = ", ".join(f"`{label}`" for label in family.labels)
-        lines.append(f"| `{family.name}` | {labels} | {family.help} |")
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        lines.append(f"| `{family.name}{labels}` | {family.help} |")
     return "\n".join(lines)
 
 

@@ -54,6 +54,9 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
             over.wait(10)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
+        if request.model_name in ("full", "closed"):
+            why = {"full": "[rsrv:QUEUE_FULL] 8 requests wait", "closed": "Socket closed"}
+            context.abort(grpc.StatusCode.UNAVAILABLE, why[request.model_name])
         if request.model_name == "broken":
             context.abort(grpc.StatusCode.INTERNAL, "the hook\nfailed")
         return service_pb2.ModelInferResponse(model_name=request.model_name)
@@ -108,6 +111,17 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["simulated"]["total"]["requests"] == 3
     # Two in time, and the last answer 4 ms after the last request.
     assert report["simulated"]["total"]["goodput"] == pytest.approx(2 / 0.024)
+
+
+def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests that a server refuses are told from those whose connection broke, although gRPC's code is the same."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("t,model\n0,full\n0,closed\n")
+    with serving(Triton()) as url:
+        assert cli.main(["replay", str(trace), "--url", url]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("2 requests: 1 refused, 1 failed")
+    assert "closed: the first error: Socket closed" in said.err
 
 
 def test_ctrl_c_reports_the_requests_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ server, or a sender, that falls behind cannot hide it.
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,11 @@ _START_S, _LOST_S = 0.1, 120.0
 _LINE_S = 10.0
 #: tag of the error of a request whose deadline has passed; Triton has no code for it
 _EXPIRED = "[rsrv:DEADLINE]"
+#: refusals of rsrv and of Triton's queue; a server that has gone is as unavailable, by gRPC's code
+_REFUSED = re.compile(r"\[rsrv:|maximum queue size")
 _OUTCOMES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.EXPIRED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.REFUSED,
-    grpc.StatusCode.UNAVAILABLE: Outcome.REFUSED,
     grpc.StatusCode.CANCELLED: Outcome.CANCELLED,
 }
 
@@ -184,9 +186,7 @@ async def _send(
             record.outcome = Outcome.ANSWERED
         except grpc.aio.AioRpcError as error:
             why = one_line(error.details() or error.code().name)
-            record.outcome = (
-                Outcome.EXPIRED if _EXPIRED in why else _OUTCOMES.get(error.code(), Outcome.FAILED)
-            )
+            record.outcome = _outcome(error.code(), why)
             if record.outcome is not Outcome.EXPIRED:
                 errors.setdefault(record.request.model, why)
         record.ended = loop.time() - began
@@ -211,6 +211,14 @@ async def _send(
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks)
     return Replayed(requests, trace[: len(requests)], sorted(late), errors, unsent)
+
+
+def _outcome(code: grpc.StatusCode, why: str) -> Outcome:
+    if _EXPIRED in why:
+        return Outcome.EXPIRED
+    if code is grpc.StatusCode.UNAVAILABLE and _REFUSED.search(why):
+        return Outcome.REFUSED
+    return _OUTCOMES.get(code, Outcome.FAILED)
 
 
 def _dated(message: Any, one: RequestKeys) -> Any:

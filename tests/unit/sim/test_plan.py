@@ -59,10 +59,10 @@ def test_the_smallest_budget() -> None:
     device = "warm: true, h2d_bytes_per_s: 1000"
     said = answers(recorded(f"{{a: {model}, b: {model}}}", device=device), 0.05)
 
-    assert said["smallest weight budget"].answer == "1.2 kB; all weights are 1.2 kB"
+    assert said["smallest weight budget"].answer == "1200 bytes (1.2 kB); all weights are 1.2 kB"
     apart = "{cost: {1: 0.001}, weight_bytes: 1000}"
     said = answers(recorded(f"{{a: {apart}, b: {apart}}}", device=device, names="a"), 0.05)
-    assert said["smallest weight budget"].answer == "1 kB; all weights are 2 kB"
+    assert said["smallest weight budget"].answer == "1000 bytes (1 kB); all weights are 2 kB"
 
 
 def test_batch_sizes() -> None:

@@ -197,7 +197,9 @@ def _budget(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
     if not good(0):
         return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
     step = last_good(good, ceil((1 - least / whole) / _BUDGET_STEP))
-    return Answer(question, f"{amount(budget(step))}; all weights are {amount(whole)}", trials[step])
+    # In bytes as well: the rounded figure may be too small for the largest model.
+    found = f"{budget(step)} bytes ({amount(budget(step))})"
+    return Answer(question, f"{found}; all weights are {amount(whole)}", trials[step])
 
 
 def _cards(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:

@@ -14,6 +14,7 @@ from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.shadow import Shadow, differing
 from rsrv.stub.tensors import Tensors
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse, FakeTensor
+from tests.waiting import wait_until
 
 FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -76,7 +77,9 @@ def test_a_copy_is_compared_and_dropped(
     """The client gets the answer of the alias's model alone, in place or later; the outcome is counted once."""
     shadow, requests = Model(copy), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(3)]
 
-    returned = alias_of(Model(answer, later=later), shadow).execute(requests)
+    alias = alias_of(Model(answer, later=later), shadow)
+    returned = alias.execute(requests)
+    alias.close()
 
     answers = returned or [one.answers.get_nowait() for one in requests]
     assert [one.has_error() for one in answers] == [answer is None] * 3
@@ -92,7 +95,9 @@ def test_copies_have_the_lowest_priority_and_no_deadline_of_the_client() -> None
         {"x": np.ones((1, 2), np.float32)}, 5, '{"rsrv_priority": 1, "rsrv_deadline_unix_ns": 7}', "mine"
     )
 
-    alias_of(Model(1.0), shadow).execute([request])
+    alias = alias_of(Model(1.0), shadow)
+    alias.execute([request])
+    alias.close()
 
     copy = ClientRequest(shadow.copies[0], ArrivalTime(0.0, 0, 0))
     assert copy.failure is None
@@ -107,12 +112,34 @@ def test_a_shadow_that_is_slow_gets_no_further_copies() -> None:
     alias = alias_of(Model(1.0), shadow, taken.extend)
 
     alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(70)])
+    wait_until(lambda: len(taken) == 64, what="the copies")
     assert (len(taken), shadow.counts) == (64, {"skipped": 6})
     shadow.execute_later(taken)
 
     assert shadow.counts == {"skipped": 6, "same": 64}
     alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)})])
+    alias.close()
     assert len(taken) == 65
+
+
+def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While much of the clients' answers waits for copies, or shared memory is scarce, requests are not copied."""
+    monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
+    shadow, taken = Model(1.0), list[Any]()
+    alias = alias_of(Model(1.0), shadow, taken.extend)
+
+    for _ in range(5):
+        alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)})])
+    alias.close()
+    assert (len(taken), shadow.counts) == (3, {"skipped": 2})
+    shadow.execute_later(taken)
+
+    taken.clear()
+    alias = alias_of(Model(1.0), shadow, taken.extend)
+    monkeypatch.setattr("rsrv.stub.shadow.free_shared_memory", lambda: 1)
+    alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)})])
+    alias.close()
+    assert not taken
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "counter",
         ("alias", "model", "device", "outcome"),
         "Copies of an alias's requests for a model with `shadow`: same, different (from the answer that the client got), "
-        "failed, or skipped (more than 64 in progress, or the client got an error).",
+        "failed, or skipped (more than 64 in progress, little memory, or an error for the client).",
     ),
     MetricFamily(
         "rsrv_request_seconds",

@@ -151,6 +151,8 @@ class Alias:
         return all(one.ready for one in self._targets.values())
 
     def close(self) -> None:
+        for shadow in self._shadows:
+            shadow.close()
         for one in self._targets.values():
             one.close()
 

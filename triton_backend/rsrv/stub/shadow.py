@@ -7,11 +7,13 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from rsrv.logs import of_request
+from rsrv.stub.replies import free_shared_memory
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.throttle import Throttle, more
 
@@ -19,6 +21,9 @@ log = logging.getLogger("rsrv.stub")
 
 #: copies in progress; further requests are not copied, because a slow model would collect their memory
 _MAX_COPIES = 64
+#: bytes of clients' answers that wait for those of copies, and of shared memory that must be free: requests are in it
+#: until they are answered, and clients would have none left
+_MAX_ANSWER_BYTES, _MIN_FREE_BYTES = 64 * 2**20, 16 * 2**20
 #: microseconds after which a copy is of no use
 _TIMEOUT_US = 30_000_000
 #: of a copy: the lowest priority, and none of the client's, such as its deadline
@@ -63,16 +68,19 @@ class Shadow:
         self._where = where
         self.take = tensors.take
         self._dtypes = dtypes
-        self.execute = execute
+        self._execute = execute
         self._count = count
         self._lock = threading.Lock()
-        self._pending = 0
+        self._pending = self._answer_bytes = 0
+        #: clients need not wait until copies are read
+        self._thread = ThreadPoolExecutor(1, "shadow")
         self._throttle = Throttle()
 
     def begin(self, request: Any) -> "ShadowedRequest | None":
         """Return the comparison of a request's answers; None: the request is not copied."""
+        scarce = free_shared_memory() < _MIN_FREE_BYTES
         with self._lock:
-            full = self._pending == _MAX_COPIES
+            full = scarce or self._pending == _MAX_COPIES or self._answer_bytes > _MAX_ANSWER_BYTES
             self._pending += not full
         if full:
             self._count("skipped")
@@ -82,6 +90,19 @@ class Shadow:
         except Exception:  # noqa: BLE001 - the request's own model refuses it
             self.end("skipped")
             return None
+
+    def execute(self, copies: Sequence["RequestCopy"]) -> None:
+        """Have the copies answered on a thread of their own."""
+        self._thread.submit(self._execute, copies)
+
+    def close(self) -> None:
+        """Return when the last copies are executed."""
+        self._thread.shutdown()
+
+    def keep(self, nbytes: int) -> None:
+        """Count the bytes of an answer that waits for the other one; negative: it is dropped."""
+        with self._lock:
+            self._answer_bytes += nbytes
 
     def end(self, outcome: str) -> None:
         with self._lock:
@@ -111,6 +132,8 @@ class ShadowedRequest:
         self._lock = threading.Lock()
         #: by whether it is the copy's; None: it failed
         self._answers: dict[bool, Mapping[str, Array] | None] = {}
+        #: bytes of the answer that came first
+        self._kept_bytes = 0
 
     def answered(self, response: Any, *, copy: bool) -> None:
         """Take one of the answers before Triton gets it; never raises."""
@@ -126,7 +149,10 @@ class ShadowedRequest:
                 return
             self._answers[copy] = found
             if len(self._answers) < 2:
+                self._kept_bytes = sum(one.nbytes for one in (found or {}).values())
+                self._shadow.keep(self._kept_bytes)
                 return
+        self._shadow.keep(-self._kept_bytes)
         self._shadow.compare(self._id, self._answers[False], self._answers[True])
 
 

@@ -1,6 +1,8 @@
 """The command `rsrv record`: the trace that it writes, and the scenario that it makes of the server's figures."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +97,35 @@ def test_a_server_that_ends_leaves_its_scenario(
             assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
 
     run()
+
+
+def test_ctrl_c_takes_what_came_since_the_last_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come between the last look and Ctrl-C are in the trace."""
+    interrupts: list[float] = []
+
+    def interrupted(seconds: float) -> None:
+        interrupts.append(seconds)
+        raise KeyboardInterrupt
+
+    def later(command: dict[str, Any]) -> dict[str, Any]:
+        if command["command"] == "arrivals" and command.get("since") == 2 and not interrupts:
+            return {"instance": "x", "unix_s": 1e9, "first": 2, "next": 2, "end": 2, "requests": []}
+        return told(command)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupted)
+    monkeypatch.setattr("rsrv.cli.recording.time", clock)
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = later
+            said = await rsrv("record", str(tmp_path / "out.csv"))
+            assert (said.status, "2 requests in 0 s" in said.out) == (0, True), said
+
+    run()
+    assert len(interrupts) == 1
 
 
 def test_a_replaced_runtime_is_counted() -> None:

@@ -155,7 +155,10 @@ def _answers(server: Server, recording: Recording, seconds: float | None) -> Ite
             over = over or time.monotonic() >= answered + _GONE_S
         if over:
             return
-        time.sleep(_LOOK_S)
+        try:
+            time.sleep(_LOOK_S)
+        except KeyboardInterrupt:
+            end = answered  # one look more, for the requests since the last one
 
 
 def read_spans(server: Server) -> list[pb.Span]:

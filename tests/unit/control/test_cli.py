@@ -272,6 +272,10 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert await rsrv("status", "x") == Said(
                 1, "", "rsrv status: there is no model 'x'; known are a, b\n"
             )
+            assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
+            assert await rsrv("status", "x") == Said(
+                1, "", "rsrv status: there is no model 'x'; the name is an alias of a, b: name one of these\n"
+            )
 
     run()
 

@@ -92,6 +92,8 @@ def _explain(error: Any, address: str, server: "Server") -> str:
                 f"({rsrv.__version__})"
             )
         case grpc.StatusCode.NOT_FOUND if model := getattr(server.options, "model", ""):
+            if targets := server.targets(model):
+                return f"{text}; the name is an alias of {', '.join(targets)}: name one of these"
             return f"{text}{nearest(model, server.models())}"
     return text
 
@@ -153,6 +155,13 @@ class Server:
             request = self._messages.GetStatusRequest()
             status = self.ask("GetStatus", request)
             return [one.name for one in (*status.models, *getattr(status, "metas", ()))]
+        return []
+
+    def targets(self, alias: str) -> list[str]:
+        """Return the models behind an alias; none if there is no such alias."""
+        with suppress(grpc.RpcError, AttributeError):  # a gateway has no aliases
+            answer = self.ask("SetAlias", self._messages.SetAliasRequest())
+            return [target.model for one in answer.aliases if one.name == alias for target in one.targets]
         return []
 
     def done(self, answer: Message, text: str) -> int:

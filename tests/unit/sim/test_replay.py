@@ -150,7 +150,7 @@ def test_requests_that_no_server_takes_cost_only_themselves(
 
 
 def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A scenario that cannot be simulated, or a trace without requests, is refused before the first request."""
+    """A trace without requests, or a scenario or inputs that cannot be read, are refused before the first request."""
     trace, triton = tmp_path / "trace.csv", Triton()
     with serving(triton) as url:
         trace.write_text("t,model\n")
@@ -158,7 +158,14 @@ def test_a_mistake_in_the_files_sends_nothing(tmp_path: Path, capsys: pytest.Cap
         trace.write_text("t,model\n0,fast\n")
         (tmp_path / "trace.yaml").write_text("models: {")
         assert cli.main(["replay", str(trace), "--url", url]) == 1
-    said = capsys.readouterr().err
+        said = capsys.readouterr().err
+        (tmp_path / "trace.yaml").unlink()
+        np.save(tmp_path / "x.npy", np.ones((1, 3), "f4"))
+        (tmp_path / "cut.npz").write_bytes(b"PK\3\4cut")
+        (tmp_path / "empty.npz").touch()
+        for name in ("x.npy", "cut.npz", "empty.npz"):
+            assert cli.main(["replay", str(trace), "--url", url, "--inputs", f"fast={tmp_path / name}"]) == 1
+            assert f"{name} is no file of np.savez" in capsys.readouterr().err
     assert "trace.csv has no requests" in said
     assert "trace.yaml: " in said
     assert not triton.asked
@@ -202,6 +209,9 @@ def test_inputs_that_cannot_be_guessed() -> None:
         infer_request(described(2), 1, {})
     with pytest.raises(Unsendable, match=r"x is float64 .* must be FP32"):
         infer_request(described(2), 1, {"x": np.ones((1, 2))})
+    for empty in (np.float32(1), np.ones((0, 2), "f4")):
+        with pytest.raises(Unsendable, match="x has no row"):
+            infer_request(described(2), 1, {"x": np.asarray(empty)})
     stateful = described(2)
     stateful.model_transaction_policy.decoupled = True
     with pytest.raises(Unsendable, match="only models without state"):

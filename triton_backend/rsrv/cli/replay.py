@@ -16,6 +16,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import grpc
 import numpy as np
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         # First, so that no mistake in it costs a replay.
         scenario = load_scenario(beside) if beside.exists() else None
-        inputs = {model: dict(np.load(file)) for model, file in options.inputs}
+        inputs = {model: _rows(file) for model, file in options.inputs}
         replayed = asyncio.run(replay(options.url, trace, inputs))
         expected = _expected(scenario, replayed.sent)
     except grpc.aio.AioRpcError as error:
@@ -98,6 +99,15 @@ def run(options: argparse.Namespace) -> int:
         print(f"{printable(model)}: the first error: {why}", file=sys.stderr)
     print(json.dumps(report(replayed, expected), indent=2) if options.json else page(replayed, expected))
     return 0 if replayed.requests else 1
+
+
+def _rows(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Return a row of each input. Raises ValueError if the file has none."""
+    try:
+        with file.open("rb") as content, np.load(content) as arrays:
+            return dict(arrays)
+    except (TypeError, ValueError, EOFError, BadZipFile):
+        raise ValueError(f"--inputs: {file} is no file of np.savez(FILE, INPUT=row, ...)") from None
 
 
 # --- sending ---------------------------------------------------------------------------------------------
@@ -149,6 +159,8 @@ def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, An
             array = given.get(tensor.name)
             if array is None:
                 raise Unsendable(f"its file of --inputs has no array {tensor.name!r}")
+            if config.max_batch_size and not (array.shape and len(array)):
+                raise Unsendable(f"{tensor.name} has no row in its file of --inputs")
             if np_to_triton_dtype(array.dtype) != datatype:
                 raise Unsendable(
                     f"{tensor.name} is {array.dtype} in its file of --inputs, and must be {datatype}"

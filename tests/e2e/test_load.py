@@ -153,7 +153,8 @@ def start_stressed(
     """Return a server with slow and quick models, one of which has a short queue."""
     folders = {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
     repository = make_repository(tmp_path, *(folders[name] for name in STRESSED), settings=SETTINGS)
-    return lambda: start_triton(repository)
+    # What fails, and how often, depends on the clients' luck.
+    return lambda: start_triton(repository, expected=None)
 
 
 class Pending:

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 def _rows(file: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Return a row of each input. Raises ValueError if the file has none."""
     try:
-        with file.open("rb") as content, np.load(content) as arrays:
+        with file.open("rb") as content, np.load(content, allow_pickle=False) as arrays:
             return dict(arrays)
     except (TypeError, ValueError, EOFError, BadZipFile):
         raise ValueError(f"--inputs: {file} is no file of np.savez(FILE, INPUT=row, ...)") from None

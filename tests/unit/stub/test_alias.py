@@ -15,6 +15,8 @@ from rsrv.stub.metrics import Meters
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
 
+FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
 
 def request(sticky: object = None) -> FakeRequest:
     return FakeRequest({}, parameters="{}" if sticky is None else json.dumps({"rsrv_sticky": sticky}))
@@ -27,9 +29,12 @@ class Target:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.closed = False
+        self.closed = self.later = False
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+        if self.later:
+            self.execute_later(requests)
+            return None
         return [self.name] * len(requests)
 
     def execute_later(self, requests: Sequence[Any]) -> None:
@@ -80,22 +85,35 @@ def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
 
 
 def test_a_batch_of_one_target_is_answered_in_place() -> None:
-    """One target may return a list; of several, each answers its requests later."""
-    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), {name: Target(name) for name in ("v7", "v8")})
-    champion = Alias(Split("champion", {"v8": 1}), {"v8": Target("v8")})
+    """The answers of all targets are one list, in the requests' order."""
+    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), {name: Target(name) for name in ("v7", "v8")}, FINAL)
+    champion = Alias(Split("champion", {"v8": 1}), {"v8": Target("v8")}, FINAL)
     batch = [request(number) for number in range(20)]
+    each = [answer for one in batch for answer in fraud.execute([one]) or ()]
 
     assert champion.execute(batch) == ["v8"] * 20
+    assert set(each) == {"v7", "v8"}
+    assert fraud.execute(batch) == each
+
+
+def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> None:
+    """Each request gets its target's answer once, also of the target that answered in place."""
+    targets = {name: Target(name) for name in ("v7", "v8")}
+    targets["v8"].later = True
+    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), targets, FINAL)
+    batch = [request(number) for number in range(20)]
+    split = Split("fraud", {"v7": 1, "v8": 1})
+
     assert fraud.execute(batch) is None
-    answers = Counter(one.answers.get_nowait() for one in batch)
-    assert answers.total() == 20
-    assert answers.keys() == {"v7", "v8"}
+    found: list[Any] = [one.answers.get_nowait() for one in batch]
+    assert found == [split.choose(one) for one in batch]
+    assert all(one.answers.empty() for one in batch)
 
 
 def test_an_alias_that_ends_closes_all_targets() -> None:
     """It is ready while all of its targets are, and closes each."""
     targets = {name: Target(name) for name in ("v7", "v8")}
-    alias = Alias(Split("fraud", {"v7": 1}), targets)
+    alias = Alias(Split("fraud", {"v7": 1}), targets, FINAL)
 
     ready = [alias.ready]
     targets["v8"].ready = False

@@ -8,6 +8,7 @@ and there is no second way for settings into a stub.
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
+import logging
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from rsrv.stub.session import UNREACHABLE
 from rsrv.stub.shadow import Shadow
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.frames import Status
+
+log = logging.getLogger("rsrv.stub")
 
 #: parameter of requests: those of one value go to one target, as long as the shares stay
 STICKY = "rsrv_sticky"
@@ -108,8 +111,10 @@ class Alias:
     """Answers Triton's requests for one alias by its targets."""
 
     def __init__(
-        self, split: Split, targets: Mapping[str, AliasTarget], shadows: Sequence[Shadow] = ()
+        self, split: Split, targets: Mapping[str, AliasTarget], final: int, shadows: Sequence[Shadow] = ()
     ) -> None:
+        """`final` is Triton's flag of a response that is the last one."""
+        self._final = final
         self._split = split
         self._targets = targets
         self._shadows = shadows
@@ -136,15 +141,28 @@ class Alias:
         return responses
 
     def _execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        parts: dict[str, list[Any]] = {}
-        for request in requests:
-            parts.setdefault(self._split.choose(request), []).append(request)
+        chosen, parts = [self._split.choose(request) for request in requests], dict[str, list[Any]]()
+        for name, request in zip(chosen, requests, strict=True):
+            parts.setdefault(name, []).append(request)
         if len(parts) == 1:
-            return self._targets[next(iter(parts))].execute(requests)
+            return self._targets[chosen[0]].execute(requests)
+        # In place, as the requests of one model: a request that is answered later has no answer if this process dies.
+        answers = {name: self._targets[name].execute(part) for name, part in parts.items()}
+        whole = {name: iter(found) for name, found in answers.items() if found is not None}
+        if len(whole) == len(parts):
+            return [next(whole[name]) for name in chosen]
         # A list that execute() returns has to be whole.
-        for name, part in parts.items():
-            self._targets[name].execute_later(part)
+        for name, request in zip(chosen, requests, strict=True):
+            if name in whole:
+                self._send(request, next(whole[name]))
         return None
+
+    def _send(self, request: Any, response: Any) -> None:
+        try:
+            request.get_response_sender().send(response, flags=self._final)
+        except Exception:
+            # The other requests have answers already, or still get them.
+            log.exception("a request could not be answered")
 
     @property
     def ready(self) -> bool:
@@ -184,7 +202,9 @@ class AliasStub:
             for one in targets.values():
                 one.close()
             raise pb_utils.TritonModelException(f"alias {alias!r}, model {target!r}: {error}") from None
-        self._alias = Alias(Split(alias, shares), targets, shadows)
+        self._alias = Alias(
+            Split(alias, shares), targets, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL, shadows
+        )
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._alias.execute(requests)

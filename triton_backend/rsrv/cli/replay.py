@@ -101,10 +101,10 @@ def run(options: argparse.Namespace) -> int:
     return 0 if replayed.requests else 1
 
 
-def _rows(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+def _rows(file: str) -> dict[str, np.ndarray[Any, Any]]:
     """Return a row of each input. Raises ValueError if the file has none."""
     try:
-        with file.open("rb") as content, np.load(content, allow_pickle=False) as arrays:
+        with open(file, "rb") as content, np.load(content, allow_pickle=False) as arrays:
             return dict(arrays)
     except (TypeError, ValueError, EOFError, BadZipFile):
         raise ValueError(f"--inputs: {file} is no file of np.savez(FILE, INPUT=row, ...)") from None

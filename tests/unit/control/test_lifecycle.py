@@ -688,6 +688,24 @@ def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> No
     story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}, tell)
 
 
+def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
+    """The alias's stub connects by the name of the model, whose own stub is dead; while both live, nothing is cold."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        await lifecycle.change_alias("fraud", {"a": 1.0})
+        await asyncio.sleep(60)
+        before = world.triton.asked
+        await asyncio.sleep(120)
+        assert world.triton.asked - before <= 3
+        assert not world.triton.view.cold
+        world.triton.log.clear()
+        world.triton.kill("a")
+        await asyncio.sleep(10)
+        assert world.triton.log == ["load a", "loaded a"]
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+
+
 def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
     """Processes that run a model's code are found, if they are this server's."""
     (tmp_path / "1").mkdir()

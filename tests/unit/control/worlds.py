@@ -12,7 +12,7 @@ from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
 from rsrv.settings import dump_settings, load_settings
 from rsrv_gen.cli import main as rsrv_gen
-from rsrv_gen.write import newest
+from rsrv_gen.write import carried, is_alias, newest
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 #: Text of a module that no server loads.
@@ -109,7 +109,11 @@ class FakeView:
         self.cold = names
 
     def served(self) -> set[str]:
-        return self._triton.processes() - self._triton.cold if self.up else set()
+        if not self.up:
+            return set()
+        connected = self._triton.processes() - self._triton.cold
+        folders = [self._triton.repository / name for name in connected]
+        return connected.union(*(carried(folder) for folder in folders if is_alias(folder)))
 
     def stir(self) -> None:
         self.changes += 1

@@ -1,8 +1,9 @@
 """Finds the models whose stub process is dead.
 
 Triton calls a model ready whose stub is dead. A stub that is connected to the runtime is alive. One that is not may be
-cold, and then its process lives; models with the native front have no process. A runtime that has just started has no
-connections, and a dead one says nothing; both get the time that stubs need to find it again, or to start another.
+cold, and then its process lives. A model behind an alias needs its process, too: the alias's stub connects by the model's
+name. Models with the native front have no process. A runtime that has just started has no connections, and a dead one
+says nothing; both get the time that stubs need to find it again, or to start another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rsrv.control.protocols import RuntimeView
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
 from rsrv_gen.plan import NATIVE_MARK, VERSION
-from rsrv_gen.write import is_alias, our_models
+from rsrv_gen.write import carried, is_alias, our_models
 
 #: Seconds between the two looks that must agree on a dead stub.
 AGREE_S = 0.5
@@ -106,6 +107,8 @@ class _Listing:
         self.native: set[str] = set()
         #: Those that are aliases: the runtime knows only the models behind them.
         self.aliases: set[str] = set()
+        #: Those behind aliases, whose stubs connect by their names: the models' own stubs may be dead.
+        self.aliased: set[str] = set()
 
     def look(self) -> None:
         """List the models, if necessary. On any thread."""
@@ -117,6 +120,7 @@ class _Listing:
             self._listed = changed, time.time_ns()
         self.models = our_models(self._path)
         self.aliases = {name for name in self.models if is_alias(self._path / name)}
+        self.aliased = {name for alias in self.aliases for name in carried(self._path / alias)}
         self.native = {name for name in self.models if (self._path / name / NATIVE_MARK).exists()}
 
 
@@ -161,14 +165,17 @@ class StubMonitor:
             if self._now() - renewed >= self._poll_s:
                 renewed, idle = self._now(), set()
                 await asyncio.to_thread(self._listing.look)
-            alive = self._view.served()
+            served = self._view.served()
+            alive = served - self._listing.aliased
             without = self._listing.models - alive - self._states.busy
             idle &= without
             asked &= without
             self.dismissed &= without
             suspects = without - idle - self._listing.native
             if suspects:
-                suspects -= set(await asyncio.to_thread(self._processes))
+                living = set(await asyncio.to_thread(self._processes))
+                suspects -= living
+                idle |= living & self._listing.aliased & without
             ready: set[str] = set()
             # Of thousands of cold models, Triton's answer is a megabyte.
             due = without - asked or (without and self._now() - asked_at >= _DISMISSED_S)
@@ -180,7 +187,7 @@ class StubMonitor:
                     ready = suspects & loaded - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
-            self._view.show_cold(loaded & without - suspects - self._listing.aliases)
+            self._view.show_cold(loaded & without - suspects - self._listing.aliases - served)
             up_since = self._view.since if self._view.up else None
             for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
                 yield name

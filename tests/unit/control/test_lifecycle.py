@@ -706,6 +706,24 @@ def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
     story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
 
+def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) -> None:
+    """While no runtime answered, it had no connection, as the stub of a cold model."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        view = world.triton.view
+        view.up = False
+        view.stir()
+        await asyncio.sleep(0.4)
+        view.up = True
+        world.triton.kill("a")
+        await asyncio.sleep(0.3)
+        assert not view.cold
+        await asyncio.sleep(3)
+        assert world.triton.log == ["load a", "loaded a"]
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+
+
 def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
     """Processes that run a model's code are found, if they are this server's."""
     (tmp_path / "1").mkdir()

@@ -189,6 +189,9 @@ class StubMonitor:
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
             self._view.show_cold(loaded & without - suspects - self._listing.aliases - served)
             up_since = self._view.since if self._view.up else None
+            if up_since is None:
+                # Stubs without a connection are no cold ones, and one that connects and dies before the next look is dead.
+                idle = set()
             for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
                 yield name
             await asyncio.sleep(_LOOK_MIN_S)

@@ -33,7 +33,7 @@ from local_triton import EXEC_BOUND, LOOPBACK, free_ports
 ROOT = Path(__file__).resolve().parent.parent
 #: packages that the tests need beside rsrv
 NEEDED = (
-    "tests", "tools", "docs", "bundles/examples", "README.md", "CONTRIBUTING.md", "pyproject.toml", "hatch_build.py",
+    "tests", "tools", "docs", "bundles/examples", "README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "hatch_build.py",
 )  # fmt: skip
 SOURCES: tuple[str, ...] = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][

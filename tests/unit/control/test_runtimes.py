@@ -208,6 +208,24 @@ async def test_a_command_that_all_refuse_fails(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_command_for_a_cold_model_holds_from_its_start(tmp_path: Path) -> None:
+    """All runtimes refuse a model that they do not have yet: it is pinned when it starts, and a policy is refused."""
+    async with two(tmp_path) as (runtimes, (first, second)):
+        for one in (first, second):
+            one.answers = lambda command: {"error": "there is no model 'b'", "code": "NOT_FOUND"}
+        runtimes.show_cold(["b"])
+        pin = {**PIN, "model": "b"}
+        assert await runtimes.command(pin) == {}
+        with pytest.raises(StatusError, match="b is cold: start it first, with `rsrv start b`"):
+            await runtimes.command({"command": "policy", "model": "b", "weight": 2.0})
+
+        second.answers = lambda command: {}
+        second.change("b@1", entry("b"))
+        await second.came(lambda: len(second.commands) == 3)
+        assert second.commands[-1] == pin
+
+
+@looped
 async def test_changes_come_with_their_device(tmp_path: Path) -> None:
     """A feed has a snapshot and the changes of each device, and none waits for the other."""
     async with two(tmp_path) as (runtimes, (first, second)):

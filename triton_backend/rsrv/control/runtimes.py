@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.control.grpc_service import InvalidArgument, StatusError
-from rsrv.control.overrides import Command, Overrides
+from rsrv.control.overrides import LASTING, Command, Overrides
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import (
     ChangeCounter,
@@ -224,10 +224,26 @@ class Runtimes:
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
         """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.
 
-        The others get it later if its effect lasts. Raises RuntimeDown, StatusError if none carried it out.
+        The others get it later if its effect lasts; so do all if the model is cold, or its stub is about to return.
+        Raises RuntimeDown, StatusError if none carried it out.
         """
         chosen = self.chosen(devices)
-        answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
+        try:
+            answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
+        except StatusError as unknown:
+            name = str(command.get("model") or "")
+            if unknown.code != "NOT_FOUND" or not (
+                name in self.cold or any(name in link.returning() for link in chosen.values())
+            ):
+                raise
+            # Only a runtime checks the values of a policy.
+            if command["command"] not in LASTING - {"policy"}:
+                raise StatusError(
+                    "FAILED_PRECONDITION", f"{name} is cold: start it first, with `rsrv start {name}`"
+                ) from None
+            answers, refusals = {}, dict.fromkeys(chosen, unknown)
+            for number in chosen:
+                self.overrides.commanded(command, number)
         for number, refusal in refusals.items():
             chosen[number].send_later(command, refusal)
         return answers

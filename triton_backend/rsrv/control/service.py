@@ -285,6 +285,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             # The state before the command: the load may begin, and fail, before the answer.
             before = [one.take() for one in subscriptions]
             sent = await self._runtimes.command(command, devices)
+            if wait and not sent:
+                text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv start {model}`"
+                raise StatusError("FAILED_PRECONDITION", text)
             if wait:
                 serving = [number for number in sent if _serves(before[number], model)] or [*sent]
                 waits = (_until_resident(before[one], subscriptions[one], model) for one in serving)

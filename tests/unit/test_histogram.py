@@ -80,8 +80,7 @@ def made(seen: list[float]) -> Histogram:
 @given(values, values)
 def test_what_came_later_is_the_difference(earlier: list[float], later: list[float]) -> None:
     """The difference of two histograms is that of a count begun in between."""
-    histogram = made(earlier + later)
-    histogram.subtract(made(earlier))
+    histogram = made(earlier + later).since(made(earlier))
 
     assert histogram.counts == made(later).counts
     assert histogram.sum == pytest.approx(sum(later), abs=1e-9)
@@ -90,10 +89,10 @@ def test_what_came_later_is_the_difference(earlier: list[float], later: list[flo
 @given(values, values)
 def test_all_counts_of_a_restarted_histogram_are_later(earlier: list[float], now: list[float]) -> None:
     """A restart is detected if an interval has less than before."""
-    histogram, before = made(now), made(earlier)
-    if all(count >= old for count, old in zip(histogram.counts, before.counts, strict=True)):
+    before = made(earlier)
+    if all(count >= old for count, old in zip(made(now).counts, before.counts, strict=True)):
         return
-    histogram.subtract(before)
+    histogram = made(now).since(before)
 
     assert (histogram.counts, histogram.sum) == (made(now).counts, made(now).sum)
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import add, sub
 from typing import Any
 
 #: upper bounds of intervals, seconds: of requests and executions, and of compilations
@@ -36,12 +37,12 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Sequence[float], counts: list[int] | None = None, sum: float = 0.0) -> None:
         self.bounds = bounds
         #: by interval, one more than bounds
-        self.counts = [0] * (len(bounds) + 1)
-        #: sum of all values
-        self.sum = 0.0
+        self.counts = [0] * (len(bounds) + 1) if counts is None else counts
+        #: of all values
+        self.sum = sum
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -49,15 +50,15 @@ class Histogram:
 
     def add(self, other: "Histogram") -> None:
         """Add the counts of another histogram with the same bounds."""
-        for index, count in enumerate(other.counts):
-            self.counts[index] += count
+        self.counts = list(map(add, self.counts, other.counts))
         self.sum += other.sum
 
-    def subtract(self, earlier: "Histogram") -> None:
-        """Subtract the counts of `earlier`, with the same bounds, unless counting has restarted since then."""
-        if all(count >= before for count, before in zip(self.counts, earlier.counts, strict=True)):
-            self.counts = [count - before for count, before in zip(self.counts, earlier.counts, strict=True)]
-            self.sum -= earlier.sum
+    def since(self, earlier: "Histogram") -> "Histogram":
+        """Return the values that came since `earlier`, with the same bounds; all of them if counting has restarted since."""
+        counts = list(map(sub, self.counts, earlier.counts))
+        if min(counts) < 0:
+            return self
+        return Histogram(self.bounds, counts, self.sum - earlier.sum)
 
     def quantile(self, q: float) -> float | None:
         """Return a quantile as PromQL's histogram_quantile: values are spread evenly in their interval. None: no values."""
@@ -91,7 +92,9 @@ class Histogram:
         if (
             not isinstance(total, (int, float))
             or not abs(total) < 1e18  # nor a NaN
-            or not all(type(one) is int and 0 <= one < 1 << 53 for one in (first, *counts))
+            or set(map(type, value[1:])) != {int}
+            or min(value[1:]) < 0
+            or max(value[1:]) >= 1 << 53
             or first + len(counts) > len(found.counts)
         ):
             raise ValueError(f"not a histogram of {len(bounds)} bounds: {value!r:.80}")

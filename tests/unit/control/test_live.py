@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,31 @@ async def test_a_look_tells_only_of_models_that_changed(tmp_path: Path) -> None:
             assert "gone" not in whole
             assert (await find(later, "memory")) == said
             assert (await find(later, "charts"))["5 min"] == []  # a point takes five seconds
+
+
+@looped
+async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state with many changed models is followed by looks at the timeline only, and says when the next one comes."""
+    monkeypatch.setattr(module, "_CHANGES_A_LOOK", 1)
+    async with watched(tmp_path) as server:
+        for name in "bc":
+            server.runtime.change(f"{name}@1", entry(name))
+        spans, looks = Spans(server.runtime.instance), count(1)
+
+        def answer(command: dict[str, Any]) -> dict[str, Any] | None:
+            if command["command"] != "overview":
+                return spans.answer(command)
+            busy = histogram(*[0.002] * next(looks))
+            return {"models": dict.fromkeys("abc", model(busy)), "memory": MEMORY}
+
+        server.runtime.answers = answer
+        async with aclosing(server.live.watch()) as events:
+            assert (await find(events, "state", '"name": "c"'))["next_s"] == 0.01  # rates need a second one
+            assert (await find(events, "state"))["next_s"] == pytest.approx(0.03)
+            server.runtime.commands.clear()
+            await find(events, "state")
+            asked = [one["command"] for one in server.runtime.commands]
+            assert asked.count("timeline") == 3
 
 
 @looped

@@ -247,9 +247,7 @@ def _grows(before: Json, now: Json) -> bool:
 
 def _difference(bounds: Sequence[float], before: Any, now: Any) -> Histogram:
     found = Histogram.from_json(bounds, now)
-    if before is not None:
-        found.subtract(Histogram.from_json(bounds, before))
-    return found
+    return found if before is None else found.since(Histogram.from_json(bounds, before))
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------

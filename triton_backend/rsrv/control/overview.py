@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rsrv.histogram import SECONDS, Histogram
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _WINDOW_S = 10.0
 #: Figures that are summed over the devices.
 _SUMS = ("queued", "executing", "requests", "errors", "device_s", "loads", "load_s", "tokens", "misses")
+_counters = attrgetter(*_SUMS)
 #: Precedence among the versions of one name: the one that is served, else the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
 
@@ -69,7 +71,7 @@ class Work:
         self.misses += max(0, now.misses - before.misses)
         if now.bytes is not None:  # a meta model's seconds are those of its calls
             self.device_s += now.device_s - before.device_s
-            self.request.add(_since(now.request, before.request))
+            self.request.add(now.request.since(before.request))
 
 
 class _Shown:
@@ -148,9 +150,10 @@ class Overview:
                 self.work.count(one.figures.get(number), figures)
             one.said[number], one.figures[number] = said[number], figures
         if changed or not one.looks:
-            total = Histogram(SECONDS)
-            for figures in one.figures.values():
-                total.add(figures.request)
+            several = [figures.request for figures in one.figures.values()]
+            total = several[0] if len(several) == 1 else Histogram(SECONDS)
+            for other in several if len(several) > 1 else ():
+                total.add(other)
             one.looks.append((now, total))
         return bool(changed)
 
@@ -216,9 +219,9 @@ def life(state: str, weights: str, step: str = "") -> str:
 
 def _picture(devices: Collection[_Figures]) -> dict[str, Any]:
     """Return the figures that the page shows, over all devices; counters begin with the runtime."""
-    total = {key: sum(getattr(one, key) for one in devices) for key in _SUMS}
-    sizes = [one.bytes for one in devices if one.bytes is not None]
+    total = dict(zip(_SUMS, map(sum, zip(*map(_counters, devices or (_NONE,)), strict=True)), strict=True))
     load_s = total["load_s"] / total["loads"] if total["loads"] else None
+    sizes = [one.bytes for one in devices if one.bytes is not None]
     return {**total, "load_s": load_s, "bytes": max(sizes, default=None)}
 
 
@@ -227,14 +230,7 @@ def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
     latest = looks[-1][1]
     if len(looks) == 1:
         return latest.quantile(0.99) if looks[0][0] == now else None
-    return _since(latest, looks[0][1]).quantile(0.99)
-
-
-def _since(now: Histogram, before: Histogram) -> Histogram:
-    found = Histogram(now.bounds)
-    found.add(now)
-    found.subtract(before)
-    return found
+    return latest.since(looks[0][1]).quantile(0.99)
 
 
 def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:

@@ -7,12 +7,13 @@ import { beginPanel, openPanel } from "./panel.js";
 import { dropServer, known, now, outside, rows, servers, take, takeCold, takeSpans } from "./servers.js";
 
 const MOST_LINES = 200; // of the log
-const SILENCE = 5; // seconds without figures until the page says so
+const SILENCE = 4; // seconds after the time of the next figures until the page says that they are missing
 const RETRY_MS = 2000;
 const SEVERITIES = ["critical", "warning", "note"];
 let writable = false;
 
 const silence = (server) => (performance.now() - server.seen) / 1000;
+const isSilent = (server) => silence(server) > SILENCE + (server.state.next_s ?? 1);
 
 function drawTotals() {
   const answering = [...rows.values()].filter((row) => servers.get(row.server).state.up);
@@ -43,7 +44,7 @@ function drawFindings() {
   const urgent = all.filter((one) => one.severity !== "note"), notes = all.length - urgent.length;
   const where = (one) => (servers.size > 1 ? `${one.server}: ` : "");
   const told = [...servers.values()].filter(({ state }) => state);
-  const [down, silent] = [told.filter(({ state }) => !state.up).length, told.filter((one) => silence(one) > SILENCE).length];
+  const [down, silent] = [told.filter(({ state }) => !state.up).length, told.filter(isSilent).length];
   const count = (number, does, do_) => (servers.size < 2 ? `the server ${does}` : `${number} of ${servers.size} servers ${number > 1 ? do_ : does}`);
   const severity = down || silent ? "critical" : (urgent[0]?.severity ?? (told.length ? "none" : "unknown"));
   if ($("diagnosis").dataset.severity !== severity) $("diagnosis").dataset.severity = severity;
@@ -125,17 +126,17 @@ on("gone", (server) => { dropServer(server); drawAll(); drawCharts(); });
 
 const frame = () => {
   for (const server of servers.values()) {
-    const silent = silence(server);
-    if (server.state && server.silent !== silent > SILENCE) {
-      server.silent = silent > SILENCE;
+    const silent = server.state !== null && isSilent(server);
+    if (server.silent !== silent) {
+      server.silent = silent;
       drawFindings();
     }
     for (const { card } of server.devices.values()) {
       if (!card) continue;
       card.timeline.draw();
-      if (silent > SILENCE) {
+      if (silent) {
         card.root.dataset.up = "false";
-        say(card.facts, `no figures for ${Math.round(silent)} s`);
+        say(card.facts, `no figures for ${Math.round(silence(server))} s`);
       }
     }
   }

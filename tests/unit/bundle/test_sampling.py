@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from rsrv_bundle.sampling import sample
 
@@ -54,6 +56,42 @@ def test_top_p_counts_what_top_k_has_left() -> None:
     """Both together: top_p takes its share of the tokens that top_k leaves."""
     assert close(draws(1, 2, 0.9), [4 / 7, 3 / 7])
     assert draws(1, 2, 0.5) == {0: 1.0}
+
+
+#: more tokens than a draw looks at first, in no order of their probabilities
+MANY = np.random.default_rng(3).permutation(np.log(np.linspace(1, 4, 600))).astype(np.float32)
+ROWS = 2000
+
+
+def many(settings: Sequence[float], place: int = 0) -> tuple[int, ...]:
+    """Return draws from `MANY` with different seeds, from `place` on in a batch whose other rows want something else."""
+    batch = np.tile(np.array([0.5, 3, 1, 0], np.float32), (ROWS, 1))
+    batch[place:, :3] = settings
+    batch[place:, 3] = np.arange(ROWS - place)
+    return tuple(
+        np.asarray(choose(np.tile(MANY, (ROWS, 1)), batch, np.full(ROWS, 7, np.int32)))[place:].tolist()
+    )
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1), (0, 0.6), (400, 1), (400, 0.8), (100, 0.5), (0, 0.2)])
+def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> None:
+    """Also where top-k and top-p leave more tokens than the likeliest 256, each comes by its probability, and no other."""
+    order = np.argsort(-MANY)[: top_k or None]
+    masses = np.exp(MANY[order]) / np.exp(MANY[order]).sum()
+    left = np.cumsum(masses) - masses < top_p
+    order, masses = order[left], masses[left] / masses[left].sum()
+    ranks = [order.tolist().index(token) for token in many([1, top_k, top_p])]
+    # Ten groups of ranks: a single token comes seldom.
+    groups = [part.sum() for part in np.array_split(masses, 10)]
+    bounds = np.cumsum([0, *map(len, np.array_split(masses, 10))])
+    shares = np.histogram(ranks, bounds)[0] / ROWS
+    assert np.abs(shares - groups).max() < 0.035
+
+
+def test_draws_from_large_vocabularies_ignore_their_neighbours() -> None:
+    """A row's token is the same beside rows that need the whole vocabulary, and beside others."""
+    for settings in ([1, 0, 1], [1, 400, 0.8], [1, 0, 0.2]):
+        assert many(settings)[:100] == many(settings, place=ROWS - 100)
 
 
 def row(logits: Any, settings: list[float], position: int, place: int = 0, rows: int = 1) -> int:

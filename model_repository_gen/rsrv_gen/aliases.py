@@ -62,28 +62,33 @@ def plan_aliases(
     broken: Collection[str],
     models: Mapping[str, ModelSection],
     mode: LinkMode,
+    written: Collection[str] = (),
 ) -> tuple[dict[str, AliasRecipe], dict[str, str]]:
     """Return the aliases that can be served, and why others cannot.
 
     `good` are all valid bundles by name, `broken` the names of the others. An alias with the name of a bundle is called
-    aliases.NAME among the others: the bundle is served.
+    aliases.NAME among the others: the bundle is served. An alias that is `written` keeps its earlier bundles if one of
+    them breaks; another one begins without it.
     """
     recipes, refused = {}, {}
     for name, shares in aliases.items():
+        asked = {target for target, weight in shares.items() if weight and weight != "shadow"}
+        begins = name not in written and not asked.isdisjoint(good)
+        targets = [target for target in shares if not (begins and target in broken)]
         if name in good or name in broken:
             refused[f"aliases.{name}"] = "a bundle has this name: rename the alias, or the bundle"
         elif not may_be_name(name):
             refused[f"aliases.{name}"] = (
                 "a model cannot have this name: use letters, digits, '_', '-' and '.'"
             )
-        elif wrong := next((why for target in shares if (why := _wrong(target, aliases, good, broken))), ""):
+        elif wrong := next((why for target in targets if (why := _wrong(target, aliases, good, broken))), ""):
             refused[name] = f"an alias of {wrong}"
         else:
             limits = {
-                target: models[target].max_batch_size if target in models else None for target in shares
+                target: models[target].max_batch_size if target in models else None for target in targets
             }
             recipes[name] = AliasRecipe(
-                name, shares, {target: good[target] for target in shares}, limits, mode
+                name, shares, {target: good[target] for target in targets}, limits, mode
             )
     return recipes, refused
 

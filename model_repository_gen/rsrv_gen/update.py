@@ -67,8 +67,9 @@ def steps(
     are compared; None: all. Writes nothing in the repository; each action is decided when it is requested.
     """
     kept, go = {}, []
-    known_aliases, refused = plan_aliases(aliases or {}, sources.good, sources.broken, models, link)
-    for name in sorted(our_models(repository) - {*sources.good, *known_aliases, *refused}):
+    ours = our_models(repository)
+    known_aliases, refused = plan_aliases(aliases or {}, sources.good, sources.broken, models, link, ours)
+    for name in sorted(ours - {*sources.good, *known_aliases, *refused}):
         if is_alias(repository / name):
             go.append(name)
             continue
@@ -90,7 +91,9 @@ def steps(
             yield _compared(repository / name, recipe, note, known)
     for name, alias in known_aliases.items():
         if wanted(name):
-            yield replace(_compared(repository / name, alias, "", known), targets=tuple(alias.targets))
+            without = ", ".join(alias.shares.keys() - alias.targets.keys())
+            note = f" (without {without}: a broken bundle)" if without else ""
+            yield replace(_compared(repository / name, alias, note, known), targets=tuple(alias.targets))
     for name, reason in refused.items():
         if wanted(name.removeprefix("aliases.")):
             yield PlannedAction(name, "refused", note=f" ({reason})")

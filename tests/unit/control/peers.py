@@ -378,7 +378,12 @@ async def served(
     async with linked(*folders, silence=silence) as runtimes:
         link = runtimes.links[0]
         readiness = Readiness(
-            runtimes, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
+            runtimes,
+            repository,
+            lambda: lifecycle.loading,
+            lambda: lifecycle.unwanted,
+            lambda: lifecycle.aliases,
+            decides=decides,
         )
         cards = Cards(["cpu"] * len(runtimes.links))
         health = Health(runtimes, readiness)

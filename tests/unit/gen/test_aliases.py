@@ -131,6 +131,24 @@ def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
     assert is_alias(bundles.parent / "gen/fraud")
 
 
+def test_a_new_alias_begins_without_a_broken_bundle(bundles: Path) -> None:
+    """The others serve, and the bundle comes when it is whole; without a model that answers, the alias is refused."""
+    aliases = {"fraud": {"v7": 95, "v8": 5}, "watched": {"v7": "shadow", "v8": 1}}
+    manifest = bundles / "v8/manifest.yaml"
+    text = manifest.read_text()
+    manifest.write_text("nothing")
+
+    done = bring(bundles, aliases=aliases)
+
+    calls = bundles.parent / "gen/fraud/1/calls"
+    assert "fraud" in done.put
+    assert [one.name for one in calls.iterdir()] == ["v7"]
+    assert done.broken["watched"] == "an alias of 'v8', whose bundle is broken: fix it first"
+    manifest.write_text(text)
+    assert {"v8", "fraud", "watched"} <= bring(bundles, "v8", aliases=aliases).put.keys()
+    assert (calls / "v8/manifest.yaml").exists()
+
+
 def test_the_command_writes_aliases_and_refuses_wrong_ones(
     bundles: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

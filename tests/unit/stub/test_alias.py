@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from rsrv.hooks.loader import HookError
 from rsrv.stub.alias import Alias, Split, TargetResponses
 from rsrv.stub.metrics import Meters
+from rsrv.stub.replies import Responses
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
 
@@ -45,6 +47,13 @@ class Target:
 
     def close(self) -> None:
         self.closed = True
+
+
+def loaded(name: str, weights: Mapping[str, float | str], targets: Mapping[str, Target]) -> Alias:
+    """Return an alias that has loaded these targets."""
+    alias = Alias(Split(name, weights), lambda target: (targets[target], None), FINAL)
+    assert alias.load(targets) == {}
+    return alias
 
 
 def test_requests_are_split_by_weight() -> None:
@@ -86,8 +95,8 @@ def test_parameters_of_any_kind_find_a_target(parameters: str) -> None:
 
 def test_a_batch_of_one_target_is_answered_in_place() -> None:
     """The answers of all targets are one list, in the requests' order."""
-    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), {name: Target(name) for name in ("v7", "v8")}, FINAL)
-    champion = Alias(Split("champion", {"v8": 1}), {"v8": Target("v8")}, FINAL)
+    fraud = loaded("fraud", {"v7": 1, "v8": 1}, {name: Target(name) for name in ("v7", "v8")})
+    champion = loaded("champion", {"v8": 1}, {"v8": Target("v8")})
     batch = [request(number) for number in range(20)]
     each = [answer for one in batch for answer in fraud.execute([one]) or ()]
 
@@ -100,7 +109,7 @@ def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> Non
     """Each request gets its target's answer once, also of the target that answered in place."""
     targets = {name: Target(name) for name in ("v7", "v8")}
     targets["v8"].later = True
-    fraud = Alias(Split("fraud", {"v7": 1, "v8": 1}), targets, FINAL)
+    fraud = loaded("fraud", {"v7": 1, "v8": 1}, targets)
     batch = [request(number) for number in range(20)]
     split = Split("fraud", {"v7": 1, "v8": 1})
 
@@ -111,17 +120,57 @@ def test_a_batch_of_which_a_target_answers_later_is_answered_by_senders() -> Non
 
 
 def test_an_alias_that_ends_closes_all_targets() -> None:
-    """It is ready while all of its targets are, and closes each."""
-    targets = {name: Target(name) for name in ("v7", "v8")}
-    alias = Alias(Split("fraud", {"v7": 1}), targets, FINAL)
+    """It is ready while a target that gets requests is, and closes each."""
+    targets = {name: Target(name) for name in ("v7", "v8", "v9")}
+    alias = loaded("fraud", {"v7": 1, "v8": 1, "v9": "shadow"}, targets)
 
-    ready = [alias.ready]
-    targets["v8"].ready = False
-    ready.append(alias.ready)
+    ready = []
+    for name in ("v7", "v8"):
+        targets[name].ready = False
+        ready.append(alias.ready)
     alias.close()
 
     assert ready == [True, False]
     assert all(one.closed for one in targets.values())
+
+
+def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
+    """The others answer its share by their weights and keep their own, also by sticky values; errors of any kind count."""
+    weights = {"v7": 60, "v8": 20, "v9": 20}
+    targets = {name: Target(name) for name in weights}
+    errors: list[BaseException] = [HookError("model.py: no"), SyntaxError("what"), SystemExit(3)]
+
+    def load(name: str) -> tuple[Target, None]:
+        if name == "v8" and errors:
+            raise errors.pop(0)
+        return targets[name], None
+
+    alias, whole = Alias(Split("fraud", weights), load, FINAL), Split("fraud", weights)
+    batch = [request(number) for number in range(2000)]
+
+    failures = alias.load(weights)
+    found = alias.execute(batch) or []
+    reasons = [failures["v8"], *(alias.load(failures)["v8"] for _ in range(2))]
+
+    assert reasons == ["model.py: no", "SyntaxError: what", "SystemExit: 3"]
+    assert all(
+        was == now for one, now in zip(batch, found, strict=True) if (was := whole.choose(one)) != "v8"
+    )
+    assert abs(found.count("v7") - 1500) < 4 * (2000 * 0.75 * 0.25) ** 0.5
+    assert alias.execute(batch) == found
+    assert alias.load(failures) == {}
+    assert alias.execute(batch) == [whole.choose(one) for one in batch]
+
+
+def test_a_target_that_loads_after_the_end_is_closed() -> None:
+    """A load that outlasts its alias leaves nothing behind."""
+    late = Target("v8")
+    alias = Alias(Split("fraud", {"v8": 1}), lambda name: (late, None), FINAL)
+
+    alias.close()
+    alias.load(["v8"])
+
+    assert late.closed
 
 
 def test_reports_name_the_alias() -> None:
@@ -135,7 +184,7 @@ def test_reports_name_the_alias() -> None:
 
 def test_errors_name_the_alias_and_the_target() -> None:
     """A client learns which model behind the alias refused its request."""
-    responses = TargetResponses(FakePbUtils, "alias 'fraud', model 'v8'", None)
+    responses = TargetResponses(FakePbUtils, "alias 'fraud', model 'v8'", Responses(FakePbUtils))
 
     response = responses.failure(Status.QUEUE_FULL, "the queue is full")
 

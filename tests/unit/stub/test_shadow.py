@@ -57,7 +57,10 @@ def alias_of(model: Model, shadow: Model, execute: Callable[[Sequence[Any]], obj
     copies = Shadow(
         "v9", Tensors(FakePbUtils), {"y": "f32"}, execute or shadow.execute_later, shadow.compared
     )
-    return Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), {"v7": model, "v9": shadow}, FINAL, [copies])
+    loads = {"v7": (model, None), "v9": (shadow, copies)}
+    alias = Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), loads.__getitem__, FINAL)
+    assert alias.load(loads) == {}
+    return alias
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -115,6 +115,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         repository,
         lambda: reconciler.loading,
         lambda: reconciler.unwanted,
+        lambda: reconciler.aliases,
         decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(runtimes, readiness)

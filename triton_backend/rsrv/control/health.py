@@ -1,10 +1,11 @@
 """The models that can serve now, and the health that follows: of the server as a whole, and of each model."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rsrv.control.grpc_service import HealthService
 from rsrv.control.protocols import RuntimeView
+from rsrv.settings import Shares
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import carried, is_alias
 
@@ -18,7 +19,7 @@ class Readiness:
 
     `loading`: names of the models that Triton is loading; `unwanted`: names of the models that need not serve although
     the repository has them; `decides`: whether the repository says which models are served. It does unless an external
-    control plane decides (explicit mode), and only that knows.
+    control plane decides (explicit mode), and only that knows; `aliases`: those that shall serve, with their shares.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Readiness:
         repository: Path,
         loading: Callable[[], Collection[str]],
         unwanted: Callable[[], Collection[str]],
+        aliases: Callable[[], Mapping[str, Shares]] = dict,
         *,
         decides: bool,
     ) -> None:
@@ -34,6 +36,7 @@ class Readiness:
         self._repository = repository
         self._loading = loading
         self._unwanted = unwanted
+        self._aliases = aliases
         self._decides = decides
         self._expected = (
             {found.parent.parent.name for found in repository.glob(f"*/{BUNDLE_FOLDER}")}
@@ -81,9 +84,11 @@ class Readiness:
         return self._has(name) or any(entry["name"] == name for entry in self._view.entries.values())
 
     def targets(self, name: str) -> set[str]:
-        """Return the models behind an alias; for any other name, that name."""
-        folder = self._repository / name
-        return set(carried(folder)) if Path(name).name == name and is_alias(folder) else {name}
+        """Return the models that answer for an alias; for any other name, that name."""
+        folder, shares = self._repository / name, self._aliases().get(name, {})
+        if Path(name).name != name or not is_alias(folder):
+            return {name}
+        return {one for one in carried(folder) if shares.get(one, 1) not in (0, "shadow")}
 
     def missing(self) -> set[str]:
         """Return the names of the models that should serve and do not. Call it after every change of the view."""
@@ -123,6 +128,6 @@ class Health(HealthService):
         if not service:
             return (self._view.up or self._view.asleep) and not self._readiness.missing()
         models = self._readiness.targets(service)
-        if models <= self._readiness.ready():
+        if not models.isdisjoint(self._readiness.ready()):
             return True
         return False if any(map(self._readiness.knows, models)) else None

@@ -10,8 +10,9 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 import logging
 import random
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -35,6 +36,8 @@ log = logging.getLogger("rsrv.stub")
 STICKY = "rsrv_sticky"
 #: in place of a weight: the target gets copies of all requests
 SHADOW = "shadow"
+#: seconds between the attempts to load a target that failed, doubling
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 #: in config.pbtxt: the shares by target, as a JSON object
 _PARAMETER = "rsrv_alias"
 
@@ -61,11 +64,10 @@ class AliasTarget(Protocol):
 class TargetResponses(Responses):
     """Responses whose errors name the alias and the target. All targets of a process owe their replies together."""
 
-    def __init__(self, pb_utils: Any, where: str, together: Responses | None) -> None:
+    def __init__(self, pb_utils: Any, where: str, together: Responses) -> None:
         super().__init__(pb_utils)
         self._where = where
-        if together is not None:
-            self._owed = together._owed
+        self._owed = together._owed
 
     def failure(self, status: Status, text: str, *, sub_call: bool = False) -> Any:
         return super().failure(status, f"{self._where}: {text}", sub_call=sub_call)
@@ -80,20 +82,28 @@ class Split:
         """`draw` returns a number from 0 below 1."""
         #: makes the hash differ from one alias to the next
         self._salt = f"{alias}\0"
-        shares = {name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW}
-        self._names = list(shares)
+        self._shares = {
+            name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW
+        }
+        #: targets that get requests
+        self.names = list(self._shares)
         #: upper ends of the shares: a weight that grows moves only requests that it gains
-        self._ends = list(accumulate(shares.values()))
+        self._ends = list(accumulate(self._shares.values()))
         self._draw = draw
+
+    def among(self, names: Collection[str]) -> "Split":
+        """Return a choice among these targets, which divides the requests of the others by weight."""
+        shares = {name: weight for name, weight in self._shares.items() if name in names}
+        return Split(f"{self._salt}\0", shares, self._draw)
 
     def choose(self, request: Any) -> str:
         """Return the target of one of Triton's requests; never raises."""
-        if len(self._names) == 1:
-            return self._names[0]
+        if len(self.names) == 1:
+            return self.names[0]
         point = self._sticky_point(request)
         if point is None:
             point = self._draw()
-        return self._names[min(bisect_right(self._ends, point * self._ends[-1]), len(self._names) - 1)]
+        return self.names[min(bisect_right(self._ends, point * self._ends[-1]), len(self.names) - 1)]
 
     def _sticky_point(self, request: Any) -> float | None:
         try:
@@ -108,25 +118,60 @@ class Split:
 
 
 class Alias:
-    """Answers Triton's requests for one alias by its targets."""
+    """Answers Triton's requests for one alias by its targets.
+
+    A target that has not loaded gets no requests: the others answer its share, and each of them keeps its own.
+    """
 
     def __init__(
-        self, split: Split, targets: Mapping[str, AliasTarget], final: int, shadows: Sequence[Shadow] = ()
+        self, split: Split, load: Callable[[str], tuple[AliasTarget, Shadow | None]], final: int
     ) -> None:
-        """`final` is Triton's flag of a response that is the last one."""
+        """`load` returns a target, with the copies for it if it is a shadow, or raises any error.
+
+        `final` is Triton's flag of a response that is the last one.
+        """
         self._final = final
         self._split = split
-        self._targets = targets
-        self._shadows = shadows
+        self._load = load
+        self._lock = threading.Lock()
+        self._closed = False
+        self._targets: dict[str, AliasTarget] = {}
+        self._shadows: tuple[Shadow, ...] = ()
+        #: for requests whose target has not loaded
+        self._instead = split
+
+    def load(self, names: Iterable[str]) -> dict[str, str]:
+        """Load targets, and return the reasons of those that do not load; never raises."""
+        failures = {}
+        for name in names:
+            try:
+                target, shadow = self._load(name)
+            except (*UNREACHABLE, BrokenPairing, HookError) as error:
+                failures[name] = str(error)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's model.py
+                failures[name] = f"{type(error).__name__}: {error}"
+            else:
+                self._add(name, target, shadow)
+        return failures
+
+    def _add(self, name: str, target: AliasTarget, shadow: Shadow | None) -> None:
+        with self._lock:
+            if not self._closed:
+                self._targets[name] = target
+                self._instead = self._split.among(self._targets)
+                self._shadows += (shadow,) if shadow is not None else ()
+                return
+        target.close()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer Triton's requests, as `EntryPoint.execute`."""
-        return self._execute_watched(requests) if self._shadows else self._execute(requests)
+        shadows = self._shadows
+        return self._execute_watched(requests, shadows) if shadows else self._execute(requests)
 
-    def _execute_watched(self, requests: Sequence[Any]) -> list[Any] | None:
+    def _execute_watched(self, requests: Sequence[Any], shadows: Sequence[Shadow]) -> list[Any] | None:
         """Answer requests, and then have the shadows answer copies of them."""
         watched, comparisons = list(requests), []
-        for shadow in self._shadows:
+        for shadow in shadows:
             for index, request in enumerate(watched):
                 if (comparison := shadow.begin(request)) is not None:
                     watched[index] = comparison.watched
@@ -135,13 +180,13 @@ class Alias:
         if responses is not None:
             for index, _, comparison in comparisons:
                 comparison.answered(responses[index], copy=False)
-        for shadow in self._shadows:
+        for shadow in shadows:
             if copies := [one.copy for _, other, one in comparisons if other is shadow]:
                 shadow.execute(copies)
         return responses
 
     def _execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        chosen, parts = [self._split.choose(request) for request in requests], dict[str, list[Any]]()
+        chosen, parts = [self._choose(request) for request in requests], dict[str, list[Any]]()
         for name, request in zip(chosen, requests, strict=True):
             parts.setdefault(name, []).append(request)
         if len(parts) == 1:
@@ -157,6 +202,10 @@ class Alias:
                 self._send(request, next(whole[name]))
         return None
 
+    def _choose(self, request: Any) -> str:
+        name = self._split.choose(request)
+        return name if name in self._targets else self._instead.choose(request)
+
     def _send(self, request: Any, response: Any) -> None:
         try:
             request.get_response_sender().send(response, flags=self._final)
@@ -166,9 +215,12 @@ class Alias:
 
     @property
     def ready(self) -> bool:
-        return all(one.ready for one in self._targets.values())
+        """Tell whether a target takes requests."""
+        return any(self._targets[name].ready for name in self._split.names if name in self._targets)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         for shadow in self._shadows:
             shadow.close()
         for one in self._targets.values():
@@ -179,32 +231,55 @@ class AliasStub:
     """The stub of one alias."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Return when all targets are ready, or cold. Raises TritonModelException with the reason otherwise."""
+        """Return when a target is ready, or cold. Raises TritonModelException with the reasons otherwise."""
         import triton_python_backend_utils as pb_utils
 
         setup = set_up(args, pb_utils)
         alias, folder = setup.name, setup.bundle.parent / "calls"
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
-        guard, targets, shadows, together = HookGuard(), {}, [], None
         dtypes = {wire.name: wire.dtype for wire in setup.outputs}
         try:
             tensors = Tensors(pb_utils)
-            for target, weight in shares.items():
-                copies = weight == SHADOW
-                own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
-                where = f"alias {alias!r}, model {target!r}"
-                together = TargetResponses(pb_utils, where, together)
-                found = serve_model(own, tensors, StubProcess(together, guard), pb_utils)
-                targets[target] = found
-                if copies:
-                    shadows.append(Shadow(where, tensors, dtypes, found.execute_later, found.compared))
-        except (*UNREACHABLE, BrokenPairing, HookError) as error:
-            for one in targets.values():
-                one.close()
-            raise pb_utils.TritonModelException(f"alias {alias!r}, model {target!r}: {error}") from None
-        self._alias = Alias(
-            Split(alias, shares), targets, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL, shadows
-        )
+        except BrokenPairing as error:
+            raise pb_utils.TritonModelException(f"alias {alias!r}: {error}") from None
+        guard, together = HookGuard(), Responses(pb_utils)
+
+        def load(target: str) -> tuple[AliasTarget, Shadow | None]:
+            copies = shares[target] == SHADOW
+            where = f"alias {alias!r}, model {target!r}"
+            own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
+            process = StubProcess(TargetResponses(pb_utils, where, together), guard)
+            found = serve_model(own, tensors, process, pb_utils)
+            shadow = Shadow(where, tensors, dtypes, found.execute_later, found.compared) if copies else None
+            return found, shadow
+
+        split = Split(alias, shares)
+        self._alias = Alias(split, load, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._closed = threading.Event()
+        failures = self._alias.load(shares)
+        if failures.keys() >= set(split.names):
+            self._alias.close()
+            reasons = "; ".join(f"model {name!r}: {text}" for name, text in failures.items())
+            raise pb_utils.TritonModelException(f"alias {alias!r}: {reasons}")
+        if failures:
+            threading.Thread(target=self._load_again, args=(failures,), name="targets", daemon=True).start()
+
+    def _load_again(self, failures: Mapping[str, str]) -> None:
+        """Load targets that failed until all are loaded."""
+        pause, said = _FIRST_PAUSE_S, dict[str, str]()
+        while failures:
+            for name, text in failures.items():
+                if said.get(name) != text:
+                    log.error(
+                        "model %r is behind this alias and does not load; the others answer: %s", name, text
+                    )
+            said = {**failures}
+            if self._closed.wait(pause):
+                return
+            failures = self._alias.load(failures)
+            for name in said.keys() - failures:
+                log.info("model %r is loaded and answers its share", name)
+            pause = min(2 * pause, _MAX_PAUSE_S)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._alias.execute(requests)
@@ -214,6 +289,7 @@ class AliasStub:
         return self._alias.ready
 
     def finalize(self) -> None:
+        self._closed.set()
         self._alias.close()
         logs.flush()
 

@@ -55,7 +55,7 @@ def print_json(message: Message, *, line: bool = False) -> None:
 
 def saved(physical: int, logical: int) -> str:
     """Return what sharing of tensors saves of weights: ` (138 MB without sharing, 73.3% saved)`; empty below 1 %."""
-    if physical > 0.99 * logical:
+    if physical >= 0.99 * logical:
         return ""
     return f" ({amount(logical)} without sharing, {percent(1 - physical / logical)} saved)"
 

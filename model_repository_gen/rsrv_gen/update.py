@@ -95,7 +95,7 @@ def steps(
             note = f" (without {without}: a broken bundle)" if without else ""
             yield replace(_compared(repository / name, alias, note, known), targets=tuple(alias.targets))
     for name, reason in refused.items():
-        if wanted(name.removeprefix("aliases.")):
+        if wanted(name) or wanted(name.removeprefix("aliases.")):
             yield PlannedAction(name, "refused", note=f" ({reason})")
     # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
@@ -163,6 +163,8 @@ class Update:
     kept: set[str] = field(default_factory=set)
     #: all models with a broken bundle, or with a foreign directory in their place -> reason
     broken: dict[str, str] = field(default_factory=dict)
+    #: aliases that were not compared, so that `broken` lacks them
+    uncompared: set[str] = field(default_factory=set)
     #: models that could not be written -> reason
     failed: dict[str, str] = field(default_factory=dict)
     #: models left as they are because a file does not match its bundle's manifest -> reason
@@ -235,10 +237,15 @@ def update(
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update() if into is None else into
     done.bundles = {*sources.good, *sources.broken}
-    done.broken, done.unsure, done.unusable = broken, {}, [*sources.unusable.values()]
+    done.broken = {**done.broken, **broken} if first else broken
+    done.unsure, done.unusable = {}, [*sources.unusable.values()]
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
     aliases = aliases or {}
     only = set(first) if first else None if names is None else _touched(names, sources, repository, aliases)
+    if only is not None and not first:
+        done.uncompared = {
+            text for name in aliases.keys() - only for text in (name, f"aliases.{name}")
+        } - only
     planned = steps(
         repository,
         sources,

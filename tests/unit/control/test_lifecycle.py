@@ -157,6 +157,26 @@ def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
     story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
 
+def test_a_refused_alias_stays_among_the_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is logged once and shown until the alias is mended or removed, also while other bundles change."""
+
+    async def tell(world: World, lifecycle: Reconciler) -> None:
+        refused = {"lost": {"c": 1.0}, "b": {"a": 1.0}}
+        lifecycle.follow_aliases({**refused, "fraud": {"a": 1.0}})
+        for version in ("v2", "v3"):
+            await asyncio.sleep(100)
+            assert lifecycle.failures.keys() == {"lost", "aliases.b"}
+            place(tmp_path / "r" / "a", version)
+        await lifecycle.change_alias("lost", {"b": 1.0})
+        assert lifecycle.failures.keys() == {"aliases.b"}
+        lifecycle.follow_aliases({})
+        await asyncio.sleep(20)
+        assert lifecycle.failures == {}
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+    assert caplog.text.count("lost stays as it was") == 1
+
+
 @pytest.mark.parametrize(
     ("shares", "reason"),
     [({"c": 1.0}, "an alias of 'c', which is no bundle here"), ({"b": 1.0}, "cannot load")],

@@ -257,12 +257,16 @@ class BundleStates:
             self._bundles[name].failure = failure
         return failure
 
-    def set_broken(self, found: Mapping[str, str], now: float, wall: float) -> dict[str, BundleFailure]:
+    def set_broken(
+        self, found: Mapping[str, str], now: float, wall: float, uncompared: Collection[str] = ()
+    ) -> dict[str, BundleFailure]:
         """Take the broken bundles of the whole repository; return those that broke, or did so for another reason.
+
+        The `uncompared` stay as they are.
 
         A model that Triton loads or unloads keeps its state until that has ended and its bundle is compared again.
         """
-        for name in self._in(_BROKEN) - found.keys():
+        for name in self._in(_BROKEN) - found.keys() - set(uncompared):
             self._bundles[name].failure = None
             self.apply(name, BundleEvent.CHECK, now)
         news = {}

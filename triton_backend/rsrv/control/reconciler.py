@@ -481,7 +481,8 @@ class Reconciler:
         for line in unknown - self._unknown:
             log.warning("%s: %s", SETTINGS_FILE, line)
         self._unknown = unknown
-        for name, failure in self._states.set_broken(done.broken, now, time.time()).items():
+        broken = self._states.set_broken(done.broken, now, time.time(), done.uncompared)
+        for name, failure in broken.items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
         for name, text in done.torn.items():
             self._loader.fail(name, f"its bundle is not taken: {text}")

@@ -108,6 +108,6 @@ def _wrong(
         return f"'{target}', which is a meta model: name a model"
     if facts.internal:
         return f"'{target}', which only meta models may call: its manifest says `internal: true`"
-    if facts.stateful:
+    if facts.stateful and not facts.generates:
         return f"'{target}', which keeps state: a sequence must go to its model by name"
     return ""

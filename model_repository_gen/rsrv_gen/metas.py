@@ -19,8 +19,9 @@ class BundleFacts:
     hooks: bool
     calls: tuple[str, ...] = ()
     external: tuple[str, ...] = ()
-    #: keeps state for sequences of clients
+    #: keeps state, for sequences of clients or for a generation
     stateful: bool = False
+    generates: bool = False
 
 
 def unusable_metas(

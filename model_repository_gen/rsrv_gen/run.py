@@ -211,7 +211,7 @@ class _Generator:
         if step.targets:  # which were verified before, each by itself
             if wrong := self.failed.intersection(step.targets):
                 self.failed.add(name)
-                _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}")
+                _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")
             return bool(wrong)
         try:
             verify(name, sources, self._look)

@@ -104,6 +104,7 @@ def _check(path: Path) -> BundleFacts:
         calls=tuple(manifest.meta_calls),
         external=tuple(manifest.meta_external),
         stateful=manifest.state is not None,
+        generates=manifest.generate is not None,
     )
 
 

@@ -65,7 +65,7 @@ instance_group [{ kind: KIND_CPU count: 1 }]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """A server with a model of sums, one that tells stories, one with a single slot for them, and a caller."""
     folder = tmp_path_factory.mktemp("sequences")
-    repository = make_repository(folder, ensure())
+    repository = make_repository(folder, ensure(), settings="aliases: {champion: teller}")
     add(repository, "asking", _ASKING, _ASKING_CONFIG)
     with running_triton(repository, folder / "server.log", spare=True) as running:
         yield running
@@ -116,6 +116,17 @@ def test_text_streams_over_http(server: RunningTriton) -> None:
     last = pieces[-1]
     assert (last["finish_reason"], last["prompt_tokens"], last["completion_tokens"]) == ("length", 5, 40)
     assert not any("finish_reason" in one for one in pieces[:-1])
+
+
+def test_an_answer_streams_by_the_name_of_an_alias(server: RunningTriton) -> None:
+    """The parts come as by the model's own name, and a refusal names alias and model."""
+    with Stream(server, "champion", text_input="hello", max_tokens=30) as stream:
+        parts = list(stream)
+    assert len(parts) > 2
+    assert "".join(part["text_output"] for part in parts) == told(b"hello", 30)
+    with Stream(server, "champion", text_input="hello", max_tokens="x") as stream:
+        ((message,),) = (part.values() for part in stream)
+    assert message.startswith("alias 'champion', model 'teller': parameter max_tokens must be")
 
 
 def test_an_answer_in_one_response(server: RunningTriton) -> None:

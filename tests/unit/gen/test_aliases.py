@@ -13,7 +13,10 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from rsrv.settings import load_settings
+from rsrv_gen.aliases import plan_aliases
 from rsrv_gen.cli import main
+from rsrv_gen.metas import BundleFacts
+from rsrv_gen.plan import SourceBundle
 from rsrv_gen.update import Update, update
 from rsrv_gen.write import is_alias
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -93,6 +96,20 @@ def test_an_alias_that_cannot_be_served_is_refused(
 
     assert done.broken[name].startswith(reason)
     assert {"v7", "v8", "meta"} <= done.put.keys()
+
+
+@pytest.mark.parametrize(("generates", "reason"), [(True, None), (False, "keeps state: a sequence must go")])
+def test_of_models_with_state_those_that_generate_may_have_aliases(
+    tmp_path: Path, *, generates: bool, reason: str | None
+) -> None:
+    """An answer is one request, whereas the steps of a sequence would go to several models."""
+    facts = BundleFacts(meta=False, internal=False, hooks=False, stateful=True, generates=generates)
+    source = SourceBundle(tmp_path, None, facts)
+
+    recipes, refused = plan_aliases({"champion": {"v7": 1.0}}, {"v7": source}, (), {}, "hard")
+
+    assert recipes.keys() == ({"champion"} if generates else set())
+    assert (reason or "") in refused.get("champion", "")
 
 
 @pytest.mark.parametrize(

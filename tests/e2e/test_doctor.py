@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import io
 import json
+import queue
+import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tritonclient.grpc
 
 from rsrv.cli import main as cli
 from rsrv.control.triton import Triton
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
-from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, tensors
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, StartTriton, make_repository, running_triton
+from tests.e2e.metas import write_meta, write_scale
 from tests.waiting import wait_until
 
 #: Bytes of `exact`, of which two fit beside the pinned models.
@@ -39,21 +43,33 @@ models:
 HOOKS = "def preprocess(inputs):\n    raise ValueError('broken')\n"
 #: Of the second server: `large` never fits, and neither do the others all at once.
 FAULTY_SETTINGS = f"""
-runtime: {{weight_budget_bytes: {2 * _BYTES}}}
+runtime: {{weight_budget_bytes: {2 * _BYTES}, host_memory_bytes: 0}}
 lifecycle: {{look_s: 0.1}}
+scheduler: {{meta_concurrency: 1}}
 models:
   steady: {{max_queue_depth: 1}}
+  single: {{max_delay_us: 10000}}
+"""
+CHAIN = """
+import time
+
+
+def run(inputs, call):
+    time.sleep(0.2)
+    return call("double", inputs)
 """
 SLOW_HOOKS = "import time\n\n\ndef preprocess(inputs):\n    time.sleep(0.03)\n    return inputs\n"
 #: Seconds until a look of a busy machine is sure to have the figures.
 _SOON_S = 90.0
 
 
-def export(folder: Path, name: str, sizes: list[int], steps: int, hooks: str | None = None) -> None:
-    """Write a model of 256 x 256 weights that are applied in so many steps."""
-    kernel = np.random.default_rng([*name.encode()]).normal(0, 0.05, (256, 256)).astype(np.float32)
+def export(
+    folder: Path, name: str, sizes: list[int], steps: int, hooks: str | None = None, rows: int = 256
+) -> None:
+    """Write a model of so many rows of 256 weights, of which the first 256 are applied in so many steps."""
+    kernel = np.random.default_rng([*name.encode()]).normal(0, 0.05, (rows, 256)).astype(np.float32)
     export_bundle(
-        lambda w, x: {"y": jax.lax.fori_loop(0, steps, lambda _, y: jnp.tanh(y @ w["k"]), x)},
+        lambda w, x: {"y": jax.lax.fori_loop(0, steps, lambda _, y: jnp.tanh(y @ w["k"][:256]), x)},
         {"k": kernel},
         {"x": np.zeros((1, 256), np.float32)},
         batch_sizes=sizes,
@@ -85,11 +101,17 @@ def operate(server: RunningTriton, *command: str) -> None:
 
 def doctor(server: RunningTriton) -> tuple[dict[str, str], int]:
     """Return the severities of the findings by name, and the exit status."""
+    found, status = diagnosed(server)
+    return {one["name"]: one["severity"].removeprefix("SEVERITY_").lower() for one in found}, status
+
+
+def diagnosed(server: RunningTriton) -> tuple[list[dict[str, str]], int]:
+    """Return the findings, and the exit status."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = cli.main(["doctor", "--json", "--server", str(server.grpc_port)])
-    found = json.loads(out.getvalue())["findings"]
-    return {one["name"]: one["severity"].removeprefix("SEVERITY_").lower() for one in found}, status
+    found: list[dict[str, str]] = json.loads(out.getvalue())["findings"]
+    return found, status
 
 
 @contextmanager
@@ -98,7 +120,7 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
     end = threading.Event()
 
     def ask(name: str, rows: int) -> None:
-        width = 64 if name in ("first", "second", "third", "slow") else 256
+        width = {"first": 64, "second": 64, "third": 64, "chain": 8}.get(name, 256)
         with caller(server) as call:
             while not end.is_set():
                 with contextlib.suppress(Refused):
@@ -140,53 +162,170 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start_triton: StartTriton) -> RunningTriton:
-    """A server whose device has room for two models of a kind, and not for `large`."""
+    """A server whose device has room for two models of a kind, and not for `large`; its host keeps no copies."""
     for number, name in enumerate(("first", "second", "third", "changed", "slow")):
         kernel = {"kernel": bundles.exact_kernel() + number}
         bundles.with_weights(bundles.ensure() / "exact", tmp_path / "bundles" / name, kernel)
     (tmp_path / "bundles" / "slow" / "model.py").write_text(SLOW_HOOKS)
-    export(tmp_path / "bundles", "large", [1], 1)
-    shutil.copytree(bundles.ensure() / "steady", tmp_path / "bundles" / "steady")
+    export(tmp_path / "bundles", "large", [1], 1, rows=32768)
+    for name, source in (
+        ("steady", "steady"),
+        ("late", "elastic"),
+        ("behind", "sudden"),
+        ("single", "sudden"),
+    ):
+        shutil.copytree(bundles.ensure() / source, tmp_path / "bundles" / name)
+    write_scale(tmp_path / "bundles" / "double", 2)
+    write_meta(tmp_path / "bundles" / "chain", CHAIN, ["double"])
     repository = make_repository(tmp_path, settings=FAULTY_SETTINGS)
     return start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
 
 
+#: Of the second server: severity, words of the evidence, and of the cause and the cure.
+EXPECTED = {
+    "bad_requests": (
+        "note",
+        "third answered 25 of 25 requests with INVALID",
+        "wrong shapes, dtypes or names",
+    ),
+    "bundle_refused": ("warning", "changed is served in an older version", "format_version: is missing"),
+    "deadlines_arrival": ("warning", "first missed 25 of 25 deadlines", "use gRPC's timeouts"),
+    "deadlines_execute": ("warning", r"late missed \d+ of ", "smaller batch sizes"),
+    "deadlines_gate": ("warning", r"chain missed \d+ of ", "`rsrv scheduler meta_concurrency=2`"),
+    "deadlines_load": ("warning", r"large missed \d+ of ", "`rsrv pin large`"),
+    "deadlines_queue": ("warning", r"behind missed \d+ of ", "`rsrv scheduler discipline=edf`"),
+    "disk_loads": (
+        "warning",
+        r"weights of .*second.* were read from disk \d+ times",
+        "raise runtime.host_memory_bytes",
+    ),
+    "held_back": (
+        "note",
+        r"requests of single wait 1\d(\.\d)? ms for others, and 25 executions had 25 requests",
+        "--max-delay-us 0`",
+    ),
+    "model_failed": ("critical", "new cannot be served", "format_version: is missing"),
+    "over_pinned": ("warning", "4.61 kB of weights are pinned, 3.07 kB fit", "`rsrv unpin`"),
+    "paused": ("warning", "second paused: 25 requests wait or were refused", "`rsrv continue second`"),
+    "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
+    "runtime_restarts": ("note", "the runtime of device 0 was replaced 1 time", "`rsrv restart`"),
+    "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "mend the file"),
+    "slow_hooks": (
+        "note",
+        r"slow spends 3\d(\.\d)? ms of a request's [0-9.]+ ms in preprocess and postprocess",
+        "faster",
+    ),
+    "waits_in_triton": ("note or warning", "requests for double wait in Triton", "front: native"),
+    "weights_too_big": ("warning", "large: weights of 33.6 MB do not fit 3.07 kB", "at least 33554432 bytes"),
+}
+
+
 def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_path: Path) -> None:
-    """Clients and operators make nine troubles at one server: each is found, and no other."""
-    x = {"x": np.zeros((1, 64), np.float32)}
+    """Clients and operators make twenty troubles at one server: each is found, and no other; cures end six at once."""
+    x, row = {"x": np.zeros((1, 64), np.float32)}, {"x": np.zeros((1, 8), np.float32)}
+    settings, new = tmp_path / "gen" / "rsrv.yaml", tmp_path / "bundles" / "new"
+    changed = tmp_path / "bundles" / "changed" / "manifest.yaml"
+    usual, manifest = settings.read_text(), changed.read_text()
 
-    def often(call: Caller, model: str, inputs: Mapping[str, np.ndarray], **options: object) -> None:
-        for _ in range(25):
-            outcome(lambda: call(model, inputs, **options))
+    settings.write_text(usual.replace("watchdog_s: 60.0", "watchdog_s: 61.0"))
+    wait_until(lambda: doctor(faulty)[0].get("settings_waiting") == "note")
+    operate(faulty, "restart")
+    wait_until(lambda: doctor(faulty)[0] == {"runtime_restarts": "note", "weights_too_big": "warning"})
 
+    def until(name: str, deed: Callable[[], object]) -> None:
+        """Repeat a deed until it is found: a busy machine may pass deadlines elsewhere."""
+        wait_until(lambda: (deed(), name in doctor(faulty)[0])[1], what=name)
+
+    with asked(faulty, {"chain": (1, 7)}):  # before any work of the device
+        until("meta_waits", lambda: None)
+        until("deadlines_gate", lambda: at_once(faulty, 9, wait_at_the_gate))
     with caller(faulty) as call:
         often(call, "first", x, parameters={"rsrv_deadline_unix_ns": 1})
         often(call, "third", x, parameters={"rsrv_priority": -1})
+        often(call, "single", stepping(0))
         often(call, "slow", x)
         operate(faulty, "pause", "second", "--mode", "reject")
         often(call, "second", x)
-    at_once(faulty, 10, lambda call, _: outcome(lambda: call("steady", {"x": np.zeros((1, 4), np.uint32)})))
+        until("deadlines_execute", lambda: often(call, "late", stepping(150), 7, timeout=20_000))
+    until("deadlines_load", lambda: at_once(faulty, 6, wait_for_weights))
+    until("deadlines_queue", lambda: at_once(faulty, 4, wait_behind))
+    until("queue_full", lambda: at_once(faulty, 10, fill_the_queue))
+    for _ in range(3):
+        operate(faulty, "evict", "second")
+        operate(faulty, "prefetch", "second", "--wait")
     for name in ("first", "second", "third"):
         operate(faulty, "residency", name, "device")
-    (tmp_path / "bundles" / "changed" / "manifest.yaml").write_text("name: 3")
-    (tmp_path / "gen" / "rsrv.yaml").write_text("models: 3")
+    until("waits_in_triton", lambda: flood(faulty, "double", row))
+    changed.write_text("name: 3")
+    new.mkdir()
+    (new / "manifest.yaml").write_text("name: 3")
+    settings.write_text("models: 3")
 
-    expected = {
-        "bad_requests": "note",
-        "bundle_refused": "warning",
-        "deadlines_arrival": "warning",
-        "over_pinned": "warning",
-        "paused": "warning",
-        "queue_full": "warning",
-        "settings_refused": "warning",
-        "slow_hooks": "note",
-        "weights_too_big": "warning",
-    }
-    wait_until(lambda: doctor(faulty)[0].keys() >= expected.keys())
-    assert doctor(faulty)[0] == expected
+    wait_until(lambda: doctor(faulty)[0].keys() >= EXPECTED.keys(), what=str(EXPECTED.keys()))
+    found, _ = diagnosed(faulty)
+    assert {one["name"] for one in found} == EXPECTED.keys()
+    for one in found:
+        severity, evidence, words = EXPECTED[one["name"]]
+        assert one["severity"].removeprefix("SEVERITY_").lower() in severity, one
+        assert re.search(evidence, one["evidence"]), one
+        assert words in one["cause"] + one["cure"], one
+
+    operate(faulty, "continue", "second")
+    operate(faulty, "unpin", "third")
+    operate(faulty, "policy", "single", "--max-delay-us", "0")
+    changed.write_text(manifest)
+    shutil.rmtree(new)
+    settings.write_text(usual)
+    cured = {"paused", "over_pinned", "held_back", "bundle_refused", "model_failed", "settings_refused"}
+    wait_until(lambda: not cured & doctor(faulty)[0].keys(), what=f"{cured} to go")
 
     async def queues() -> Mapping[str, tuple[int, float]]:
         async with Triton.of(faulty.pid) as triton:
             return await triton.queues()
 
     assert asyncio.run(queues())["slow"][0] == 25
+
+
+def often(
+    call: Caller, model: str, inputs: Mapping[str, np.ndarray], times: int = 25, **options: object
+) -> None:
+    for _ in range(times):
+        outcome(lambda: call(model, inputs, **options))
+
+
+def stepping(steps: int) -> dict[str, np.ndarray]:
+    """Return a request of `late`, `behind` or `single` for so many steps of about 0.3 ms."""
+    return {"x": np.zeros((1, 4), np.uint32), "steps": np.full((1, 1), steps, np.int32)}
+
+
+def wait_for_weights(call: Caller, _: int) -> None:
+    """Ask for `large` with a deadline that its load lets pass. `double` takes its room if it was loaded before."""
+    outcome(lambda: call("double", {"x": np.zeros((1, 8), np.float32)}))
+    often(call, "large", {"x": np.zeros((1, 256), np.float32)}, 1, timeout=10_000)
+
+
+def fill_the_queue(call: Caller, _: int) -> None:
+    often(call, "steady", {"x": np.zeros((1, 4), np.uint32)}, 1)
+
+
+def wait_behind(call: Caller, number: int) -> None:
+    """Ask `late` for long executions, or `behind` for short ones with deadlines that these let pass."""
+    if number < 2:
+        often(call, "late", stepping(250), 6)
+    else:
+        often(call, "behind", stepping(0), 6, timeout=10_000)
+
+
+def wait_at_the_gate(call: Caller, _: int) -> None:
+    """Ask for a run whose deadline passes before its turn comes."""
+    often(call, "chain", {"x": np.zeros((1, 8), np.float32)}, 1, timeout=50_000)
+
+
+def flood(server: RunningTriton, model: str, inputs: Mapping[str, np.ndarray], count: int = 1500) -> None:
+    """Send requests as fast as one client can, without waiting for answers; return with the last one."""
+    answers: queue.Queue[object] = queue.Queue()
+    with tritonclient.grpc.InferenceServerClient(server.server.grpc_url) as client:
+        sent = tensors(tritonclient.grpc, inputs)
+        for _ in range(count):
+            client.async_infer(model, sent, lambda result, error: answers.put(error))
+        assert {answers.get(timeout=60) for _ in range(count)} == {None}

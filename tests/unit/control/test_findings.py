@@ -256,8 +256,14 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "slow_hooks",
             "note",
-            "a spends 83.3% of a request's 60 ms in preprocess and postprocess",
+            "a spends 50 ms of a request's 60 ms in preprocess and postprocess",
             server(counts({"a": model(request=times(1000, 0.06), hooks={"pre": times(1000, 0.05)})})),
+        ),
+        (
+            "slow_hooks",  # the others' hooks are what requests wait for
+            "note",
+            "a spends 50 ms of a request's 400 ms in preprocess and postprocess",
+            server(counts({"a": model(request=times(1000, 0.4), hooks={"pre": times(1000, 0.05)})})),
         ),
         (
             "requests_fail",

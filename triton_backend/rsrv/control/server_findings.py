@@ -226,7 +226,8 @@ def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "over_pinned",
             "warning",
             f"{amount(device['pinned_bytes'])} of weights are pinned, {amount(device['budget_bytes'])} fit",
-            "models with residency device are never evicted, so no other model finds room",
+            "models with residency device are never evicted: executions may find no memory, and the other models are "
+            "served one at a time, beyond the budget",
             "`rsrv unpin` the models that may wait for a load",
         )
 

@@ -96,7 +96,7 @@ class EnvoyConnection(asyncio.Protocol):
         self._transport: Any = None
         #: the beginning of a frame
         self._rest = b""
-        self._greeted = False
+        self._greeted = self._finished = False
         self._streams: dict[int, _Http2Stream] = {}
         self._last = 0
         #: bytes that may be sent on all streams, and on a new one
@@ -119,6 +119,8 @@ class EnvoyConnection(asyncio.Protocol):
             self._drop(stream)
 
     def data_received(self, data: bytes) -> None:
+        if self._finished:
+            return
         data, at = self._rest + data, 0
         if not self._greeted:
             if not _PREFACE.startswith(data[: len(_PREFACE)]):
@@ -149,12 +151,20 @@ class EnvoyConnection(asyncio.Protocol):
         self._flush()
 
     def finish(self) -> None:
-        """End all streams well, and the connection."""
+        """End all streams well, and the connection when the peer has read that.
+
+        If this end closed first, a frame of the peer that is still to be read would reset the connection, and what the peer
+        has not read would be lost.
+        """
         self._frame(_GOAWAY, 0, 0, struct.pack(">II", self._last, 0))
         for stream in list(self._streams.values()):
             self._end(stream, _OK)
         self._flush()
-        self._transport.close()
+        self._finished = True
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:  # TLS waits for the peer by itself
+            self._transport.close()
 
     def abort(self) -> None:
         self._transport.abort()

@@ -7,6 +7,7 @@ protocol, and keeps it while the request is in flight, so the stream's length is
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
@@ -39,6 +40,8 @@ log = logging.getLogger("rsrv.gateway")
 PICKED = "PICKED"
 #: seconds for a host's name, for which a new worker's first table waits
 _RESOLVE_S = 2.0
+#: seconds between two looks for connections that Envoy has not closed
+_CLOSED_S = 0.05
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
@@ -101,12 +104,19 @@ class Picker:
     def counts(self) -> TrafficCounts:
         return self.traffic.counts()
 
-    async def drain(self, _: float) -> None:
-        """Refuse new requests. Those in flight go on without the picker: Envoy has been told their servers."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and return when Envoy knows, or after `seconds`.
+
+        Requests in flight go on without the picker: Envoy has been told their servers.
+        """
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._connections):
             connection.finish()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._connections:
+                    await asyncio.sleep(_CLOSED_S)
 
     async def stop(self) -> None:
         if self._listener is not None:

@@ -55,7 +55,8 @@ class Echo:
 class Peer:
     """The other end of a connection, without a network."""
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, tls: bool = False) -> None:
+        self.tls = tls
         self.exchanges: list[Echo] = []
         self.known: set[EnvoyConnection] = set()
         self.connection = EnvoyConnection(self._accept, self.known)
@@ -76,6 +77,12 @@ class Peer:
 
     def close(self) -> None:
         self.closed = "closed"
+
+    def can_write_eof(self) -> bool:
+        return not self.tls
+
+    def write_eof(self) -> None:
+        self.closed = "half"
 
     def abort(self) -> None:
         self.closed = "aborted"
@@ -321,9 +328,10 @@ async def test_a_late_answer_that_fails_ends_its_stream() -> None:
     assert peer.said()[0] == framed(b"hello")
 
 
-def test_at_the_end_streams_end_well() -> None:
-    """The connection says that it ends, ends each stream with OK, and closes."""
-    peer = Peer()
+@pytest.mark.parametrize(("tls", "closed"), [(False, "half"), (True, "closed")])
+def test_at_the_end_streams_end_well(tls: bool, closed: str) -> None:
+    """The connection says that it ends, ends each stream with OK, and sends nothing more; the peer closes a plain one."""
+    peer = Peer(tls=tls)
     peer.open()
     peer.open(3)
     peer.connection.finish()
@@ -334,7 +342,9 @@ def test_at_the_end_streams_end_well() -> None:
         (HEADERS, 0),
         (HEADERS, END_STREAM),
     ]
-    assert peer.closed == "closed"
+    assert peer.closed == closed
+    peer.send(frame(PING, 0, 0, b"12345678"))
+    assert peer.frames() == []
 
 
 def test_the_connection_answers_pings_and_settings() -> None:

@@ -421,6 +421,25 @@ async def test_requests_in_flight_outlive_the_picker() -> None:
 
 
 @looped
+async def test_what_the_picker_has_not_read_resets_no_connection() -> None:
+    """At the end, a peer can read what it was told, although something from it is still on its way."""
+    async with picking() as desk:
+        reader, writer = await asyncio.open_connection("127.0.0.1", desk.picker.port)
+        await reader.readexactly(9)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+
+        async def rest() -> bytes:
+            said = await reader.read()
+            writer.close()
+            return said
+
+        # The drain's first step comes before the loop looks for what to read.
+        _, said = await asyncio.gather(desk.picker.drain(30), rest())
+        goaway = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 0, 0)
+        assert said.endswith(goaway)
+
+
+@looped
 async def test_workers_are_named_by_address(caplog: pytest.LogCaptureFixture) -> None:
     """A host's name is resolved, as Envoy compares addresses; one that has no address is left out, and logged."""
     workers = {

@@ -77,20 +77,17 @@ def open_files() -> set[tuple[str, str]]:
     return found
 
 
-def settled(read: Callable[[], Held | None], timeout: float = 20.0) -> Held:
-    """Return the answer of `read` that has not fallen for half a second. `read` answers None while it is too early.
-
-    Raises TimeoutError after `timeout` seconds.
-    """
+def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:
+    """Return the answer of `read` that has not fallen for half a second. Raises TimeoutError after `timeout` seconds."""
     pause = threading.Event()
     until = time.monotonic() + timeout
     least, same = read(), 0
-    while least is None or same < 10:
+    while same < 10:
         if time.monotonic() > until:
             raise TimeoutError(f"after {timeout:.0f} s it still changes: {least}")
         pause.wait(0.05)
         now = read()
-        if least is None or now is None or now.less_than(least):
+        if now.less_than(least):
             least, same = now, 0
         else:
             same += 1

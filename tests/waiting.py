@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-#: Seconds for everything that a coroutine's test waits for.
-PATIENCE_S = 30.0
+#: Seconds for a condition, and for a whole coroutine: enough where processes start among ten others.
+PATIENCE_S = 120.0
 
 T = TypeVar("T")
 
 
-def wait_until(predicate: Callable[[], T], timeout: float = 30, *, what: str = "") -> T:
+def wait_until(predicate: Callable[[], T], timeout: float = PATIENCE_S, *, what: str = "") -> T:
     """Call `predicate` every 20 ms until its answer is true, and return that answer.
 
     Fails the test after `timeout` seconds, with `what` was waited for.

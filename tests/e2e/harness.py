@@ -18,11 +18,12 @@ import psutil
 import tritonclient.grpc
 import tritonclient.http
 
-from local_triton import TritonServer
+from local_triton import ServerFailed, TritonServer
 from rsrv.control import find
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv_gen import cli as rsrv_gen
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class StartTriton(Protocol):
         env: Mapping[str, str] | None = None,
         exit_on_error: bool = True,
         wait_ready: bool = True,
-        timeout: float = 120,
+        timeout: float = PATIENCE_S,
         spare: bool = False,
         expected: Collection[str] | None = (),
     ) -> RunningTriton: ...
@@ -132,7 +133,7 @@ def running_triton(
     env: Mapping[str, str] | None = None,
     exit_on_error: bool = True,
     wait_ready: bool = True,
-    timeout: float = 120,
+    timeout: float = PATIENCE_S,
     spare: bool = False,
     expected: Collection[str] | None = (),
     make: Callable[..., TritonServer] = TritonServer,
@@ -152,6 +153,8 @@ def running_triton(
             "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
             "RSRV_METRICS__LISTEN": "null",
             "RSRV_RUNTIME__SPARE": str(spare).lower(),
+            # A runtime that starts on a busy machine takes longer than the default.
+            "RSRV_STUB__RETRY_S": str(PATIENCE_S),
             **(env or {}),
         },
         exit_on_error=exit_on_error,
@@ -159,10 +162,10 @@ def running_triton(
     _running.append(server)
     try:
         with server:
-            if wait_ready:
-                server.wait_ready(timeout)
             running = RunningTriton(server)
             try:
+                if wait_ready:
+                    _wait_ready(running, timeout)
                 yield running
                 found = {} if expected is None else running.urgent_findings()
             finally:
@@ -174,6 +177,16 @@ def running_triton(
         _running.remove(server)
     alarms = {name: evidence for name, evidence in found.items() if name not in (expected or ())}
     assert not alarms, f"rsrv doctor would raise an alarm that no test caused: {alarms}"
+
+
+def _wait_ready(running: RunningTriton, timeout: float) -> None:
+    """Wait until the server is ready, or a second process if Triton's own fault ended the first."""
+    try:
+        running.server.wait_ready(timeout)
+    except ServerFailed:
+        if not aborted_by_a_lock(running):
+            raise
+        running.server.start().wait_ready(timeout)
 
 
 def crashed_by_a_cancellation(server: RunningTriton) -> bool:
@@ -194,7 +207,8 @@ def aborted_by_a_lock(server: RunningTriton) -> bool:
     """Return whether the server crashed by its own fault with locks that it shares with its stubs.
 
     In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two
-    of a hundred cases in which a stub ends inside execute(), and mostly when a stub is stopped, with any model.
+    of a hundred cases in which a stub ends inside execute(), and mostly when a stub is stopped, with any model; and, on a
+    busy machine, when it starts.
     """
     try:
         status = server.server.process.wait(5)  # The server first writes its position.

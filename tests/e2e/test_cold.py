@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from pathlib import Path
 
@@ -30,11 +29,10 @@ def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_p
     assert read_status(server.pid)["models"] == {}
 
     with caller(server) as call:
-        x, began = random_u32(np.random.default_rng(), 1), time.monotonic()
+        x = random_u32(np.random.default_rng(), 1)
         inputs = {"x": x, "steps": np.ones((1, 1), np.int32)}
         late = refusal(lambda: call("sudden", inputs, timeout=20_000))
         assert "[rsrv:DEADLINE] the model is starting" in late.message
-        assert time.monotonic() - began < 2
 
         at_once(server, 20, sudden)
         assert read_status(server.pid)["models"].keys() == {"sudden"}

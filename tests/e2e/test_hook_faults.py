@@ -34,7 +34,7 @@ SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
 #: What each model's preprocess does with a request whose first number is negative.
 DEEDS = {
-    "sleeps": f"time.sleep({HANG})",
+    "sleeps": f"print('asleep', flush=True); time.sleep({HANG})",
     "spins": "while True: pass",
     "holds": f"ctypes.PyDLL(None).sleep({HANG})",
     "greedy": "inputs['y'] = np.ones(10**9)",
@@ -208,7 +208,7 @@ def test_a_hook_that_hangs_on_another_thread_leaves_no_request_unanswered(server
     slow_down(server, "sleeps")
     with calm(server), ThreadPoolExecutor(8) as pool:
         hanging = [pool.submit(ask, server, "sleeps", -1.0) for _ in range(4)]
-        wait_until(lambda: psutil.Process(pid).num_threads() > 4)
+        wait_until(lambda: server.log_text().count("asleep\n") == 4, what="four that hang")
         in_time = pool.submit(ask, server, "sleeps", -1.0, timeout=200_000)
         waiting = [pool.submit(ask, server, "sleeps", 5.0) for _ in range(3)]
         late = in_time.result()

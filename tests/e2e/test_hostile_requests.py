@@ -159,25 +159,24 @@ def test_a_request_that_is_no_text_fails_alone(
     lines = len(server.log_text().splitlines())
     outcomes: Counter[int] = Counter()
     texts: set[str] = set()
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     with Honest(server, model) as honest:
         for start, port in zip(cycle(HOSTILE), cycle([server.http_port] * 4 + [gateway.http_port] * 4)):
             status, text = send(port, model, start)
             outcomes[status] += 1
             texts.add(text)
-            if time.monotonic() > until:
+            # Twenty of both also on a busy machine.
+            if time.monotonic() > began + seconds and min(honest.right, outcomes.total()) > 20:
                 break
 
     print(
         f"{model}: {honest.right} honest requests right, {len(honest.failed)} failed; hostile: {dict(outcomes)}"
     )
     assert honest.failed == []
-    assert honest.right > 20
     assert set(outcomes) == {400}, texts
-    assert outcomes.total() > 20
     for text in texts:
         assert "UTF-8" in text
         Refused("400", text).assert_is("INVALID_ARG", "http")
     assert [read_status(server.pid)["pid"], *sorted(server.stub_pids())] == processes
     # The log has at most a line a second.
-    assert len(server.log_text().splitlines()) - lines <= seconds + 5
+    assert len(server.log_text().splitlines()) - lines <= time.monotonic() - began + 5

@@ -18,7 +18,7 @@ from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
 from tests.unit.bundle.forge import seal
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 #: Triton's own threads for an instance's answers and calls.
 TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
@@ -148,7 +148,7 @@ def one_transport(name: str) -> pytest.MarkDecorator:
 
 
 def six_times(future: Future[Any], number: int) -> None:
-    assert (future.result(30)["y"] == -6 * number).all()
+    assert (future.result(PATIENCE_S)["y"] == -6 * number).all()
 
 
 def test_forty_requests_at_once_are_all_answered(house: House) -> None:

@@ -29,7 +29,7 @@ CLIENTS = 16
 @pytest.fixture
 def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
     made = {path.name: path for path in bundles.ensure().iterdir()}
-    env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "RSRV_STUB__RETRY_S": "60"}
+    env = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     return start_triton(
         make_repository(tmp_path, made["sudden"], made["exact"]),
         env=env,

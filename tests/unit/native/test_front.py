@@ -316,7 +316,7 @@ def test_a_runtime_that_does_not_read_is_waited_for_once(tmp_path: Path) -> None
             assert line.endswith(refusal)
             refused += 1
         # Each of the last 50 would wait for 0.1 s.
-        assert time.monotonic() - begun < 2.5
+        assert time.monotonic() - begun < 50 * 0.1
         ended.set()
         front.hear(5050 - refused)
         front.ask("close")

@@ -24,6 +24,7 @@ from tests.fakes import FakePbUtils, FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 #: More of them compile more, and show no more.
 MODELS = 4
@@ -80,13 +81,10 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
 
 
 def at_rest(launcher: Launcher) -> Held:
-    """Return the runtime's figures when all models are gone."""
-
-    def read() -> Held | None:
-        status = read_status(launcher.server_pid)
-        return None if status["models"] else held(status["pid"])
-
-    return settled(read)
+    """Return the runtime's figures when all models are gone, and the connections that asked for its status."""
+    pid = read_status(launcher.server_pid)["pid"]
+    wait_until(lambda: not read_status(launcher.server_pid)["models"], what="the models' end")
+    return settled(lambda: held(pid))
 
 
 @pytest.mark.parametrize(

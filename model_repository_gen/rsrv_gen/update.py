@@ -286,7 +286,8 @@ def update(
                         done.put.pop(step.name).undo()
                         done.later.add(step.name)
             case "new" | "changed" | "unchanged":
-                done.failed[step.name] = f"its bundle is {step.verb}, and nothing may be written"
+                what = "the alias" if step.targets else "its bundle"
+                done.failed[step.name] = f"{what} is {step.verb}, and nothing may be written"
             case "foreign":
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"

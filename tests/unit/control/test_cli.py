@@ -273,6 +273,9 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 1, "", "rsrv status: there is no model 'x'; known are a, b\n"
             )
             assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
+            rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
+            assert (await rsrv("alias")).out == "x: a 1, b shadow (not served so: it is wrong)\n"
+            del rsrv.server.lifecycle.failures["x"]
             assert await rsrv("status", "x") == Said(
                 1, "", "rsrv status: there is no model 'x'; the name is an alias of a, b: name one of these\n"
             )

@@ -953,6 +953,12 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
             place(world.roots["r"] / "a", "v1")
             await asyncio.sleep(20)
             assert "a" not in lifecycle.failures
+            lifecycle.follow_aliases({"fraud": {"a": 1.0}})
+            await asyncio.sleep(20)
+            assert "the alias is new, and nothing may be written" in lifecycle.failures["fraud"].text
+            lifecycle.follow_aliases({})
+            await asyncio.sleep(20)
+            assert "fraud" not in lifecycle.failures
 
     run(main())
     assert world.triton.log == []

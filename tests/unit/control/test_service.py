@@ -438,6 +438,9 @@ async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_pat
         answer = await change("fraud", "a", "b")
         assert [one.name for one in answer.aliases] == ["fraud", "of the file"]
         assert await server.control.SetAlias(pb.SetAliasRequest()) == answer
+        server.lifecycle.failures["aliases.fraud"] = BundleFailure("a bundle has this name", 0.0)
+        answer = await server.control.SetAlias(pb.SetAliasRequest())
+        assert [one.failure for one in answer.aliases] == ["a bundle has this name", ""]
         await change("of the file")
         assert (await refusal(change("bad", "a")))[1] == "no bundle"
         assert (await refusal(change("unknown")))[0] is grpc.StatusCode.NOT_FOUND

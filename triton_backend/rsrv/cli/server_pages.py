@@ -46,7 +46,8 @@ def alias_line(alias: pb.Alias) -> str:
     parts = [
         f"{one.model} {'shadow' if one.shadow else f'{one.weight / total:.4g}'}" for one in alias.targets
     ]
-    return f"{alias.name}: {', '.join(parts)}"
+    failure = f" (not served so: {one_line(alias.failure)})" if alias.failure else ""
+    return f"{alias.name}: {', '.join(parts)}{failure}"
 
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:

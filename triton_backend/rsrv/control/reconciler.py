@@ -171,7 +171,7 @@ class Reconciler:
         """Serve these aliases from now on."""
         before, self._aliases = self._aliases, aliases
         changed = {name for name in {*before, *aliases} if before.get(name) != aliases.get(name)}
-        if changed and not self._barred:
+        if changed:
             self._states.changed(changed, self._now())
             self._wake.set()
 
@@ -411,7 +411,7 @@ class Reconciler:
                 self._states.conclude(name, BundleEvent.MATCHED, now)
         for name, carriers in done.go.items():
             if self._barred:
-                text = f"its bundle is gone, and it can't be unloaded: {self._barred}"
+                text = f"its bundle or alias is gone, and it can't be unloaded: {self._barred}"
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, carriers, now)

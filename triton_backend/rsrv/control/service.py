@@ -482,10 +482,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 except BaseException:
                     overrides.set_aliases(before)
                     raise
+        reasons = {name.removeprefix("aliases."): one.text for name, one in self._lifecycle.failures.items()}
         return pb.SetAliasResponse(
             aliases=[
                 pb.Alias(
                     name=alias,
+                    failure=reasons.get(alias, ""),
                     targets=[
                         pb.AliasTarget(model=model, shadow=True)
                         if weight == "shadow"

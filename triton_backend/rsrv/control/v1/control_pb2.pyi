@@ -664,12 +664,14 @@ class AliasTarget(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ..., shadow: bool = ...) -> None: ...
 
 class Alias(_message.Message):
-    __slots__ = ("name", "targets")
+    __slots__ = ("name", "targets", "failure")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     name: str
     targets: _containers.RepeatedCompositeFieldContainer[AliasTarget]
-    def __init__(self, name: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[AliasTarget, _Mapping]]] = ...) -> None: ...
+    failure: str
+    def __init__(self, name: _Optional[str] = ..., targets: _Optional[_Iterable[_Union[AliasTarget, _Mapping]]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class SetAliasRequest(_message.Message):
     __slots__ = ("alias",)

@@ -92,6 +92,9 @@ class Workers:
     async def steer(self, server: str, model: str, what: str) -> None:
         await page_calls.steer(self._asks(server), model, what)
 
+    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
+        raise PageError(409, "the page of the server itself has this form")
+
     def _asks(self, server: str) -> page_calls.Ask:
         """Return the calls of a worker's control service. Raises PageError."""
         return partial(self._ask, self._control(server))

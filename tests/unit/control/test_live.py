@@ -312,8 +312,11 @@ async def test_figures_that_cannot_be_read_end_nothing(
 async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) -> None:
     """The page of one server shows what is known of a model, and sends commands; a refusal becomes an HTTP status."""
 
-    async def inputs(model: str) -> list[dict[str, Any]]:
-        return [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    async def tensors(model: str) -> dict[str, Any]:
+        return {"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}], "outputs": []}
+
+    async def infer(model: str, inputs: Any) -> tuple[int, str]:
+        return 200, f"{model} {inputs}"
 
     async with served(tmp_path, models=["a"]) as server:
         spans = Spans(server.runtime.instance)
@@ -323,7 +326,7 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
             "timeline": None,
         }
         server.runtime.answers = lambda command: answers.get(command["command"]) or spans.answer(command)
-        source = OneServer(server.live, server.service, inputs)
+        source = OneServer(server.live, server.service, tensors, infer)
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
         found = await source.panel("", "a")
@@ -334,6 +337,10 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         assert ("requests", "1 queued, 2 execute; 7 answered, 1 refused") in found["facts"]
         assert ("0", "8", "4", "2 ms") in found["executables"]
         assert found["inputs"][0]["name"] == "x"
+        assert await source.infer("", "a", []) == (200, "a []")
+        for unknown in ("x", ""):
+            with pytest.raises(PageError, match="no model"):
+                await source.infer("", unknown, [])
         with pytest.raises(PageError, match="no model 'x'") as wrong:
             await source.panel("", "x")
         assert wrong.value.status == 404

@@ -48,6 +48,11 @@ class FakeSource:
             raise PageError(404, f"there is no worker {server!r}")
         return '{"traceEvents": []}'
 
+    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
+        if inputs == "wrong":
+            raise PageError(400, "inputs must be objects")
+        return 422, f"{server} {model} {inputs}"
+
     async def steer(self, server: str, model: str, what: str) -> None:
         if model != "a":
             raise PageError(409, "it is a meta model")
@@ -72,7 +77,7 @@ PAGE_FILES = [
     ("/page.css", "text/css"),
     *(
         (f"/{name}.js", "text/javascript")
-        for name in ("page", "base", "servers", "charts", "devices", "timeline", "models", "panel")
+        for name in ("page", "base", "servers", "charts", "devices", "timeline", "models", "panel", "request")
     ),
 ]
 
@@ -185,6 +190,31 @@ async def test_commands_need_the_token(
             assert answer.status == status
             assert text in await answer.text()
         assert source.steered == ([("w", "a", "pin")] if status == 200 else [])
+
+
+TRY = json.dumps({"server": "w", "model": "a", "inputs": [1]})
+
+
+@pytest.mark.parametrize(
+    ("token", "said", "body", "status", "text"),
+    [
+        (None, "Bearer s3cret", TRY, 403, "metrics.token_file is not set"),
+        (TOKEN, "Bearer s3cre", TRY, 401, "the token is wrong"),
+        (TOKEN, "Bearer s3cret", "[" * 60000, 400, "server, model and inputs"),
+        (TOKEN, "Bearer s3cret", TRY + " " * 65536, 400, "at most 65536 bytes"),
+        (TOKEN, "Bearer s3cret", TRY.replace("[1]", '"wrong"'), 400, "inputs must be objects"),
+        (TOKEN, "Bearer s3cret", TRY + " " * 60000, 422, "w a [1]"),
+    ],
+)
+@looped
+async def test_requests_of_the_form_need_the_token(
+    token: bytes | None, said: str, body: str, status: int, text: str
+) -> None:
+    """Requests for a model need the token and a small body; the answer is passed on."""
+    headers = {"Authorization": said}
+    async with page(token) as (_, client), client.post("/live/try", data=body, headers=headers) as answer:
+        assert answer.status == status
+        assert text in await answer.text()
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,9 @@ class Unasked:
     async def trace(self, server: str) -> str:
         raise AssertionError
 
+    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
+        raise AssertionError
+
     async def steer(self, server: str, model: str, what: str) -> None:
         raise AssertionError
 

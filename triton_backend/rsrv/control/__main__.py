@@ -147,13 +147,15 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             log.error("%s. Control listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
         # Imported only where it is needed: aiohttp takes a tenth of a second.
+        from rsrv.control import trial
         from rsrv.control.http import HttpServer
         from rsrv.live.routes import LivePage
 
         try:
             secret = settings.metrics.token_file
             token = None if secret is None else read_token(secret, "metrics.token_file")
-            http = HttpServer(metrics.text, LivePage(OneServer(live, service, triton.inputs), token))
+            source = OneServer(live, service, triton.tensors, partial(trial.infer, triton.http))
+            http = HttpServer(metrics.text, LivePage(source, token))
             port = await http.start(settings.metrics.listen)
             listeners.append(http)
             log.info("metrics.listen: /metrics and the live page are at port %d", port)

@@ -21,6 +21,7 @@ from rsrv.control.overview import Overview, describe, device_picture, memory_pic
 from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.control.runtime_link import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.source import PageError
 
@@ -128,6 +129,10 @@ class Live:
                 yield event
         finally:
             self._watchers.discard(events)
+
+    def latency(self, model: str) -> list[tuple[float | None, int]]:
+        """Return a model's requests by the upper bound of their seconds, as far as the runtimes counted them."""
+        return self._overview.latency(model)
 
     def _tell(self, event: Event) -> None:
         for events in list(self._watchers):
@@ -313,15 +318,17 @@ class Live:
 
 
 class OneServer:
-    """The page's source in the control process of one server; `inputs` asks Triton for those of a model."""
+    """The page's source in the control process of one server."""
 
     def __init__(
         self,
         live: Live,
         service: control_pb2_grpc.ControlServicer,
-        inputs: Callable[[str], Awaitable[list[dict[str, Any]]]],
+        tensors: Callable[[str], Awaitable[dict[str, Any]]],
+        infer: Callable[[str, Any], Awaitable[tuple[int, str]]],
     ) -> None:
-        self._live, self._service, self._inputs = live, service, inputs
+        """`tensors` asks Triton for a model's inputs and outputs, and `infer` sends inputs to one."""
+        self._live, self._service, self._tensors, self._infer = live, service, tensors, infer
 
     async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         async with aclosing(self._live.watch()) as events:
@@ -329,14 +336,19 @@ class OneServer:
                 yield "server", event.name, event.json
 
     async def panel(self, server: str, model: str) -> dict[str, Any]:
-        found, inputs = await page_calls.panel(self._ask, model, time.time()), await self._inputs(model)
-        return {**found, "inputs": inputs}
+        found = await page_calls.panel(self._ask, model, time.time())
+        return {**found, **await self._tensors(model), "latency": self._live.latency(model)}
 
     async def trace(self, server: str) -> str:
         return await page_calls.trace(self._ask)
 
     async def steer(self, server: str, model: str, what: str) -> None:
         await page_calls.steer(self._ask, model, what)
+
+    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
+        # Only rsrv's models, which Triton may have others beside; no name is all of them.
+        await self._ask("GetStatus", pb.GetStatusRequest(model=model or "?"))
+        return await self._infer(model, inputs)
 
     async def _ask(self, call: str, request: Message) -> Any:
         """Call the service without gRPC. Raises PageError."""

@@ -138,6 +138,14 @@ class Overview:
         self._shown, self._began = found, True
         return {name: one.json for name, one in found.items()}
 
+    def latency(self, model: str) -> list[tuple[float | None, int]]:
+        """Return the requests of a model by the upper bound of their seconds, from the first interval that has any on."""
+        one = self._shown.get(model)
+        counts = one.looks[-1][1].counts if one is not None and one.looks else []
+        there = [at for at, count in enumerate(counts) if count]
+        pairs = list(zip((*SECONDS, None), counts, strict=bool(counts)))
+        return pairs[there[0] : there[-1] + 1] if there else []
+
     def _read(self, one: _Shown, said: Mapping[int, Any], now: float) -> bool:
         """Take over a model's figures on all devices; return True if any changed."""
         if one.looks and one.looks[-1][0] > now:

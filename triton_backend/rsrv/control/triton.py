@@ -56,15 +56,14 @@ class TritonEndpoint:
     metadata: tuple[tuple[str, str], ...] = ()
     #: Reason why it can't be called; empty if it can.
     trouble: str = ""
+    #: HOST:PORT of its HTTP front end; empty if it has none.
+    http: str = "127.0.0.1:8000"
 
 
 def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     """Read tritonserver's command line."""
     options = Options(arguments)
     mode = options.last("model-control-mode", "none").lower()
-    host = options.last("grpc-address", "0.0.0.0")
-    port = options.last("grpc-port", "8001")
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
     trouble = ""
     if not options.is_on("allow-grpc", default=True):
         trouble = "tritonserver was started with --allow-grpc=false, and its models are managed over gRPC"
@@ -74,12 +73,20 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
             "serve it without TLS on an address of this machine, and end TLS before it"
         )
     return TritonEndpoint(
-        f"{reached}:{port}",
+        _reached(options, "grpc", "8001"),
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
         options.is_on("exit-on-error", default=True),
         tuple(_restrictions(options.values("grpc-restricted-protocol"))),
         trouble,
+        _reached(options, "http", "8000") if options.is_on("allow-http", default=True) else "",
     )
+
+
+def _reached(options: Options, front: str, port: str) -> str:
+    """Return the address of a front end as this machine reaches it."""
+    host = options.last(f"{front}-address", "0.0.0.0")
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
+    return f"{host}:{options.last(f'{front}-port', port)}"
 
 
 def facts(pid: int) -> dict[str, Any]:
@@ -142,7 +149,7 @@ class Triton:
         """`started_ns`: Unix time at which it started to load what its repository held; 0: unknown."""
         self.started_ns = started_ns
         self.mode: Mode = endpoint.mode
-        self.address = endpoint.address
+        self.address, self.http = endpoint.address, endpoint.http
         self.trouble = endpoint.trouble
         self.exits_on_error = endpoint.exits_on_error
         self._metadata = endpoint.metadata
@@ -165,16 +172,17 @@ class Triton:
         )
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
-    async def inputs(self, name: str) -> list[dict[str, Any]]:
-        """Return the inputs of a model as JSON, for a request; none if it is not loaded."""
+    async def tensors(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """Return the inputs and outputs of a model as JSON; none if it is not loaded."""
         request = service_pb2.ModelMetadataRequest(name=name)
         try:
             found = await self._call(self._stub.ModelMetadata, request, timeout=_TIMEOUT_S)
         except TritonError:
-            return []
-        return [
-            {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in found.inputs
-        ]
+            return {}
+        return {
+            kind: [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in tensors]
+            for kind, tensors in (("inputs", found.inputs), ("outputs", found.outputs))
+        }
 
     async def queues(self) -> Mapping[str, tuple[int, float]]:
         """Return the requests of each model that have left Triton's queue, and their seconds there. Raises TritonError."""

@@ -5,6 +5,7 @@ import json
 import logging
 from contextlib import aclosing
 from importlib import resources
+from typing import Any
 
 from aiohttp import web
 
@@ -26,8 +27,8 @@ _HEADERS = {
 _MAX_WATCHERS = 64
 #: Seconds that a watcher may take for an event.
 _WATCHER_TIMEOUT_S = 30.0
-#: Bytes of a request's body.
-_MAX_BODY = 4096
+#: Bytes of a body with an action, and of one with inputs for a model.
+_MAX_BODY, _MAX_TRIAL = 4096, 1 << 16
 
 
 class LivePage:
@@ -48,6 +49,7 @@ class LivePage:
             web.get("/live/model", self._panel),
             web.get("/live/trace", self._trace),
             web.post("/live/steer", self._steer),
+            web.post("/live/try", self._try),
         ]
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -96,17 +98,8 @@ class LivePage:
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
     async def _steer(self, request: web.Request) -> web.Response:
-        if self._token is None:
-            return web.Response(status=403, text="this page is read-only: metrics.token_file is not set\n")
-        if not bears(request.headers.get("Authorization", ""), self._token):
-            return web.Response(
-                status=401, text="the token is wrong\n", headers={"WWW-Authenticate": "Bearer"}
-            )
-        try:
-            wanted = json.loads(await _body(request))
-            server, model, what = (str(wanted[key]) for key in ("server", "model", "what"))
-        except (ValueError, LookupError, TypeError):
-            return web.Response(status=400, text="send a JSON object with server, model and what\n")
+        wanted = await self._order(request, _MAX_BODY, "server", "model", "what")
+        server, model, what = map(str, wanted)
         if what not in ACTIONS:
             return web.Response(status=400, text=f"what must be one of {', '.join(ACTIONS)}\n")
         log.info("live page at %s: %s %s at %s", request.remote, what, model, server)
@@ -116,12 +109,29 @@ class LivePage:
             return web.Response(status=wrong.status, text=f"{wrong}\n")
         return web.Response(text="done\n")
 
+    async def _try(self, request: web.Request) -> web.Response:
+        server, model, inputs = await self._order(request, _MAX_TRIAL, "server", "model", "inputs")
+        log.info("live page at %s: a request for %.80r at %.80r", request.remote, model, server)
+        try:
+            status, text = await self._source.infer(str(server), str(model), inputs)
+        except PageError as wrong:
+            return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
+        return web.Response(status=status, text=text, headers=_HEADERS)
 
-async def _body(request: web.Request) -> bytes:
-    """Return the body. Raises ValueError if it is too large."""
-    body = b""
-    while some := await request.content.readany():
-        body += some
-        if len(body) > _MAX_BODY:
-            raise ValueError
-    return body
+    async def _order(self, request: web.Request, most: int, *keys: str) -> list[Any]:
+        """Return the values of these keys from the body of a client with the token. Raises web.HTTPException."""
+        if self._token is None:
+            raise web.HTTPForbidden(text="this page is read-only: metrics.token_file is not set\n")
+        if not bears(request.headers.get("Authorization", ""), self._token):
+            raise web.HTTPUnauthorized(text="the token is wrong\n", headers={"WWW-Authenticate": "Bearer"})
+        body = b""
+        while len(body) <= most and (some := await request.content.readany()):
+            body += some
+        try:
+            wanted: Any = json.loads(body) if len(body) <= most else None
+            return [wanted[key] for key in keys]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            needed = f"{', '.join(keys[:-1])} and {keys[-1]}"
+            raise web.HTTPBadRequest(
+                text=f"send a JSON object with {needed}, of at most {most} bytes\n"
+            ) from None

@@ -45,3 +45,6 @@ class PageSource(Protocol):
 
     async def steer(self, server: str, model: str, what: str) -> None:
         """Carry out one of ACTIONS. Raises PageError."""
+
+    async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
+        """Send inputs from a client to a model; return the HTTP status and the text of the answer. Raises PageError."""

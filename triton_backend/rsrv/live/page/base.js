@@ -10,6 +10,19 @@ export const say = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
 };
 
+/** Send an order with the token, which is asked for once; return whether it was taken, and the text of the answer. */
+export async function order(path, body) {
+  const token = sessionStorage.getItem("token") ?? prompt("token") ?? "";
+  try {
+    const answer = await fetch(path, { method: "POST", headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" }, body });
+    if (answer.status === 401) sessionStorage.removeItem("token");
+    else sessionStorage.setItem("token", token);
+    return { ok: answer.ok, text: await answer.text() };
+  } catch (error) {
+    return { ok: false, text: String(error) }; // there is no connection, or no header can have this token
+  }
+}
+
 // --- figures, as rsrv/text.py: three digits -------------------------------------------------------------------
 
 const digits = (value) => String(Number(value.toPrecision(3)));

@@ -62,7 +62,7 @@ function drawChart(chart, points) {
   say(chart.top_, values.length ? chart.show(top) : "");
   chart.points = points;
   const latest = points.at(chart.hovered ?? -1);
-  const said = latest ? chart.lines.filter(([column], at) => !at || latest[column]).map(([column, name]) => `${name} ${chart.show(latest[column])}`.trim()).join(", ") : "no figures yet";
+  const said = latest ? chart.lines.filter(([column], at) => !at || latest[column]).map(([column, name]) => `${name} ${chart.show(latest[column])}`.trim()).join(", ") : "–";
   say(chart.value, (chart.hovered == null || !latest ? "" : `${clock(latest[0])}: `) + said);
   chart.svg.setAttribute("aria-label", `${chart.title} of the last ${range}: now ${said}, at most ${chart.show(values.length ? Math.max(...values) : null)}`);
 }

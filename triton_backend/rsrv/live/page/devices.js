@@ -79,6 +79,7 @@ function gathered(parts, most, kind, text) {
 }
 
 function drawBar(bar, parts) {
+  const whole = parts.reduce((sum, one) => sum + one.bytes, 0);
   while (bar.children.length > parts.length) bar.lastChild.remove();
   while (bar.children.length < parts.length) bar.append(make("i"));
   parts.forEach((part, at) => {
@@ -89,7 +90,8 @@ function drawBar(bar, parts) {
     else for (const name of ["colour", "pattern"]) delete block.dataset[name];
     const text = `${part.text ?? part.model}${part.kind.endsWith("pinned") ? ", pinned" : ""}: ${bytes(part.bytes)}`;
     if (block.title !== text) block.title = text;
-    say(block, part.label ?? part.model ?? "");
+    // A narrow block would show part of a letter.
+    say(block, part.bytes > whole / 30 ? (part.label ?? part.model ?? "") : "");
   });
   bar.ariaLabel = `memory: ${parts.slice(0, 12).map((part) => `${part.text ?? part.model} ${bytes(part.bytes)}`).join(", ")}`;
 }

@@ -75,7 +75,7 @@ export function drawModels() {
   });
   while (body.children.length > shown.length) body.lastChild.remove();
   const range = found.length > PAGE ? `${first + 1} to ${first + shown.length} of ` : "";
-  say($("shown"), `${range}${found.length === of.length ? "" : `${found.length} of `}${of.length}`);
+  say($("shown"), !of.length ? "none" : `${range}${found.length === of.length ? "" : `${found.length} of `}${of.length}`);
   $("pages").hidden = found.length <= PAGE;
   $("previous").disabled = first === 0;
   $("next").disabled = first + PAGE >= found.length;

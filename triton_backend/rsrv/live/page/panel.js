@@ -1,6 +1,7 @@
 // A model's panel: its figures, what happened to it, and actions for clients with the token.
-import { $, bytes, make, say } from "./base.js";
-import { now, outside, servers } from "./servers.js";
+import { $, bytes, make, order, percent, say, seconds } from "./base.js";
+import { request } from "./request.js";
+import { now, servers } from "./servers.js";
 
 let shown = null; // the row whose panel is open
 
@@ -30,12 +31,13 @@ export async function openPanel(row, writable, log) {
     found = { history: [String(error)] };
   }
   if (shown !== row) return;
-  const facts = [["state", row.weights], ["weights", weights(row)], ...(found.facts ?? []), ...(row.error ? [["error", row.error]] : [])];
+  const facts = [["state", row.weights], ["weights", weights(row)], ...(found.facts ?? []), ...tensors("input", found.inputs), ...tensors("output", found.outputs), ...(row.error ? [["error", row.error]] : [])];
   $("panel-parts").replaceChildren(
     make("dl", { className: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])),
+    ...latency(found.latency ?? []),
     ...table(["shape", "size", "executions", "cost"], found.executables ?? []),
     ...part("Slowest requests of the last hour", found.slowest ?? []),
-    ...request(row, found.inputs ?? []),
+    ...request(row, found.inputs ?? [], writable),
   );
   $("history-lines").replaceChildren(...(found.history ?? []).reverse().map((text) => make("li", { textContent: text })));
 }
@@ -49,33 +51,20 @@ function table(titles, lines) {
   return [make("h3", { textContent: "Compiled" }), make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))];
 }
 
-/** The command of one request with zeros: one row, and 1 for each size that is free. */
-function request(row, inputs) {
-  const http = servers.get(row.server)?.facts?.endpoints.HTTP;
-  if (!inputs.length || !http) return [];
-  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  let word = "", text = ""; // of the shell, and the JSON that is not quoted yet
-  inputs.forEach(({ name, datatype, shape }, at) => {
-    const sizes = shape.map((size) => Math.max(1, Number(size))), count = sizes.reduce((product, size) => product * size, 1);
-    const zero = { BYTES: '"text"', BOOL: "false" }[datatype] ?? "0";
-    text += `${at ? "," : ""}{"name":${JSON.stringify(name)},"datatype":${JSON.stringify(datatype)},"shape":${JSON.stringify(sizes)},"data":[`;
-    if (count <= 32) text += Array(count).fill(zero).join();
-    else {
-      word += `${quoted(text)}"$(yes ${quoted(zero)} | head -n ${count} | paste -sd, -)"`;
-      text = "";
-    }
-    text += "]}";
+/** How long requests took, since the runtimes started: a bar per interval. */
+function latency(pairs) {
+  if (!pairs.length) return [];
+  const total = pairs.reduce((sum, [, count]) => sum + count, 0), most = Math.max(...pairs.map(([, count]) => count));
+  const body = pairs.map(([bound, count]) => {
+    const bar = make("i");
+    bar.style.width = `${(100 * count) / most}%`;
+    return make("tr", {}, make("th", { scope: "row", textContent: bound == null ? "more" : `to ${seconds(bound)}` }), make("td", { className: "share" }, bar), make("td", { className: "number", textContent: percent(count / total), title: `${count} requests` }));
   });
-  const url = `http://${outside(http)}/v2/models/${encodeURIComponent(row.name)}/infer`;
-  const command = `printf %s ${quoted('{"inputs":[').slice(0, -1)}${(word + quoted(`${text}]}`)).slice(1)} | curl -s ${quoted(url)} -d @-`;
-  const copy = make("button", { type: "button", textContent: "copy" }), shownCommand = make("pre", { id: "curl", tabIndex: 0, textContent: command });
-  copy.addEventListener("click", () => {
-    // Over plain HTTP, as here, browsers have no navigator.clipboard.
-    getSelection().selectAllChildren(shownCommand);
-    document.execCommand("copy");
-  });
-  return [make("h3", {}, "One request ", copy), shownCommand];
+  return [make("h3", { textContent: `Latency of ${total} requests` }), make("table", { id: "latency" }, make("tbody", {}, ...body))];
 }
+
+const shaped = ({ datatype, shape }) => `${datatype} [${shape.map((size) => (Number(size) < 0 ? "any" : size)).join(", ")}]`;
+const tensors = (kind, found) => (found ?? []).map((one) => [kind, `${one.name}: ${shaped(one)}`]);
 
 export function beginPanel() {
   const close = () => {
@@ -90,20 +79,8 @@ export function beginPanel() {
 function action(what, row, log) {
   const button = make("button", { type: "button", textContent: what });
   button.addEventListener("click", async () => {
-    const token = sessionStorage.getItem("token") ?? prompt("token") ?? "";
-    let said;
-    try {
-      const answer = await fetch("live/steer", {
-        method: "POST",
-        headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
-        body: JSON.stringify({ server: row.server, model: row.name, what }),
-      });
-      if (answer.status === 401) sessionStorage.removeItem("token");
-      else sessionStorage.setItem("token", token);
-      said = answer.ok ? "done" : await answer.text();
-    } catch (error) {
-      said = String(error); // there is no connection, or no header can have this token
-    }
+    const { ok, text } = await order("live/steer", JSON.stringify({ server: row.server, model: row.name, what }));
+    const said = ok ? "done" : text;
     const server = servers.get(row.server);
     log({ t: server ? now(server) : Date.now() / 1000, server: row.server, text: `${what} ${row.name}: ${said}` });
   });

@@ -53,8 +53,7 @@ export function timeline(server, device) {
     label: (name) => { canvas.ariaLabel = `executions, loads and evictions of ${name} by model; + and − zoom, arrows move`; },
     draw: () => {
       const hit = draw(canvas, device, end(), gutter());
-      const hint = view.pointer ? "" : "full height: execution, pale above: padding; low: load; tick: eviction · click, then wheel or + − to zoom";
-      say(told, hit ? describe(server, hit) : hint);
+      say(told, hit ? describe(server, hit) : "");
     },
   };
 }

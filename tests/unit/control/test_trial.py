@@ -1,0 +1,90 @@
+"""Requests of the live page's form: what reaches Triton, and what does not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rsrv.control import trial
+from rsrv.live.source import PageError
+from tests.waiting import looped
+
+X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2.5]}
+
+
+@asynccontextmanager
+async def triton(
+    status: int = 200, text: str = "{}", *, silent: bool = False
+) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Yield the address of an HTTP server with this answer, or none, and the path and body of each request."""
+    told: list[Any] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        told.append((request.raw_path, await request.json()))
+        if silent:
+            await asyncio.Event().wait()
+        return web.Response(status=status, text=text, headers={"Location": "/elsewhere"})
+
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}", told
+    finally:
+        await runner.cleanup()
+
+
+@looped
+async def test_a_request_reaches_only_its_model() -> None:
+    """Triton gets the tensors and nothing else, at the path of the model whatever its name; its answer comes back."""
+    async with triton(400, '{"error": "unexpected shape"}') as (address, told):
+        shared = {**X, "parameters": {"shared_memory_region": "secret"}, "extra": 1}
+        name = "../../repository/index?a=b#c\r\nX: y"
+        assert await trial.infer(address, name, [shared]) == (400, '{"error": "unexpected shape"}')
+    path = "/v2/models/..%2F..%2Frepository%2Findex%3Fa%3Db%23c%0D%0AX%3A%20y/infer"
+    assert told == [(path, {"inputs": [X]})]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ("x", "inputs must be objects"),
+        ([], "inputs must be objects"),
+        ([X, 3], "inputs must be objects"),
+        ([{**X, "name": None}], "inputs must be objects"),
+        ([{**X, "shape": [2147483648, 64]}], "does not take 2 values"),
+        ([{**X, "shape": [-1, -2]}], "does not take 2 values"),
+        ([{**X, "shape": [2.0]}], "does not take 2 values"),
+        ([{**X, "data": [[1], [2]]}], "numbers or texts"),
+    ],
+)
+@looped
+async def test_inputs_that_harm_triton_are_not_sent(inputs: Any, why: str) -> None:
+    """Triton would take the memory of a shape first: one that its values do not fill is refused here."""
+    async with triton() as (address, told):
+        with pytest.raises(PageError, match=why) as wrong:
+            await trial.infer(address, "a", inputs)
+        assert wrong.value.status == 400
+        assert not told
+
+
+@looped
+async def test_answers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redirections are not followed; a large answer, a silent server and one without an HTTP port have errors."""
+    async with triton(307, "x" * 100) as (address, told):
+        assert (await trial.infer(address, "a", [X]))[0] == 307
+        assert len(told) == 1
+        monkeypatch.setattr(trial, "_MAX_ANSWER", 99)
+        with pytest.raises(PageError, match="use the command"):
+            await trial.infer(address, "a", [X])
+    with pytest.raises(PageError, match="does not answer"):
+        await trial.infer(address, "a", [X])
+    with pytest.raises(PageError, match="--allow-http=false"):
+        await trial.infer("", "a", [X])
+    monkeypatch.setattr(trial, "_TIMEOUT_S", 0.01)
+    async with triton(silent=True) as (address, _):
+        with pytest.raises(PageError, match="no answer within"):
+            await trial.infer(address, "a", [X])

@@ -1,0 +1,73 @@
+"""One request of the live page's form, through the HTTP port of the server's own tritonserver."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from yarl import URL
+
+from rsrv.live.source import PageError
+
+#: Seconds for an answer, and its most bytes.
+_TIMEOUT_S, _MAX_ANSWER = 30.0, 1 << 18
+
+
+async def infer(address: str, model: str, inputs: Any) -> tuple[int, str]:
+    """Send a request of a page to a known model; return the HTTP status and the text of the answer.
+
+    Args:
+        address: HOST:PORT of tritonserver's HTTP front end; empty: it has none.
+        model: its name.
+        inputs: JSON from a client: objects with name, datatype, shape, and data as a flat list.
+
+    Raises:
+        PageError: the request is not sent, or not answered.
+    """
+    body = json.dumps({"inputs": _checked(inputs)})
+    if not address:
+        raise PageError(
+            409, "tritonserver was started with --allow-http=false, and the form needs its HTTP port"
+        )
+    url = URL(f"http://{address}/v2/models/{quote(model, safe='')}/infer", encoded=True)
+    try:
+        # Neither a proxy of the environment nor a redirection takes the request elsewhere.
+        async with (
+            ClientSession(timeout=ClientTimeout(_TIMEOUT_S), trust_env=False) as session,
+            session.post(url, data=body, allow_redirects=False) as answer,
+        ):
+            text = b""
+            async for some in answer.content.iter_any():
+                text += some
+                if len(text) > _MAX_ANSWER:
+                    raise PageError(502, f"the answer has more than {_MAX_ANSWER >> 10} kB: use the command")
+            return answer.status, text.decode(errors="replace")
+    except TimeoutError:
+        raise PageError(504, f"no answer within {_TIMEOUT_S:g} s") from None
+    except (ClientError, OSError) as error:
+        raise PageError(502, f"tritonserver does not answer at {address}: {error}") from None
+
+
+def _checked(inputs: Any) -> list[Mapping[str, Any]]:
+    """Return inputs without other fields, such as those that name shared memory. Raises PageError.
+
+    Triton 24.10 takes the memory for a shape before it reads the values, and ends if there is not enough.
+    """
+    found: list[Mapping[str, Any]] = []
+    for one in inputs if isinstance(inputs, list) else ():
+        match one:
+            case {"name": str(name), "datatype": str(datatype), "shape": list(shape), "data": list(data)}:
+                if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) != len(
+                    data
+                ):
+                    raise PageError(
+                        400, f"{name:.80}: the shape {shape!s:.80} does not take {len(data)} values"
+                    )
+                if not all(isinstance(value, (bool, int, float, str)) for value in data):
+                    raise PageError(400, f"{name:.80}: the values must be numbers or texts")
+                found.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
+    if not found or len(found) != len(inputs):
+        raise PageError(400, "inputs must be objects with name, datatype, shape and data")
+    return found

@@ -36,6 +36,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -117,11 +118,11 @@ def running_engine(folder: Path) -> Iterator[Engine]:
         try:
             engine = Engine(
                 Tensors(FakePbUtils),
-                Responses(FakePbUtils),
+                Session(lambda: greet(connect(path)), "doubling", str(bundle)),
+                StubProcess(Responses(FakePbUtils)),
                 Hooks(),
                 (WireTensor("y", "f32", (-1, 3)),),
                 True,
-                Session(lambda: greet(connect(path)), "doubling", str(bundle)),
             )
             yield engine
             engine.close()

@@ -17,6 +17,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.stub.connection import Greeted
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Launcher, Session
 from rsrv.stub.tensors import Tensors
@@ -82,11 +83,11 @@ def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
 def engine_of(open_connection: Callable[[], Greeted], bundle: Path, name: str) -> Engine:
     return Engine(
         Tensors(FakePbUtils),
-        Responses(FakePbUtils),
+        Session(open_connection, name, str(bundle)),
+        StubProcess(Responses(FakePbUtils)),
         Hooks(),
         [WireTensor("y", "f32", (-1, 3))],
         True,
-        Session(open_connection, name, str(bundle)),
     )
 
 

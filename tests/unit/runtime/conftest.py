@@ -28,6 +28,7 @@ from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -40,7 +41,7 @@ from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Look, check_signatures, signature_of
 from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice, FakePbUtils
-from tests.unit.runtime.metas import Run, meta_engine
+from tests.unit.runtime.metas import Run, alone, meta_engine
 from tests.waiting import wait_until
 
 
@@ -193,13 +194,15 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
     def start(
         hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", (-1, 3)),)
     ) -> Engine:
-        engine = Engine(
-            Tensors(FakePbUtils),
-            Responses(FakePbUtils),
-            hooks or Hooks(),
-            outputs,
-            True,
-            Session(runtime.open, "doubling", str(doubling)),
+        engine = alone(
+            Engine(
+                Tensors(FakePbUtils),
+                Session(runtime.open, "doubling", str(doubling)),
+                StubProcess(Responses(FakePbUtils)),
+                hooks or Hooks(),
+                outputs,
+                True,
+            )
         )
         started.append(engine)
         return engine

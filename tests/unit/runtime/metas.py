@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from rsrv.hooks.loader import Hooks, load_hooks, load_run
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses, untag
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Array, Tensors
@@ -100,18 +101,29 @@ def with_token(run: int, traceparent: str = "") -> str:
     return json.dumps({"rsrv_run": str(run), "traceparent": traceparent})
 
 
+E = TypeVar("E", Engine, MetaEngine)
+
+
+def alone(engine: E) -> E:
+    """Have requests that waited for a runtime go to this engine, as the only one of its model."""
+    engine._process.live = lambda: [engine]
+    return engine
+
+
 def model_engine(
     runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
 ) -> Engine:
     """Start the engine of a model's own stub; an internal model has one with `meta.transport: bls` only."""
-    return Engine(
-        Tensors(FakePbUtils),
-        Responses(FakePbUtils),
-        hooks or Hooks(),
-        OUTPUTS,
-        True,
-        Session(runtime.open, bundle.name, str(bundle)),
-        internal=internal,
+    return alone(
+        Engine(
+            Tensors(FakePbUtils),
+            Session(runtime.open, bundle.name, str(bundle)),
+            StubProcess(Responses(FakePbUtils)),
+            hooks or Hooks(),
+            OUTPUTS,
+            True,
+            internal=internal,
+        )
     )
 
 
@@ -133,17 +145,21 @@ def meta_engine(
     `run` and `hooks` replace the bundles' own.
     """
     bls: Any = triton or FakeCallees()
-    engine = MetaEngine(
-        Tensors(FakePbUtils),
-        Responses(FakePbUtils),
-        run or load_run(bundle / "model.py"),
-        {name: (hooks or {}).get(name) or load_hooks(path / "model.py") for name, path in calls.items()},
-        list(bls.models),
-        outputs,
-        batched,
-        Session(runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}),
-        lambda settings: bls,
-        restartable=restartable,
+    engine = alone(
+        MetaEngine(
+            Tensors(FakePbUtils),
+            Session(
+                runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}
+            ),
+            StubProcess(Responses(FakePbUtils)),
+            run or load_run(bundle / "model.py"),
+            {name: (hooks or {}).get(name) or load_hooks(path / "model.py") for name, path in calls.items()},
+            list(bls.models),
+            outputs,
+            batched,
+            lambda settings: bls,
+            restartable=restartable,
+        )
     )
     try:
         yield engine

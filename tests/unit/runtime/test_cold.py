@@ -22,7 +22,8 @@ from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
@@ -63,24 +64,22 @@ class Stub:
             if calls is None:
                 return Engine(
                     Tensors(FakePbUtils),
-                    Responses(FakePbUtils),
+                    session,
+                    self.process,
                     self._hooks(),
                     OUTPUTS,
                     True,
-                    session,
-                    process=self.process,
                 )
             return MetaEngine(
                 Tensors(FakePbUtils),
-                Responses(FakePbUtils),
+                session,
+                self.process,
                 lambda inputs, call: call("a", inputs),
                 dict.fromkeys(calls, Hooks()),
                 (),
                 OUTPUTS,
                 True,
-                session,
                 lambda settings: pytest.fail("there are no calls through Triton"),
-                process=self.process,
             )
         except BaseException:
             session.close()

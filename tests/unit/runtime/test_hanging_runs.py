@@ -12,7 +12,7 @@ from tests.unit.runtime.metas import SOON, Run, answer_of, assert_y, both_kinds,
 def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
     """A run that waits for a call never counts as hanging; a hook that hangs is reported."""
     engine = start_meta(runtime, run)
-    guard = engine._guard
+    guard = engine._process.guard
     guard._backstop = FakeBackstop()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()

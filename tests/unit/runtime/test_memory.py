@@ -15,6 +15,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.stub.connection import Rejected
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Launcher, Session
@@ -24,6 +25,7 @@ from tests.fakes import FakePbUtils, FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
 from tests.unit.bundle.forge import seal
+from tests.unit.runtime.metas import alone
 from tests.waiting import wait_until
 
 #: More of them compile more, and show no more.
@@ -54,13 +56,15 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
 
 
 def engine(launcher: Launcher, bundle: Path) -> Engine:
-    return Engine(
-        Tensors(FakePbUtils),
-        Responses(FakePbUtils),
-        Hooks(),
-        [WireTensor("y", "f32", (-1, COLUMNS))],
-        True,
-        Session(launcher.open, bundle.name, str(bundle)),
+    return alone(
+        Engine(
+            Tensors(FakePbUtils),
+            Session(launcher.open, bundle.name, str(bundle)),
+            StubProcess(Responses(FakePbUtils)),
+            Hooks(),
+            [WireTensor("y", "f32", (-1, COLUMNS))],
+            True,
+        )
     )
 
 

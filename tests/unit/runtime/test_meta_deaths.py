@@ -14,7 +14,8 @@ from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.resubmission import EQUAL, SUSPECT
 from rsrv.stub.session import Session
@@ -185,15 +186,14 @@ def test_a_run_goes_on_at_the_other_device(
         calls = {name: str(doublings[name]) for name in "ab"}
         return MetaEngine(
             Tensors(FakePbUtils),
-            Responses(FakePbUtils),
+            Session(runtimes[-1].open, "meta", str(tmp_path / "meta"), calls, device),
+            process,
             stopping(pause),
             {"a": Hooks(), "b": Hooks()},
             (),
             OUTPUTS,
             True,
-            Session(runtimes[-1].open, "meta", str(tmp_path / "meta"), calls, device),
             lambda settings: pytest.fail("nothing goes through Triton"),
-            process=process,
         )
 
     replicas = Replicas(make, "meta", process)

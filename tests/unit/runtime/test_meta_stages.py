@@ -11,7 +11,7 @@ import pytest
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.replicas import StubProcess
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -37,15 +37,14 @@ class StagedMeta:
             calls = {name: str(bundles[name]) for name in "ab"}
             engine = MetaEngine(
                 Tensors(FakePbUtils),
-                Responses(FakePbUtils),
+                Session(runtime.open, "meta", str(path), calls, device),
+                process,
                 run,
                 {"a": Hooks(), "b": Hooks()},
                 (),
                 OUTPUTS,
                 True,
-                Session(runtime.open, "meta", str(path), calls, device),
                 lambda settings: pytest.fail("nothing goes through Triton"),
-                process=process,
             )
             self.engines.append(engine)
         process.stages = lambda device: {"a": self.engines[0], "b": self.engines[1]}

@@ -20,6 +20,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.resubmission import EQUAL, SUSPECT
 from rsrv.stub.session import Session
@@ -29,6 +30,7 @@ from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.socket import connect
 from tests.fakes import FakeError, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, double
+from tests.unit.runtime.metas import alone
 from tests.waiting import wait_until
 
 #: a value in the inputs of a request whose execution does not end by itself
@@ -81,13 +83,15 @@ class Server:
             greeted = greet(connect(self._directory / paths.SOCKET))
             return replace(greeted, blackbox=BlackBoxReader(self._directory))
 
-        return Engine(
-            Tensors(FakePbUtils),
-            Responses(FakePbUtils),
-            Hooks(),
-            [WireTensor("y", "f32", (-1, 3))],
-            True,
-            Session(open_connection, name, str(bundle)),
+        return alone(
+            Engine(
+                Tensors(FakePbUtils),
+                Session(open_connection, name, str(bundle)),
+                StubProcess(Responses(FakePbUtils)),
+                Hooks(),
+                [WireTensor("y", "f32", (-1, 3))],
+                True,
+            )
         )
 
 

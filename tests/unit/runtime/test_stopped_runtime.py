@@ -15,6 +15,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.stub.engine import Engine
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -23,6 +24,7 @@ from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 from tests.unit.runtime.metas import (
     OUTPUTS,
+    alone,
     answer_of,
     ask,
     assert_fails,
@@ -120,13 +122,15 @@ def takes_requests(engine: Engine) -> bool:
 
 
 def engine_of(open_connection: Callable[[], Greeted], bundle: Path, hooks: Hooks | None = None) -> Engine:
-    return Engine(
-        Tensors(FakePbUtils),
-        Responses(FakePbUtils),
-        hooks or Hooks(),
-        OUTPUTS,
-        True,
-        Session(open_connection, "doubling", str(bundle)),
+    return alone(
+        Engine(
+            Tensors(FakePbUtils),
+            Session(open_connection, "doubling", str(bundle)),
+            StubProcess(Responses(FakePbUtils)),
+            hooks or Hooks(),
+            OUTPUTS,
+            True,
+        )
     )
 
 

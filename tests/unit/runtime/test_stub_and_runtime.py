@@ -294,18 +294,22 @@ def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
 
 
 def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
+    from rsrv.stub.replica import StubProcess
     from rsrv.stub.replies import Responses
     from rsrv.stub.session import Session
     from rsrv.stub.tensors import Tensors
     from tests.fakes import FakePbUtils
+    from tests.unit.runtime.metas import alone
 
-    return Engine(
-        Tensors(FakePbUtils),
-        Responses(FakePbUtils),
-        hooks or Hooks(),
-        [WireTensor("y", "f32", (-1, 3))],
-        True,
-        Session(runtime.open, name, str(bundle)),
+    return alone(
+        Engine(
+            Tensors(FakePbUtils),
+            Session(runtime.open, name, str(bundle)),
+            StubProcess(Responses(FakePbUtils)),
+            hooks or Hooks(),
+            [WireTensor("y", "f32", (-1, 3))],
+            True,
+        )
     )
 
 

@@ -15,7 +15,8 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
@@ -41,12 +42,11 @@ class TwoRuntimes:
             session = Session(runtime.open, "doubling", str(bundle))
             engine = Engine(
                 Tensors(FakePbUtils),
-                Responses(FakePbUtils),
+                session,
+                process,
                 Hooks(),
                 [WireTensor("y", "f32", (-1, 3))],
                 True,
-                session,
-                process=process,
             )
             self.engines.append(engine)
             return engine

@@ -18,7 +18,7 @@ import pytest
 from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.stub.generation import GenerationEngine
-from rsrv.stub.replicas import StubProcess
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import DOWN, Attachment, Remote, Session
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -114,7 +114,7 @@ class FakeSession:
     def lost(self, attachment: Attachment) -> None:
         self.attachment = None
 
-    def close(self) -> None:
+    def close(self, *, direct: bool = True) -> None:
         for life in self.lives:
             life.sock.close()
             life.attachment.deferred.close()
@@ -130,7 +130,7 @@ class Model:
         self.process.sessions.append(cast(Session, self.session))
         prompts = cast(PromptTokeniser, Characters()) if text else None
         tensors = Tensors(FakePbUtils)
-        self.engine = GenerationEngine(tensors, responses, prompts, cast(Session, self.session), self.process)
+        self.engine = GenerationEngine(tensors, cast(Session, self.session), self.process, prompts)
         self.process.live = lambda: [self.engine]
         self._text = text
 

@@ -19,7 +19,8 @@ from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.placement.device_choice import PINNED, by_preference
 from rsrv.stub import replicas as under_test
 from rsrv.stub.connection import Cold, LaunchError, Rejected
-from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Session
@@ -125,11 +126,11 @@ def made(
     """Return a model's replicas, and the fakes by device; None for those that failed. `failing`: errors of the attempts."""
     fakes: dict[int, FakeReplica] = {}
 
-    def make(device: int) -> ModelReplica:
+    def make(device: int) -> ModelReplica[Any]:
         if failing and failing.get(device):
             raise failing[device].pop(0)
         fakes[device] = FakeReplica(device, devices, transport=transport)
-        return fakes[device]
+        return cast(ModelReplica[Any], fakes[device])
 
     replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader, lambda: devices)
     return replicas, [fakes.get(device) for device in range(devices)]
@@ -353,13 +354,13 @@ def test_a_device_joins_while_a_run_by_stage_begins(
                 wait_until(lambda: len(replicas._replicas) == 3)
             return self.seconds
 
-    def make(device: int) -> ModelReplica:
+    def make(device: int) -> ModelReplica[Any]:
         attempts.append(device)
         if device == 2:
             if attempts.count(2) == 1:
                 raise LaunchError("the card is held")
             begun.wait(10)
-        return Beginning(device, 3) if device == 0 else FakeReplica(device, 3)
+        return cast(ModelReplica[Any], Beginning(device, 3) if device == 0 else FakeReplica(device, 3))
 
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
     replicas = Replicas(make, "m", StubProcess(Responses(FakePbUtils)), reader)
@@ -493,11 +494,11 @@ def made_cold(
     """Return a stub's process, the replicas that it starts by device, and what makes all replicas of a cold model."""
     process, fakes = StubProcess(Responses(FakePbUtils)), dict[int, FakeReplica]()
 
-    def make(device: int) -> ModelReplica:
+    def make(device: int) -> ModelReplica[Any]:
         if device not in process.wanted:
             raise Cold(60.0)
         fakes[device] = FakeReplica(device, devices, transport=transport)
-        return fakes[device]
+        return cast(ModelReplica[Any], fakes[device])
 
     return process, fakes, partial(Replicas, make, "m", process, reader, lambda: devices)
 

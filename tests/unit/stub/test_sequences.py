@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.sequences import SequenceHomes, SequenceStep, read_step
@@ -27,7 +28,7 @@ class Devices:
         self.process = StubProcess(Responses(FakePbUtils))
         self.process.homes = SequenceHomes(60.0)
         self.replicas = Replicas(
-            lambda device: cast(ModelReplica, self.all.setdefault(device, FakeReplica(device, count))),
+            lambda device: cast(ModelReplica[Any], self.all.setdefault(device, FakeReplica(device, count))),
             "m",
             self.process,
             devices=lambda: count,

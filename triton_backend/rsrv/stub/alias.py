@@ -14,15 +14,15 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Protocol
 
-from rsrv import logs
 from rsrv.hooks.loader import HookError
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.model import serve_model, set_up
-from rsrv.stub.replicas import StubProcess
+from rsrv.stub.model import ModelStub, ServedModel, Setup, serve_model
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import parse_parameters
 from rsrv.stub.session import UNREACHABLE
@@ -42,23 +42,14 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _PARAMETER = "rsrv_alias"
 
 
-class AliasTarget(Protocol):
+class AliasTarget(ServedModel, Protocol):
     """A model behind an alias: `Replicas`, or a `ColdModel`."""
 
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def execute(self) -> Callable[[Sequence[Any]], list[Any] | None]:
-        """Answer Triton's requests, as `EntryPoint.execute`."""
-
     def execute_later(self, requests: Sequence[Any]) -> None:
-        """Answer them after execute() returned."""
+        """Answer Triton's requests after execute() returned."""
 
     def compared(self, outcome: str) -> None:
         """Count an answer that was compared with that of another target."""
-
-    def close(self) -> None: ...
 
 
 class TargetResponses(Responses):
@@ -227,22 +218,15 @@ class Alias:
             one.close()
 
 
-class AliasStub:
+class AliasStub(ModelStub):
     """The stub of one alias."""
 
-    def initialize(self, args: dict[str, str]) -> None:
+    def serve(self, setup: Setup, pb_utils: Any) -> Alias:
         """Return when a target is ready, or cold. Raises TritonModelException with the reasons otherwise."""
-        import triton_python_backend_utils as pb_utils
-
-        setup = set_up(args, pb_utils)
         alias, folder = setup.name, setup.bundle.parent / "calls"
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
         dtypes = {wire.name: wire.dtype for wire in setup.outputs}
-        try:
-            tensors = Tensors(pb_utils)
-        except BrokenPairing as error:
-            raise pb_utils.TritonModelException(f"alias {alias!r}: {error}") from None
-        guard, together = HookGuard(), Responses(pb_utils)
+        tensors, guard, together = Tensors(pb_utils), HookGuard(), Responses(pb_utils)
 
         def load(target: str) -> tuple[AliasTarget, Shadow | None]:
             copies = shares[target] == SHADOW
@@ -254,17 +238,19 @@ class AliasStub:
             return found, shadow
 
         split = Split(alias, shares)
-        self._alias = Alias(split, load, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        served = Alias(split, load, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         self._closed = threading.Event()
-        failures = self._alias.load(shares)
+        failures = served.load(shares)
         if failures.keys() >= set(split.names):
-            self._alias.close()
+            served.close()
             reasons = "; ".join(f"model {name!r}: {text}" for name, text in failures.items())
             raise pb_utils.TritonModelException(f"alias {alias!r}: {reasons}")
         if failures:
-            threading.Thread(target=self._load_again, args=(failures,), name="targets", daemon=True).start()
+            again = partial(self._load_again, served, failures)
+            threading.Thread(target=again, name="targets", daemon=True).start()
+        return served
 
-    def _load_again(self, failures: Mapping[str, str]) -> None:
+    def _load_again(self, served: Alias, failures: Mapping[str, str]) -> None:
         """Load targets that failed until all are loaded."""
         pause, said = _FIRST_PAUSE_S, dict[str, str]()
         while failures:
@@ -276,22 +262,14 @@ class AliasStub:
             said = {**failures}
             if self._closed.wait(pause):
                 return
-            failures = self._alias.load(failures)
+            failures = served.load(failures)
             for name in said.keys() - failures:
                 log.info("model %r is loaded and answers its share", name)
             pause = min(2 * pause, _MAX_PAUSE_S)
 
-    def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._alias.execute(requests)
-
-    def is_ready(self) -> bool:
-        """Tell Triton 26.03 and later whether the alias is ready."""
-        return self._alias.ready
-
     def finalize(self) -> None:
         self._closed.set()
-        self._alias.close()
-        logs.flush()
+        super().finalize()
 
 
 #: the name that Triton's Python backend looks for

@@ -11,7 +11,8 @@ from typing import Any
 from rsrv.hooks.loader import HookError
 from rsrv.stub.connection import Cold
 from rsrv.stub.metrics import Meters
-from rsrv.stub.replicas import Replicas, StubProcess
+from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
 from rsrv.stub.session import UNREACHABLE, Startable
 

@@ -12,13 +12,14 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.replies import Reply, Responses
+from rsrv.stub.replies import Reply, RequestFailure, Responses
 from rsrv.stub.request import ClientRequest
-from rsrv.stub.session import DOWN, UNLOADED, Attachment, Session
+from rsrv.stub.session import UNLOADED, Attachment, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -40,27 +41,33 @@ STUCK = "the model runtime takes no requests at the moment; try again later"
 _BROKEN = "the model's process cannot go on; it is being restarted"
 
 
-class DeferredRequest(Protocol):
-    """A request that is answered after execute() returned."""
+@dataclass(slots=True, eq=False)
+class DeferredRequest:
+    """A request that may be answered after execute() returned."""
 
     id: int  # unique on its connection
-    connection: RuntimeConnection
     request: ClientRequest
+    connection: RuntimeConnection
     #: None until it is made
-    response: Any
-    checked: float  # time.monotonic of the latest check for cancellation
-    cancelling: bool
+    response: Any = field(default=None, kw_only=True)
+    checked: float = field(default=0.0, kw_only=True)  # time.monotonic of the latest check for cancellation
+    cancelling: bool = field(default=False, kw_only=True)
 
     def write(self) -> Any:
         """Return the entry of a frame that asks for it."""
+        raise NotImplementedError
 
-    def finish(self, done: Completion) -> None: ...
+    def finish(self, done: Completion) -> None:
+        """Take the runtime's answer."""
+        raise NotImplementedError
 
-    def fail(self, status: Status, text: str) -> None: ...
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = RequestFailure(status, text)
 
     @property
     def nbytes(self) -> int:
-        """About the size of the answer."""
+        """About the size of the answer, as far as it may be sent in two steps."""
+        return 0
 
     def release(self) -> None:
         """Free the request's memory, after the answer."""
@@ -90,8 +97,8 @@ class DeferredReplies(Generic[W]):
         self._end = end
         #: called with the attachment when its runtime asks to be left, and with the seconds that a later start may take
         self.dismissed: Callable[[Attachment, float], object] = lambda attachment, seconds: None
-        #: gives a request, whose runtime is gone, to another device; False: it cannot
-        self.rescue: Callable[[W], bool] = lambda one: False
+        #: takes a request whose runtime is gone
+        self.rescue: Callable[[W], object] = lambda one: None
         #: takes a token of an answer, on the reading thread
         self.on_token: Callable[[W, int], object] = lambda one, token: None
         self._pack = pack
@@ -156,7 +163,7 @@ class DeferredReplies(Generic[W]):
             self.lose(attachment)
             # `lose` fails pending requests; if the runtime was lost before, these were not among them.
             if pending is None:
-                self.rescue_or_fail(requests)
+                self.rescue_all(requests)
             return
         if sent < len(requests):
             with self._lock:
@@ -182,7 +189,7 @@ class DeferredReplies(Generic[W]):
         attachment.deferred.close()
         if handed_over:
             attachment.direct.close()
-        self.rescue_or_fail(requests)
+        self.rescue_all(requests)
 
     def leave(self, attachment: Attachment) -> None:
         """Leave a runtime that the model needs no longer. A request that comes at the same time starts the model again."""
@@ -190,11 +197,12 @@ class DeferredReplies(Generic[W]):
             requests = self._forget(attachment.deferred)
         self._session.fall_back(attachment)
         attachment.deferred.close()
-        self.rescue_or_fail(requests.values())
+        self.rescue_all(requests.values())
 
-    def rescue_or_fail(self, requests: Iterable[W]) -> None:
-        """End requests whose runtime is gone here; all of them have replies."""
-        self._fail([one for one in requests if not self.rescue(one)], Status.RUNTIME_DOWN, DOWN)
+    def rescue_all(self, requests: Iterable[W]) -> None:
+        """Have requests, whose runtime is gone, wait for another one; all of them have replies."""
+        for one in requests:
+            self.rescue(one)
 
     @property
     def idle(self) -> bool:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import RuntimeConnection, Slab
-from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredReplies
+from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredRequest
 from rsrv.stub.endpoint import (
     SLOW_HOOK_S,
     Array,
@@ -32,10 +30,9 @@ from rsrv.stub.endpoint import (
     WireTensor,
     read_inputs,
 )
-from rsrv.stub.metrics import Meters
-from rsrv.stub.replicas import StubProcess
-from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replies import RequestFailure
+from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
 from rsrv.stub.tensors import Tensors
@@ -57,12 +54,9 @@ _INTERNAL = "this model is a part of meta models and not served by itself: its m
 
 
 @dataclass(slots=True, eq=False)
-class ModelRequest:
+class ModelRequest(DeferredRequest):
     """One request of a model in the stub."""
 
-    id: int  # unique on its connection
-    request: ClientRequest
-    connection: RuntimeConnection
     inputs: Sequence[Array] = ()
     #: None until the shapes are known
     plan: ExecutionPlan | None = None
@@ -74,9 +68,6 @@ class ModelRequest:
     inputs_at: int = 0
     outputs_at: int = 0
     execute_ns: int = 0  # of the execution that it was part of
-    response: Any = None  # if it was made before the rest of its batch was done
-    checked: float = 0.0  # time.monotonic of the latest check for cancellation
-    cancelling: bool = False
 
     def write(self) -> Submission:
         """Copy the inputs to shared memory, and return the submission to send."""
@@ -126,7 +117,7 @@ class ModelRequest:
 
     @property
     def nbytes(self) -> int:
-        """About the size of the answer, as far as it may be sent in two steps.
+        """About the size of the answer, unless a sub-call gets it.
 
         A sub-call's answer may not: the second step would end the server (24.10 takes it for another answer), while an
         answer that finds no room is missed by its caller for as long as a call through Triton may take.
@@ -144,7 +135,6 @@ class ModelRequest:
         return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
 
     def release(self) -> None:
-        """Give the memory back, after the answer."""
         if self.slab is not None:
             self.connection.release(self.slab)
 
@@ -153,66 +143,35 @@ class ModelRequest:
         if done.status is not Status.OK:
             self.fail(done.status, done.text)
 
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
 
-
-class Engine:
+class Engine(ModelReplica[ModelRequest]):
     """Answers the requests of one model."""
 
     def __init__(
         self,
         tensors: Tensors,
-        responses: Responses,
+        session: Session,
+        process: StubProcess,
         hooks: Hooks,
         outputs: Sequence[WireTensor],
         batched: bool,
-        session: Session,
         *,
-        process: StubProcess | None = None,
         internal: bool = False,
     ) -> None:
-        """`process` is shared with the model's other replicas; None: there is no other."""
-        self._tensors = tensors
-        self._responses = responses
+        attachment = process.begin(session)
+        super().__init__(tensors, session, process, pack_submissions, SENDER_THREADS)
         self._hooks = hooks
         self._outputs = outputs
         #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
         self._batched = batched
         #: whether only meta models may call it
         self._internal = internal
-        self.session = session
-        self._process = process or StubProcess(responses)
-        if process is None:
-            self._process.live = lambda: [self]
-        self._guard = self._process.guard
-        self.meters = Meters()
-        self._outcomes = Outcomes(self.meters, responses)
         #: memory for answers in place: the connection has one batch at a time, and Triton has copied its answers
         #: when the next one comes
         self._slab: Slab | None = None
-        #: held while execute() reads requests and answers them in place
-        self._executing = Lock()
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
-        self._attachment = self._latest = attachment = self._process.begin(session)
-        self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
-            session,
-            responses,
-            pack_submissions,
-            self._respond,
-            SENDER_THREADS,
-            self._process.end,
-        )
-        #: answers Triton's requests, as `EntryPoint.execute`
-        self.execute = EntryPoint(
-            self._answer, self._outcomes, self._deferred.reply, self._process.end
-        ).execute
-        #: the same after execute() returned, or with failures at once
-        self.execute_later = EntryPoint(
-            partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
-        ).execute
-        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
+        self._attachment = self._latest = attachment
         session.on_attach = self._use
         self._use(attachment)
         self._switch(attachment)
@@ -224,49 +183,31 @@ class Engine:
         self._attachment, self._direct, self._slab = attachment, attachment.direct, None
 
     def _use(self, attachment: Attachment) -> None:
-        """Prepare requests for another attachment, before any thread submits one to it."""
         if self._latest is not self._attachment:
             self._latest.direct.close()  # its runtime died before execute() came to use it
         self._latest = attachment
         #: of the request that was read last
         self._variant = 0
-        self._key, self._inputs = attachment.key, attachment.inputs
-        self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
+        self._inputs = attachment.inputs
         (model,) = attachment.models
         self._largest = model.interface.variants[0].sizes[-1]
         self._stateful = model.stateful
-        self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
-        self._endpoint = Endpoint(
-            model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
-        )
+        measure = partial(self.meters.hook, model.name)
+        self._endpoint = Endpoint(model.interface, self._hooks, self._process.guard, measure)
         self._execution = LearnedDuration(min(map(min, model.costs)), fall=1.0, rise=_RISE)
         self._costs = [
             ExecutionCosts(variant.sizes, seconds)
             for variant, seconds in zip(model.interface.variants, model.costs, strict=True)
         ]
-        self._deferred.watch(attachment)
+        super()._use(attachment)
 
-    @property
-    def ready(self) -> bool:
-        """True if a runtime serves this model and takes requests, or the model is cold."""
-        return self.session.ready
-
-    def answers_in_s(self) -> float:
-        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
-        attachment = self.session.reading
-        if attachment is None:
-            return inf
+    def _answers_in_s(self, attachment: Attachment) -> float:
         return attachment.device_free_in_s() + attachment.load_in_s() + self._execution.seconds
 
-    def forecast(self) -> Forecast | None:
-        """Return its device's work as expected; None without a runtime that reads."""
-        attachment = self.session.reading
-        if attachment is None:
-            return None
+    def _forecast(self, attachment: Attachment) -> Forecast:
         return attachment.forecast(self._costs[self._variant])
 
     def rows(self, requests: Sequence[Any]) -> list[int]:
-        """Return the rows of Triton's requests, as far as they can be read; never raises."""
         return [self._rows(request) for request in requests]
 
     def _rows(self, request: Any) -> int:
@@ -277,37 +218,14 @@ class Engine:
         return 1
 
     def guard_hooks(self) -> None:
-        """Limit the harm that hooks can do to other models, by settings of the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
             self._process.guard_hooks(self._attachment.settings["stub"], SENDER_THREADS)
 
-    def close(self) -> None:
-        self._process.resubmission.close()
-        self._guard.close()
-        self._deferred.close()
-        self.session.close()
-
     # --- a batch ------------------------------------------------------------------------------------------
 
-    def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
-        """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
-        with self._executing:
-            return self._answer_now(requests, at_once=at_once)
-
-    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Leave a runtime that asks for it, because the model is idle there; with requests in flight, stay."""
-        self._process.resubmission.start_timeout_s = start_timeout_s
-        if self._deferred.idle and self._executing.acquire(blocking=False):
-            try:
-                self._deferred.leave(attachment)
-            finally:
-                self._executing.release()
-
-    def _answer_now(self, requests: list[ClientRequest], *, at_once: bool) -> list[Any] | None:
-        attachment = self.session.attachment
-        if attachment is None:
-            self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)
-            return None
+    def _answer_by(
+        self, attachment: Attachment, requests: list[ClientRequest], at_once: bool
+    ) -> list[Any] | None:
         if attachment is not self._attachment:
             self._switch(attachment)
         if at_once and self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
@@ -368,7 +286,7 @@ class Engine:
             for one in batch:
                 if one.id not in waiting:
                     self._deferred.finish(one)
-            self._deferred.rescue_or_fail(waiting.values())
+            self._deferred.rescue_all(waiting.values())
             return None
         return [one.response or self._respond(one) for one in batch]
 
@@ -420,7 +338,7 @@ class Engine:
         try:
             placed = self._place(batch, attachment.deferred, RuntimeConnection.take)
         except Closed:  # the runtime died while hooks ran
-            self._deferred.rescue_or_fail(batch)
+            self._deferred.rescue_all(batch)
             return
         for one in batch:
             if one.id not in placed:
@@ -429,20 +347,18 @@ class Engine:
 
     # --- after a runtime's death --------------------------------------------------------------------------
 
-    def _rescue(self, one: ModelRequest) -> bool:
-        """Have a request, whose runtime died, wait for another one. No other has the state of a sequence that went on."""
+    def _rescue(self, one: ModelRequest) -> None:
         request = one.request
-        if one.step is not None and not one.step.start:
+        if one.step is not None and not one.step.start:  # no other runtime has the state of its sequence
             one.fail(Status.SEQUENCE_LOST, LOST)
             self._deferred.finish(one)
-            return True
+            return
         if one.launched and one.connection.ended_by(self._key):
             request.deaths += 1
             self._remember(request.deaths, one)
         # The dead runtime may still write to this memory, so the request gets other memory.
         one.release()
         self._process.resubmission.add(request, self._outcomes)
-        return True
 
     def _remember(self, deaths: int, one: ModelRequest) -> None:
         """Count the deaths that a request has seen against its inputs, as `Resubmission.remember`."""
@@ -453,14 +369,9 @@ class Engine:
                 arrays = one.written()
             self._process.resubmission.remember(deaths, arrays)
 
-    def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request that waited for a runtime; False: there is none."""
-        attachment = self.session.attachment
-        if attachment is None:
-            return False
+    def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         batch = self._receive(attachment.deferred, [request])
         self._deferred.run(partial(self._submit_later, attachment, batch))
-        return True
 
     # --- one request --------------------------------------------------------------------------------------
 
@@ -493,8 +404,8 @@ class Engine:
                 continue
             try:
                 nbytes += self._prepare(one, nbytes)
-            except Exception as error:  # noqa: BLE001 - logged by blame
-                one.request.blame(error)
+            except Exception as error:  # noqa: BLE001 - logged by failure_for
+                one.request.failure = one.request.failure_for(error)
             else:
                 prepared.append(one)
         if not prepared:
@@ -552,7 +463,6 @@ class Engine:
         return step
 
     def _respond(self, one: ModelRequest) -> Any:
-        """Return the response of a request whose outcome is known; never raises."""
         request = one.request
         if request.failure is None and request.reply is not None and request.reply.sent:
             one.fail(Status.DEADLINE, LATE)
@@ -573,9 +483,5 @@ class Engine:
             if request.deaths:
                 self._remember(0, one)
             return response
-        except RequestFailure as failure:
-            return self._outcomes.failed(request, failure)
-        except Exception:
-            log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
-            why = RequestFailure(Status.INTERNAL, "the answer could not be made; the server's log says why")
-            return self._outcomes.failed(request, why)
+        except Exception as error:  # noqa: BLE001 - logged by failure_for
+            return self._outcomes.failed(request, request.failure_for(error))

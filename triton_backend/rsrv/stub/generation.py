@@ -4,14 +4,12 @@ The runtime sends tokens as they come, and never waits for a client. What a slow
 answer's limit of tokens; here tokens that wait for a sender thread become one piece, and Triton keeps sent responses.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from threading import Lock
 from typing import Any
 
@@ -19,41 +17,31 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks.text import PromptTokeniser, TextStream
-from rsrv.logs import of_request
-from rsrv.placement.batch_shares import Forecast
-from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import LATE, SENDER_THREADS, DeferredReplies
+from rsrv.stub.deferred import LATE, SENDER_THREADS, DeferredRequest
 from rsrv.stub.generation_params import GenerationParams, read_generation_params
-from rsrv.stub.metrics import Meters
-from rsrv.stub.replicas import StubProcess
-from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes, parse_parameters
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replies import RequestFailure
+from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed
 
-log = logging.getLogger("rsrv.stub")
-
 #: seconds that an answer may take if its client sets no deadline: on plain HTTP a client that is gone cannot be seen
 _DEADLINE_S = 300.0
 #: bytes of text that are read for each token of the context
 _BYTES_PER_TOKEN = 64
 _DIED = "the model runtime ended after a part of this answer was sent; it is being restarted, ask again for a whole answer"
-_BROKEN = "the answer could not be made; the server's log says why"
 _SUB_CALL = (
     "a meta model cannot call a model that generates tokens: call it through Triton, with decoupled=True"
 )
 
 
 @dataclass(slots=True, eq=False)
-class AnswerStream:
+class AnswerStream(DeferredRequest):
     """One answer while its tokens come. Its lock keeps its responses in order."""
 
-    id: int  # unique on its connection
-    request: ClientRequest
-    connection: RuntimeConnection
     prompt: Sequence[int] = ()
     frame: bytes = b""
     params: GenerationParams = field(default_factory=GenerationParams)
@@ -73,12 +61,6 @@ class AnswerStream:
     #: nothing more is sent: the answer has ended, or another runtime begins it again
     over: bool = False
     finish_reason: str = ""
-    response: Any = None
-    checked: float = 0.0  # time.monotonic of the latest check for cancellation
-    cancelling: bool = False
-
-    #: of an answer in one step; a stream's last response is small
-    nbytes = 0
 
     def write(self) -> bytes:
         return self.frame
@@ -94,100 +76,47 @@ class AnswerStream:
         else:
             self.fail(done.status, done.text)
 
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
 
-    def release(self) -> None:
-        """Do nothing: prompts and tokens are in frames."""
-
-
-class GenerationEngine:
-    """Answers the requests of one model that generates, on one device."""
+class GenerationEngine(ModelReplica[AnswerStream]):
+    """Answers the requests of one model that generates, on one device, and never in place."""
 
     def __init__(
-        self,
-        tensors: Tensors,
-        responses: Responses,
-        prompts: PromptTokeniser | None,
-        session: Session,
-        process: StubProcess,
+        self, tensors: Tensors, session: Session, process: StubProcess, prompts: PromptTokeniser | None
     ) -> None:
-        """`prompts` is None for clients that send and get tokens; `process` is shared with the model's other replicas."""
-        self._tensors = tensors
-        self._responses = responses
-        self._prompts = prompts
-        self.session = session
-        self._process = process
-        self.meters = Meters()
-        self._outcomes = Outcomes(self.meters, responses)
+        """`prompts` is None for clients that send and get tokens."""
         attachment = process.begin(session)
-        self._deferred: DeferredReplies[AnswerStream] = DeferredReplies(
-            session, responses, _pack, self._respond, SENDER_THREADS, process.end
-        )
-        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
+        super().__init__(tensors, session, process, _pack, SENDER_THREADS)
+        self._prompts = prompts
         self._deferred.on_token = self._feed
-        #: answers Triton's requests, as `EntryPoint.execute`; never in place
-        self.execute = self.execute_later = EntryPoint(
-            self._answer, self._outcomes, self._deferred.reply, process.end
-        ).execute
         session.on_attach = self._use
         self._use(attachment)
 
     def _use(self, attachment: Attachment) -> None:
-        """Prepare requests for another attachment, before any thread submits one to it."""
         (model,) = attachment.models
         assert model.generate is not None
         self._context, self._stop = model.generate["context"], model.generate["stop"]
-        self._key = attachment.key
-        self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
-        self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
-        self._deferred.watch(attachment)
+        super()._use(attachment)
 
-    @property
-    def ready(self) -> bool:
-        """True if a runtime serves this model and takes requests, or the model is cold."""
-        return self.session.ready
-
-    def answers_in_s(self) -> float:
-        """Return the seconds until its device could begin with an answer; infinite without a runtime that reads."""
-        attachment = self.session.reading
-        if attachment is None:
-            return inf
+    def _answers_in_s(self, attachment: Attachment) -> float:
         # Between two steps a device looks free, so answers under way count besides.
         return attachment.device_free_in_s() + attachment.load_in_s() + 1e-3 * self._deferred.pending
 
-    def forecast(self) -> Forecast | None:
-        """Return None: a batch is not divided, as Triton hands out one request at a time."""
-        return None
-
-    def rows(self, requests: Sequence[Any]) -> list[int]:
-        """Return the answers of each request."""
-        return [1] * len(requests)
+    def _forecast(self, attachment: Attachment) -> None:
+        """Return None: Triton hands out one request at a time."""
 
     def guard_hooks(self) -> None:
         """Do nothing: the model has no hooks."""
 
-    def close(self) -> None:
-        self._process.resubmission.close()
-        self._deferred.close()
-        self.session.close()
-
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _answer(self, requests: list[ClientRequest]) -> None:
+    def _answer_by(self, attachment: Attachment, requests: list[ClientRequest], at_once: bool) -> None:
         for request in requests:
             self._deferred.reply(request)
         for request in requests:
-            if not self.take_over(request):
-                self._process.resubmission.add(request, self._outcomes)
+            self._take_over(attachment, request)
 
-    def take_over(self, request: ClientRequest) -> bool:
-        """Begin the answer to a request, on a sender thread; False: there is no runtime."""
-        attachment = self.session.attachment
-        if attachment is None:
-            return False
+    def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         self._deferred.run(partial(self._begin, attachment, request))
-        return True
 
     def _begin(self, attachment: Attachment, request: ClientRequest) -> None:
         connection = attachment.deferred
@@ -199,8 +128,8 @@ class GenerationEngine:
         if request.failure is None:
             try:
                 self._prepare(one)
-            except Exception as error:  # noqa: BLE001 - logged by blame
-                request.blame(error)
+            except Exception as error:  # noqa: BLE001 - logged by failure_for
+                request.failure = request.failure_for(error)
         if request.failure is None:
             self._deferred.submit(attachment, [one])
         else:
@@ -245,28 +174,21 @@ class GenerationEngine:
             raise RequestFailure(Status.INVALID, text) from None
         request.rows = 1
 
-    def _rescue(self, one: AnswerStream) -> bool:
+    def _rescue(self, one: AnswerStream) -> None:
         """Have an answer of which nothing is sent begin again in another runtime; end one that has begun."""
         request = one.request
         with one.lock:
             if one.over:
-                return True
+                return
             one.over = one.parts == 0
         if not one.over:
             one.fail(Status.RUNTIME_DOWN, _DIED)
             self._deferred.finish(one)
-            return True
+            return
         if one.connection.ended_by(self._key):
             request.deaths += 1
             self._process.resubmission.remember(request.deaths, one.arrays)
         self._process.resubmission.add(request, self._outcomes)
-        return True
-
-    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Leave a runtime that asks for it, because the model is idle there; with answers under way, stay."""
-        self._process.resubmission.start_timeout_s = start_timeout_s
-        if self._deferred.idle:
-            self._deferred.leave(attachment)
 
     # --- tokens -------------------------------------------------------------------------------------------
 
@@ -292,11 +214,8 @@ class GenerationEngine:
                     piece, one.kept = one.kept, one.kept[:0]
                     one.parts += 1
                     one.request.reply.send_part(self._responses.answer([self._piece(piece)]))
-            except Exception:
-                log.exception(
-                    "request %r: answering failed", one.request.id, extra=of_request(one.request.id)
-                )
-                one.fail(Status.INTERNAL, _BROKEN)
+            except Exception as error:  # noqa: BLE001 - logged by failure_for
+                one.request.failure = one.request.failure_for(error)
                 ended = True
             if not ended:
                 return
@@ -315,7 +234,7 @@ class GenerationEngine:
         one.kept += tokens if one.text is None else one.text.feed(tokens)
 
     def _respond(self, one: AnswerStream) -> Any:
-        """Return the last response of an answer whose outcome is known; None: it was sent before. Never raises."""
+        """Return the last response of an answer; None: it was sent before."""
         with one.lock:
             return None if one.over else self._last(one)
 
@@ -325,22 +244,19 @@ class GenerationEngine:
         request = one.request
         if request.failure is None and request.reply is not None and request.reply.sent:
             one.fail(Status.DEADLINE, LATE)
-        if request.failure is None:
-            try:
-                self._take(one)
-                if one.text is not None:
-                    one.kept += one.text.finish()
-                response = self._responses.answer([self._piece(one.kept), *self._usage(one)])
-            except Exception:
-                log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
-                one.fail(Status.INTERNAL, _BROKEN)
-            else:
-                self._outcomes.ended(request, Status.OK)
-                if request.deaths:
-                    self._process.resubmission.remember(0, one.arrays)
-                return response
-        assert request.failure is not None
-        return self._outcomes.failed(request, request.failure)
+        if request.failure is not None:
+            return self._outcomes.failed(request, request.failure)
+        try:
+            self._take(one)
+            if one.text is not None:
+                one.kept += one.text.finish()
+            response = self._responses.answer([self._piece(one.kept), *self._usage(one)])
+        except Exception as error:  # noqa: BLE001 - logged by failure_for
+            return self._outcomes.failed(request, request.failure_for(error))
+        self._outcomes.ended(request, Status.OK)
+        if request.deaths:
+            self._process.resubmission.remember(0, one.arrays)
+        return response
 
     def _piece(self, piece: Any) -> Any:
         if self._prompts is None:

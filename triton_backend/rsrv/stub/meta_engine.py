@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from rsrv.stub.calls import (
     run_async,
 )
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import SENDER_THREADS, DeferredReplies
+from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import (
     Array,
@@ -44,10 +43,9 @@ from rsrv.stub.endpoint import (
 )
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.meta_run import CallRouter, MetaRequest, PlacedRun, RunPlace
-from rsrv.stub.metrics import Meters
-from rsrv.stub.replicas import StubProcess
-from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ClientRequest, EntryPoint, Outcomes
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replies import RequestFailure
+from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import OpenSpan
@@ -65,103 +63,67 @@ _MAX_BLOCK_S = 0.2
 _FALL, _RISE = 0.5, 0.02
 
 
-class MetaEngine:
+class MetaEngine(ModelReplica[MetaRequest]):
     """Answers the requests of one meta model."""
 
     def __init__(
         self,
         tensors: Tensors,
-        responses: Responses,
+        session: Session,
+        process: StubProcess,
         run: Run,
         hooks: Mapping[str, Hooks],
         external: Collection[str],
         outputs: Sequence[WireTensor],
         batched: bool,
-        session: Session,
         make_bls: Callable[[dict[str, Any]], Bls],
         *,
         restartable: bool = False,
-        process: StubProcess | None = None,
     ) -> None:
         """`hooks` are those of the callees, by name; `external` names models outside of the runtime.
 
-        `restartable` allows `run` to begin again if a runtime dies with tensors of it. `process` is shared with the
-        model's other replicas; None: there is no other.
+        `restartable` allows `run` to begin again if a runtime dies with tensors of it.
         """
-        self._tensors = tensors
-        self._responses = responses
+        attachment = process.begin(session)
+        settings = attachment.settings["meta"]
+        self._concurrency = settings["concurrency"]
+        self._through_triton = settings["transport"] == "bls"
+        self._bls = make_bls(settings) if external or self._through_triton else None
+        #: whether runs need admission: without callees in the runtime they do not use the device
+        self._gated = bool(hooks)
+        threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
+        self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
+        super().__init__(tensors, session, process, pack_entrances, threads)
         self._run = run
         self._restartable = restartable
         self._hooks = hooks
         self._external = external
         self._outputs = outputs
         self._batched = batched
-        self.session = session
-        self._process = process or StubProcess(responses)
-        if process is None:
-            self._process.live = lambda: [self]
-        self._guard = self._process.guard
-        self.meters = Meters()
-        self._outcomes = Outcomes(self.meters, responses)
-        #: whether runs need admission: without callees in the runtime they do not use the device
-        self._gated = bool(hooks)
-        attachment = self._process.begin(session)
-        settings = attachment.settings["meta"]
-        self._through_triton = settings["transport"] == "bls"
-        self._bls = make_bls(settings) if external or self._through_triton else None
-        self._concurrency = settings["concurrency"]
         #: length of a run; execute() does not wait for the first ones
         self._run_length = LearnedDuration(_MAX_BLOCK_S, _FALL, _RISE)
         self._running = 0
         #: the requests that were answered in place last: Triton reads their responses after execute() has returned
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
-        #: held while execute() reads requests and answers them in place
-        self._executing = threading.Lock()
         #: idle connections, and the callees, of one attachment
         self._connections: list[RuntimeConnection] = []
         self._attachment: Attachment | None = None
         self._callees: dict[str, Callee] = {}
         self._stub_settings = attachment.settings["stub"]
-        self._process.resubmission.retry_s = self._stub_settings["retry_s"]
-        threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
-        self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
-        self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
-            session, responses, pack_entrances, self._respond, threads, self._process.end
-        )
-        #: answers Triton's requests, as `EntryPoint.execute`
-        self.execute = EntryPoint(
-            self._answer, self._outcomes, self._deferred.reply, self._process.end
-        ).execute
-        #: the same after execute() returned, or with failures at once
-        self.execute_later = EntryPoint(
-            partial(self._answer, at_once=False), self._outcomes, self._deferred.reply, self._process.end
-        ).execute
-        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
         session.on_attach = self._use
         self._use(attachment)
 
     def _use(self, attachment: Attachment) -> None:
-        """Use another attachment."""
+        callees = make_callees(attachment.models, self._hooks, self._process.guard, self.meters)
         with self._lock:
             old, self._connections = self._connections, [attachment.direct]
-            self._attachment = attachment
-            self._callees = make_callees(attachment.models, self._hooks, self._guard, self.meters)
-            self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
+            self._attachment, self._callees = attachment, callees
         for connection in old:
             connection.close()
-        self._deferred.watch(attachment)
+        super()._use(attachment)
 
-    @property
-    def ready(self) -> bool:
-        """True if a runtime serves all callees and takes requests, or the model is cold."""
-        return self.session.ready
-
-    def answers_in_s(self) -> float:
-        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
-        attachment = self.session.reading
-        if attachment is None:
-            return inf
+    def _answers_in_s(self, attachment: Attachment) -> float:
         return self._begins_in_s(attachment) + self._run_length.seconds
 
     def _begins_in_s(self, attachment: Attachment) -> float:
@@ -173,66 +135,42 @@ class MetaEngine:
         ahead: int = (self._running + self._deferred.pending) // self._concurrency
         return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
-    def forecast(self) -> Forecast | None:
-        """Return its device's work as expected, with runs for rows; None without a runtime that reads."""
-        attachment = self.session.reading
-        if attachment is None:
-            return None
+    def _forecast(self, attachment: Attachment) -> Forecast:
+        """Return its device's work as expected, with runs for rows."""
         found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
         return found._replace(free_s=self._begins_in_s(attachment))
 
-    def rows(self, requests: Sequence[Any]) -> list[int]:
-        """Return the runs of each request."""
-        return [1] * len(requests)
-
     def guard_hooks(self) -> None:
-        """Limit the harm that `run` and hooks can do to other models, by settings of the whole process."""
         self._process.guard_hooks(self._stub_settings, self._threads)
 
-    def close(self) -> None:
-        self._process.resubmission.close()
-        self._guard.close()
-        self._deferred.close()
+    def close(self, *, direct: bool = False) -> None:
+        # Runs end on their connections: closing one would not wake a thread that polls it.
+        super().close(direct=direct)
         if self._bls is not None:
             self._bls.close()
-        # Runs end on their connections: closing one would not wake a thread that polls it.
-        self.session.close(direct=False)
+        for connection in self._take_connections():
+            connection.close()
+
+    def _leave(self, attachment: Attachment) -> None:
+        if not self._running:
+            connections = self._take_connections()
+            super()._leave(attachment)
+            for connection in connections:
+                connection.close()
+
+    def _take_connections(self) -> list[RuntimeConnection]:
+        """Return the connections that no run uses, to be closed; the others are closed when their runs end."""
         with self._lock:
             connections, self._connections, self._attachment = self._connections, [], None
-        for connection in connections:
-            connection.close()
+        return connections
 
     # --- a batch ------------------------------------------------------------------------------------------
 
-    def _answer(self, requests: list[ClientRequest], *, at_once: bool = True) -> list[Any] | None:
-        """Answer a batch, as `request.Answer`; unless `at_once`, only after execute() returned."""
-        with self._executing:
-            return self._answer_now(requests, at_once=at_once)
-
-    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Leave a runtime that asks for it, because the model is idle there; with runs in progress, stay."""
-        self._process.resubmission.start_timeout_s = start_timeout_s
-        if self._running or not self._deferred.idle or not self._executing.acquire(blocking=False):
-            return
-        try:
-            with self._lock:
-                idle, self._connections, self._attachment = self._connections, [], None
-            self._deferred.leave(attachment)
-            for connection in idle:
-                connection.close()
-        finally:
-            self._executing.release()
-
-    def _answer_now(self, requests: list[ClientRequest], *, at_once: bool) -> list[Any] | None:
-        attachment = self.session.attachment
-        if attachment is None:
-            self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)
-            return None
+    def _answer_by(
+        self, attachment: Attachment, requests: list[ClientRequest], at_once: bool
+    ) -> list[Any] | None:
         ids = attachment.deferred.next_ids(len(requests))
-        batch = [
-            MetaRequest(id, request, attachment, attachment.deferred)
-            for id, request in zip(ids, requests, strict=True)
-        ]
+        batch = [_request(attachment, request, id) for id, request in zip(ids, requests, strict=True)]
         running, waiting = self._divide(batch)
         limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
         if at_once and not waiting and self._run_length.seconds <= limit_s:
@@ -285,19 +223,13 @@ class MetaEngine:
         if ended:
             self._deferred.finish(one)
 
-    def _rescue(self, one: MetaRequest) -> bool:
-        """Have a request, whose run was not admitted before the runtime died, wait for another one."""
+    def _rescue(self, one: MetaRequest) -> None:
+        # Its run was not admitted before the runtime died.
         self._process.resubmission.add(one.request, self._outcomes)
-        return True
 
-    def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request that waited for a runtime; False: there is none."""
-        attachment = self.session.attachment
-        if attachment is None:
-            return False
+    def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         (id,) = attachment.deferred.next_ids(1)
-        self._deferred.submit(attachment, [MetaRequest(id, request, attachment, attachment.deferred)])
-        return True
+        self._deferred.submit(attachment, [_request(attachment, request, id)])
 
     # --- one run, on a sender thread ----------------------------------------------------------------------
 
@@ -315,7 +247,7 @@ class MetaEngine:
             one.release()
 
     def _respond(self, one: MetaRequest) -> Any:
-        """Return the response of a request that was admitted or refused; never raises."""
+        """Return the response of a request that was admitted or refused."""
         if one.request.failure is not None:
             return self._failed(one)
         with self._lock:
@@ -333,12 +265,8 @@ class MetaEngine:
             response = self._responses.answer(self._execute_run(one))
             self._outcomes.ended(one.request, Status.OK)
             return response
-        except RequestFailure as failure:
-            return self._outcomes.failed(one.request, failure)
-        except Exception:
-            log.exception("request %r: its run failed", one.request.id, extra=of_request(one.request.id))
-            text = "the request failed; the server's log says why"
-            return self._outcomes.failed(one.request, RequestFailure(Status.INTERNAL, text))
+        except Exception as error:  # noqa: BLE001 - logged by failure_for
+            return self._outcomes.failed(one.request, one.request.failure_for(error))
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -347,7 +275,9 @@ class MetaEngine:
 
     def _execute_run(self, one: MetaRequest) -> list[Any]:
         span = None if one.request.span is None else one.request.span.child()
-        run = PlacedRun(one, partial(self._enter_again, one, span), self._process.resubmission, self._guard)
+        run = PlacedRun(
+            one, partial(self._enter_again, one, span), self._process.resubmission, self._process.guard
+        )
         status = Status.INTERNAL
         try:
             run.begin(self._try_to_enter(one, span))
@@ -376,7 +306,7 @@ class MetaEngine:
         for engine in engines:
             attachment = engine.session.attachment
             if attachment is not None:
-                again = MetaRequest(0, one.request, attachment, attachment.deferred)
+                again = _request(attachment, one.request)
                 if (place := engine._try_to_enter(again, span)) is not None:
                     return place
         return None
@@ -425,7 +355,8 @@ class MetaEngine:
             attachment = engine.session.attachment
             if attachment is None:
                 raise RequestFailure(Status.RUNTIME_DOWN, engine.session.down)
-            further = MetaRequest(0, one.request, attachment, attachment.deferred, one.token)
+            further = _request(attachment, one.request)
+            further.token = one.token
             mine = place.callees.copy()
             run, callees = engine._join(place, further, span)
             place.callees = mine | {name: (run, callees[name]) for name in callees if engines[name] is engine}
@@ -456,14 +387,14 @@ class MetaEngine:
         router = CallRouter(run, self._external, triton, deadline_ns, through_triton=self._through_triton)
         started, error = time.perf_counter(), ""
         try:
-            with self._guard.within("run", client_id):
+            with self._process.guard.within("run", client_id):
                 if inspect.iscoroutinefunction(self._run):
                     results = run_async(self._run, arrays, AsyncCall(router, deadline_ns, one.check))
                 else:
                     results = self._run(arrays, SyncCall(router, deadline_ns, one.check))
                 return {key: np.asarray(value) for key, value in results.items()}
         except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
-            failure = _failure_of(raised, client_id, self._guard)
+            failure = _failure_of(raised, client_id, self._process.guard)
             error = failure.text
             try:
                 raise failure from None
@@ -533,3 +464,7 @@ def _failure_of(error: BaseException, client_id: str, guard: HookGuard) -> Reque
     # asyncio keeps the error in the frames of its traceback.
     error.__traceback__ = None
     return failure
+
+
+def _request(attachment: Attachment, request: ClientRequest, id: int = 0) -> MetaRequest:
+    return MetaRequest(id, request, attachment.deferred, attachment=attachment)

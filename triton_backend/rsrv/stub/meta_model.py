@@ -4,92 +4,72 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from rsrv import logs
 from rsrv.hooks.loader import HookError, Hooks, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.model import Setup, set_up
-from rsrv.stub.replicas import StubProcess
+from rsrv.stub.model import ModelStub, ServedModel, Setup
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import UNREACHABLE
-from rsrv.stub.tensors import BrokenPairing, Tensors
+from rsrv.stub.tensors import Tensors
 
 
-class MetaModelStub:
+class MetaModelStub(ModelStub):
     """One meta model's stub; its work is done by `MetaEngine` and the runtime."""
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Return when all callees are ready, or the meta model is cold. Raises TritonModelException with the reason otherwise."""
-        import triton_python_backend_utils as pb_utils
-
-        setup: Setup = set_up(args, pb_utils)
+    def serve(self, setup: Setup, pb_utils: Any) -> ServedModel:
         folder = setup.bundle.parent / "calls"
         callees = sorted(folder.iterdir()) if folder.is_dir() else []
-        repository = Path(args["model_repository"]).parent
+        repository = setup.bundle.parents[2]
         parameters = setup.config["parameters"]
         external = parameters.get("rsrv_external", {"string_value": "[]"})
-        try:
-            tensors, responses = Tensors(pb_utils), Responses(pb_utils)
-            process = StubProcess(responses)
-            carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
-            shared: list[Bls] = []
+        tensors, process = Tensors(pb_utils), StubProcess(Responses(pb_utils))
+        carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
+        shared: list[Bls] = []
 
-            def make_bls(settings: dict[str, Any]) -> Bls:
-                # One for all replicas: the threads that it may use are the process's.
-                if not shared:
-                    most = limit(read_pool_size(setup.launcher.server_pid))
-                    shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
-                return shared[0]
+        def make_bls(settings: dict[str, Any]) -> Bls:
+            # One for all replicas: the threads that it may use are the process's.
+            if not shared:
+                most = limit(read_pool_size(setup.launcher.server_pid))
+                shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
+            return shared[0]
 
-            @cache
-            def functions() -> tuple[Callable[..., Any], dict[str, Hooks]]:
-                run = load_run(setup.bundle / "model.py")
-                return run, {path.name: load_hooks(path / "model.py") for path in callees}
+        @cache
+        def functions() -> tuple[Callable[..., Any], dict[str, Hooks]]:
+            run = load_run(setup.bundle / "model.py")
+            return run, {path.name: load_hooks(path / "model.py") for path in callees}
 
-            def make(device: int) -> MetaEngine:
-                with setup.session(process, device, {path.name: str(path) for path in callees}) as session:
-                    return MetaEngine(
-                        tensors,
-                        responses,
-                        *functions(),
-                        json.loads(external["string_value"]),
-                        setup.outputs,
-                        setup.batched,
-                        session,
-                        make_bls,
-                        restartable="rsrv_restartable" in parameters,
-                        process=process,
-                    )
+        def make(device: int) -> MetaEngine:
+            with setup.session(process, device, {path.name: str(path) for path in callees}) as session:
+                return MetaEngine(
+                    tensors,
+                    session,
+                    process,
+                    *functions(),
+                    json.loads(external["string_value"]),
+                    setup.outputs,
+                    setup.batched,
+                    make_bls,
+                    restartable="rsrv_restartable" in parameters,
+                )
 
-            self._model = setup.serve(make, process, pb_utils, [path.name for path in callees])
-        except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
-            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-
-    def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._model.execute(requests)
-
-    def is_ready(self) -> bool:
-        """Tell Triton 26.03 and later whether the model is ready."""
-        return self._model.ready
-
-    def finalize(self) -> None:
-        self._model.close()
-        logs.flush()
+        return setup.serve(make, process, pb_utils, [path.name for path in callees])
 
 
 def _make_bls(
     pb_utils: Any, tensors: Tensors, most: int, carried_only: Sequence[str], settings: dict[str, Any]
 ) -> Bls:
-    """Make the calls through Triton. `carried_only` are callees that Triton does not know. Raises ValueError."""
+    """Make the calls through Triton. `carried_only` are callees that Triton does not know. Raises HookError."""
     if carried_only and settings["transport"] == "bls":
-        raise ValueError(
+        raise HookError(
             f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "
             "run rsrv-gen with meta.transport: bls in the file of --config, or set it back to direct"
         )
-    return Bls(pb_utils, tensors, min(MAX_CALLS, most), CALL_TIMEOUT_S)
+    try:
+        return Bls(pb_utils, tensors, min(MAX_CALLS, most), CALL_TIMEOUT_S)
+    except ValueError as error:
+        raise HookError(str(error)) from None
 
 
 #: the name that Triton's Python backend looks for

@@ -21,13 +21,11 @@ import numpy as np
 from rsrv.logs import of_request
 from rsrv.stub.bls import ThroughTriton
 from rsrv.stub.calls import Callee, Keep, Pending, Results, check_keep, grace
-from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import CHECK_PERIOD_S
+from rsrv.stub.deferred import CHECK_PERIOD_S, DeferredRequest
 from rsrv.stub.direct import DirectCall, DirectRun
 from rsrv.stub.endpoint import Array
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.request import ClientRequest
 from rsrv.stub.resubmission import TICK_S, Resubmission
 from rsrv.stub.session import DOWN, Attachment
 from rsrv.wire.calls import Entrance
@@ -37,19 +35,14 @@ log = logging.getLogger("rsrv.stub")
 
 
 @dataclass(slots=True, eq=False)
-class MetaRequest:
-    """One request of a meta model in the stub."""
+class MetaRequest(DeferredRequest):
+    """One request of a meta model in the stub. Its id and connection are those of its ENTER, if it has to wait."""
 
-    id: int  # of its ENTER
-    request: ClientRequest
-    attachment: Attachment
-    connection: RuntimeConnection  # of its ENTER, if it has to wait
+    #: of the engine that it is for
+    attachment: Attachment = field(kw_only=True)
     #: random, so that other requests cannot name it
-    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1, kw_only=True)
     admitted: bool = False
-    response: Any = None
-    checked: float = 0.0
-    cancelling: bool = False
     #: arrays that the response may refer to
     results: Sequence[Array] = ()
     #: the queue at which execute() waits for it
@@ -66,9 +59,6 @@ class MetaRequest:
             self.request.span.add_child("queue", self.request.since, done.text)
         if not self.admitted:
             self.fail(done.status, done.text)
-
-    def fail(self, status: Status, text: str) -> None:
-        self.request.failure = RequestFailure(status, text)
 
     @property
     def nbytes(self) -> int:

@@ -4,12 +4,12 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rsrv import logs
 from rsrv.hooks.loader import HookError, Hooks, load_hooks
@@ -20,7 +20,8 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.generation import GenerationEngine
 from rsrv.stub.metrics import make_mirror
-from rsrv.stub.replicas import ModelReplica, Replicas, StubProcess
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
@@ -48,20 +49,36 @@ class ModelStub:
 
         setup = set_up(args, pb_utils)
         try:
-            self._model = serve_model(setup, Tensors(pb_utils), StubProcess(Responses(pb_utils)), pb_utils)
+            self._served = self.serve(setup, pb_utils)
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
-            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+            raise pb_utils.TritonModelException(f"{setup.name}: {error}") from None
+
+    def serve(self, setup: "Setup", pb_utils: Any) -> "ServedModel":
+        """Return what answers Triton's requests. Raises one of UNREACHABLE, BrokenPairing, HookError."""
+        return serve_model(setup, Tensors(pb_utils), StubProcess(Responses(pb_utils)), pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        return self._model.execute(requests)
+        return self._served.execute(requests)
 
     def is_ready(self) -> bool:
         """Tell Triton 26.03 and later whether the model is ready."""
-        return self._model.ready
+        return self._served.ready
 
     def finalize(self) -> None:
-        self._model.close()
+        self._served.close()
         logs.flush()
+
+
+class ServedModel(Protocol):
+    """A model on all of its devices, a cold one, or the targets of an alias."""
+
+    def execute(self, requests: Sequence[Any], /) -> list[Any] | None:
+        """Answer Triton's requests, as `EntryPoint.execute`."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 def serve_model(
@@ -81,23 +98,17 @@ def serve_model(
     def hooks() -> Hooks:
         return load_hooks(setup.bundle / "model.py")
 
-    def make(device: int) -> ModelReplica:
+    def make(device: int) -> ModelReplica[Any]:
         with setup.session(process, device) as session:
             facts = process.begin(session).models[0].generate
             replica: Engine | GenerationEngine
             if facts is not None:
                 made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
-                replica = GenerationEngine(tensors, process.responses, made, session, process)
+                replica = GenerationEngine(tensors, session, process, made)
             else:
+                internal = "rsrv_internal" in setup.config["parameters"]
                 replica = Engine(
-                    tensors,
-                    process.responses,
-                    hooks(),
-                    setup.outputs,
-                    setup.batched,
-                    session,
-                    process=process,
-                    internal="rsrv_internal" in setup.config["parameters"],
+                    tensors, session, process, hooks(), setup.outputs, setup.batched, internal=internal
                 )
             replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
             return replica
@@ -133,7 +144,7 @@ class Setup:
 
     def serve(
         self,
-        make: Callable[[int], ModelReplica],
+        make: Callable[[int], ModelReplica[Any]],
         process: StubProcess,
         pb_utils: Any,
         callees: Iterable[str] = (),

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from math import inf
 from operator import methodcaller, or_
-from typing import Any, Protocol
+from typing import Any
 
-from rsrv.placement.batch_shares import Forecast, divide
+from rsrv.placement.batch_shares import divide
 from rsrv.placement.device_choice import PINNED, allowed, by_preference, soonest
 from rsrv.stub.connection import Cold, Rejected
-from rsrv.stub.hook_guard import DrainAndExit, HookGuard
-from rsrv.stub.metrics import Meters, Reporting, TritonMirror
-from rsrv.stub.replies import Responses
+from rsrv.stub.metrics import Reporting, TritonMirror
+from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
-from rsrv.stub.resubmission import Resubmission
-from rsrv.stub.sequences import SequenceHomes, read_step
-from rsrv.stub.session import UNREACHABLE, Attachment, Session
+from rsrv.stub.sequences import read_step
+from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.wire.placement_table import PlacementReader
 
 log = logging.getLogger("rsrv.stub")
@@ -33,106 +31,6 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _ELSEWHERE_S = 3.0
 
 
-class StubProcess:
-    """Parts that a model's replicas share in its stub: the guard of hooks, and the process's end."""
-
-    def __init__(self, responses: Responses, guard: HookGuard | None = None) -> None:
-        """`guard` is shared with the other models of the process; None: there is no other."""
-        self.guard = guard or HookGuard()
-        #: those of all replicas
-        self.sessions: list[Session] = []
-        #: devices on which the model is to start although it is cold
-        self.wanted: set[int] = set()
-        self.end = DrainAndExit(self._stop, responses)
-        self.responses = responses
-        #: replicas that the model is to have
-        self.devices = 1
-        #: requests that wait for a runtime
-        self.resubmission = Resubmission(self.sessions)
-        self.resubmission.place, self.resubmission.tell = self._place, self._tell
-        #: the replica that gets a request that waited; none without a runtime
-        self.live: Callable[[], Sequence[Any]] = lambda: ()
-        #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
-        self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
-        #: of a stateful model
-        self.homes: SequenceHomes | None = None
-
-    def begin(self, session: Session) -> Attachment:
-        """Attach a session, known from its first connection on: a hook may fork meanwhile.
-
-        Raises Cold, or one of UNREACHABLE.
-        """
-        if session.attachment is not None:
-            return session.attachment
-        self.sessions.append(session)
-        session.demand, session.wanted = self.resubmission.demand, session.device in self.wanted
-        session.starting = self.resubmission.starting
-        try:
-            return session.begin()
-        except BaseException:
-            self.sessions.remove(session)
-            raise
-
-    def forget(self, session: Session) -> None:
-        """Leave out a session that could not be used."""
-        if session in self.sessions:
-            self.sessions.remove(session)
-
-    def _place(self, request: ClientRequest) -> bool:
-        """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
-        return any(one.take_over(request) for one in self.live())
-
-    def _tell(self, demand: Mapping[str, int]) -> None:
-        """Have the runtimes that start the model know which requests wait; `Resubmission.tell`."""
-        for session in list(self.sessions):
-            session.tell(demand)
-
-    def _stop(self) -> None:
-        for session in self.sessions:
-            session.stop()
-        self.resubmission.close()
-
-    def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
-        """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
-        self.guard.start(settings, threads * self.devices, self.end, self.abandon)
-
-    def abandon(self) -> None:
-        """Close the sockets in a process that was forked, which must not keep the runtime from seeing the end of this one."""
-        for session in self.sessions:
-            session.abandon()
-
-
-class ModelReplica(Protocol):
-    """A model on one device: an `Engine` or a `MetaEngine`."""
-
-    session: Session
-    meters: Meters
-
-    @property
-    def execute(self) -> Callable[[Sequence[Any]], list[Any] | None]:
-        """Answer Triton's requests, as `EntryPoint.execute`."""
-
-    @property
-    def execute_later(self) -> Callable[[Sequence[Any]], list[Any] | None]:
-        """Answer them after execute() returned; a list has failures, which are not sent."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def answers_in_s(self) -> float: ...
-
-    def forecast(self) -> Forecast | None: ...
-
-    def rows(self, requests: Sequence[Any]) -> list[int]:
-        """Return the rows of Triton's requests; never raises."""
-
-    def take_over(self, request: ClientRequest) -> bool: ...
-
-    def guard_hooks(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Replicas:
     """Answers Triton's requests for one model on all devices of the server.
 
@@ -144,7 +42,7 @@ class Replicas:
 
     def __init__(
         self,
-        make: Callable[[int], ModelReplica],
+        make: Callable[[int], ModelReplica[Any]],
         name: str,
         process: StubProcess,
         placement: PlacementReader | None = None,
@@ -180,10 +78,10 @@ class Replicas:
         count = devices() if attachment is None else attachment.direct.devices
         self._preference = by_preference(name, count)
         #: by device, the home first
-        self._replicas: dict[int, ModelReplica] = {number: first}
+        self._replicas: dict[int, ModelReplica[Any]] = {number: first}
         #: the replicas on devices of the table, and elsewhere
-        self._allowed: Sequence[ModelReplica] = (first,)
-        self._others: Sequence[ModelReplica] = ()
+        self._allowed: Sequence[ModelReplica[Any]] = (first,)
+        self._others: Sequence[ModelReplica[Any]] = ()
         #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
         self._callees: Mapping[str, int] = {}
         self._apart: Mapping[str, int] = {}
@@ -211,7 +109,7 @@ class Replicas:
 
     # --- the devices --------------------------------------------------------------------------------------
 
-    def _make_first(self, order: Iterable[int], *, start: bool) -> tuple[int, ModelReplica]:
+    def _make_first(self, order: Iterable[int], *, start: bool) -> tuple[int, ModelReplica[Any]]:
         """Return the first device of `order` that serves the model, and its replica. Raises Cold, or one of UNREACHABLE."""
         failures: dict[int, Exception] = {}
         for device in order:
@@ -257,7 +155,7 @@ class Replicas:
             self._closed.wait(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
 
-    def _add(self, device: int, replica: ModelReplica) -> None:
+    def _add(self, device: int, replica: ModelReplica[Any]) -> None:
         with self._lock:
             if not self._closed.is_set():
                 found = {**self._replicas, device: replica}
@@ -319,7 +217,7 @@ class Replicas:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _choose(self) -> ModelReplica:
+    def _choose(self) -> ModelReplica[Any]:
         """Return the replica that gets a batch, by the table as it is now."""
         if self._placement is not None:
             mask = self._placement.mask(time.monotonic())
@@ -349,18 +247,18 @@ class Replicas:
                 return None
         return chosen.execute(requests)
 
-    def _begin_stages(self, apart: Mapping[str, int]) -> ModelReplica:
+    def _begin_stages(self, apart: Mapping[str, int]) -> ModelReplica[Any]:
         """Return the live replica of the lowest device on which a run by stage may call a model."""
         live = {one: replica for one, replica in self._replicas.items() if replica.answers_in_s() < inf}
         union = reduce(or_, apart.values())
         return live[min(allowed(list(live), union))] if live else self._first
 
-    def _stages(self, device: int) -> dict[str, ModelReplica]:
+    def _stages(self, device: int) -> dict[str, ModelReplica[Any]]:
         """Return the soonest replica for each call of a run that begins on a device; `StubProcess.stages`.
 
         Only from that device on: runs enter devices in ascending order.
         """
-        found: dict[str, ModelReplica] = {}
+        found: dict[str, ModelReplica[Any]] = {}
         for name, mask in self._apart.items():
             begins = {
                 one: attachment.begins_in_s(name)
@@ -410,7 +308,7 @@ class Replicas:
         chosen = self._home(request.triton)
         return chosen.answers_in_s() < inf and chosen.take_over(request)
 
-    def _home(self, request: Any) -> ModelReplica:
+    def _home(self, request: Any) -> ModelReplica[Any]:
         """Return the replica that has the state of a request's sequence.
 
         A sequence begins where the fewest are, because each device has as many slots. If its runtime has ended, it goes
@@ -437,7 +335,7 @@ class Replicas:
             homes.keep(step, chosen.session.device, time.monotonic())
         return chosen
 
-    def _hand_out(self, shares: Sequence[tuple[ModelReplica, list[Any]]]) -> None:
+    def _hand_out(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> None:
         """Answer the parts of a batch later: a list that execute() returns has to be whole."""
         for replica, part in shares:
             failures = replica.execute_later(part)
@@ -448,7 +346,7 @@ class Replicas:
                     # The other requests have answers already, or still get them.
                     log.exception("a request could not be answered")
 
-    def _live(self) -> list[ModelReplica]:
+    def _live(self) -> list[ModelReplica[Any]]:
         """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""
         chosen = self._choose()
         return [chosen] if chosen.answers_in_s() < inf else []
@@ -464,7 +362,7 @@ class Replicas:
         # The settings of the process are those of all replicas.
         self._first.guard_hooks()
 
-    def _report(self, device: int, replica: ModelReplica) -> None:
+    def _report(self, device: int, replica: ModelReplica[Any]) -> None:
         part = None if self._mirror is None else self._mirror.part(device)
         self._reporting.append(Reporting(replica.session, replica.meters, part))
 
@@ -502,8 +400,8 @@ def _is_dangerous(failure: Exception) -> bool:
 
 
 def _cut(
-    requests: Sequence[Any], chosen: ModelReplica, others: Sequence[ModelReplica]
-) -> list[tuple[ModelReplica, list[Any]]]:
+    requests: Sequence[Any], chosen: ModelReplica[Any], others: Sequence[ModelReplica[Any]]
+) -> list[tuple[ModelReplica[Any], list[Any]]]:
     """Return the shares of a batch by replica; at most one if the chosen replica alone answers as soon."""
     whole = chosen.forecast()
     found = [(one, forecast) for one in others if (forecast := one.forecast()) is not None and forecast.warm]

@@ -117,13 +117,10 @@ class ClientRequest:
                 self.span = spans.begin(triton, parameters)
             if parameters or timeout_us:
                 self.params = read_params(timeout_us, parameters, arrival.monotonic_ns, arrival.unix_ns)
-        except RequestFailure as failure:
-            self.failure = failure.copy()  # a traceback would keep the whole batch alive
         except UnicodeDecodeError:
             self.failure = RequestFailure(Status.INVALID, "the request's id and parameters must be UTF-8")
-        except Exception:
-            log.exception("request %r: reading failed", self.id, extra=of_request(self.id))
-            self.failure = RequestFailure(Status.INTERNAL, _INTERNAL)
+        except Exception as error:  # noqa: BLE001 - logged by failure_for
+            self.failure = self.failure_for(error)
 
     def open_reply(self, responses: Responses) -> Reply:
         """Have the request answered after execute() returned, by the reply that this returns."""
@@ -131,14 +128,12 @@ class ClientRequest:
         self.reply = Reply(sender, responses, self.params.deadline_ns, self.id)
         return self.reply
 
-    def blame(self, error: Exception) -> None:
-        """Set the failure for an error of preparing the request. Call this while `error` is handled."""
+    def failure_for(self, error: Exception) -> RequestFailure:
+        """Return the request's failure for an error of handling it. Call this while `error` is handled."""
         if isinstance(error, RequestFailure):
-            self.failure = error.copy()
-        else:
-            log.exception("request %r: preparing failed", self.id, extra=of_request(self.id))
-            text = "the request could not be prepared; the server's log says why"
-            self.failure = RequestFailure(Status.INTERNAL, text)
+            return error.copy()  # a traceback would keep the whole batch alive
+        log.exception("request %r: handling failed", self.id, extra=of_request(self.id))
+        return RequestFailure(Status.INTERNAL, _INTERNAL)
 
 
 def parse_parameters(text: str) -> Mapping[str, Any]:
@@ -288,14 +283,16 @@ class EntryPoint:
             for triton in batch:
                 requests.append(ClientRequest(triton, arrival, spans))
             responses = self._answer(requests)
-            replied = [request for request in requests if request.reply is not None]
-            if responses is None and len(replied) == len(batch):
+            replied = 0
+            for request in requests:
+                replied += request.reply is not None
+            if responses is None and replied == len(batch):
                 return None
             if responses is not None and not replied and len(responses) == len(batch):
                 return list(responses)
             count = "no" if responses is None else len(responses)
             text = "a batch of %d requests has %d replies and %s responses"
-            log.error(text, len(batch), len(replied), count, extra=of_request(""))
+            log.error(text, len(batch), replied, count, extra=of_request(""))
         except BaseException:  # SystemExit, too, would leave the batch without answers
             named = [request.id for request in requests[:_MAX_NAMED]]
             text = "a batch of %d requests failed: %s"

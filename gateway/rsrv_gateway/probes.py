@@ -359,7 +359,7 @@ class GrpcProber:
             and all(map(_is_sane, load.devices))
         ):
             self._views = {
-                device.number: _view(self._ready, device, load.metas, self._views.get(device.number))
+                device.number: _view(self._ready, device, load, self._views.get(device.number))
                 for device in load.devices
             }
             self._positions = [
@@ -510,7 +510,7 @@ def _is_sane(load: pb.DeviceLoad) -> bool:
 
 
 def _view(
-    ready: frozenset[str], load: pb.DeviceLoad, metas: Iterable[pb.MetaLoad], before: WorkerView | None
+    ready: frozenset[str], load: pb.DeviceLoad, server: pb.GetLoadResponse, before: WorkerView | None
 ) -> WorkerView:
     """Return the view of a device. `before`: its last one, which has the models that have not changed since."""
     known = before.models if before is not None and load.since else {}
@@ -525,7 +525,8 @@ def _view(
         free_bytes=load.free_bytes if load.HasField("free_bytes") else None,
         backlog_s=load.backlog_s,
         models={**known, **changed} if changed else known,
-        calls={meta.name: frozenset(meta.models) for meta in metas},
+        calls={meta.name: frozenset(meta.models) for meta in server.metas},
+        aliases=dict(server.aliases),
         measurement=1 if before is None else before.measurement + 1,
     )
 

@@ -640,8 +640,11 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
             "metas": {"m": ("a", "b")},
         }
 
+        server.lifecycle.aliases = {"fraud": {"a": 5.0, "b": 95.0, "c": "shadow"}}
+
         load = await server.control.GetLoad(pb.GetLoadRequest())
 
+        assert load.aliases == {"fraud": "b"}
         (device,) = load.devices
         assert load.placement_mode == "lpt_packing"
         assert (device.number, device.backlog_s, device.free_bytes, device.budget_bytes) == (0, 0.25, 40, 50)

@@ -41,6 +41,7 @@ DEVICE = pb.DeviceLoad(
 LOAD = pb.GetLoadResponse(
     devices=[DEVICE],
     metas=[pb.MetaLoad(name="chain", models=["a", "b"])],
+    aliases={"fraud": "a"},
 )
 
 
@@ -93,6 +94,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
                 "b": ModelView(0, WeightsView.RESIDENT),
             },
             calls={"chain": frozenset({"a", "b"})},
+            aliases={"fraud": "a"},
         )
         await one.close()
 

@@ -46,6 +46,7 @@ class Server:
     alive: bool = True
     instance: str | None = "1"
     calls: dict[str, frozenset[str]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Copy] = field(default_factory=dict)
     device: int = 0
     devices: int = 1
@@ -118,6 +119,7 @@ class Fleet:
             budget_bytes=server.budget,
             models=models,
             calls=server.calls,
+            aliases=server.aliases,
             measurement=self._looks,
         )
 

@@ -228,6 +228,24 @@ def test_a_meta_model_charges_what_it_calls() -> None:
     assert table["m"].charge == pytest.approx(0.4)
 
 
+def test_an_alias_goes_where_the_model_is_that_gets_most_of_its_requests() -> None:
+    """The alias follows when the model moves or another one gets more, and only to workers that have it."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    for server in fleet.servers.values():
+        server.ready |= {"fraud"}
+        server.aliases = {"fraud": "a"}
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+
+    assert homes(scene.settle().table) == {"a": ("v",), "b": ("w",), "fraud": ("v",)}
+    assert [one.reason for one in scene.status().models if one.name == "fraud"] == ["an alias, mainly of a"]
+    for server in fleet.servers.values():
+        server.aliases = {"fraud": "b"}
+    assert homes(scene.look().table)["fraud"] == ("w",)
+    fleet.servers["w"].ready -= {"fraud"}
+    table = scene.look().table
+    assert (table["fraud"].ready, table["fraud"].placed) == (("v",), ())
+
+
 def test_models_of_other_backends_are_not_packed() -> None:
     """A model without control service figures goes to all workers where it is ready."""
     fleet = Fleet(["v", "w"], {"a": Model()})

@@ -15,7 +15,7 @@ from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.settings import Settings
+from rsrv.settings import Settings, Shares
 
 Json = Mapping[str, Any]
 #: Versions of one model by key, in the order of their registration.
@@ -241,7 +241,9 @@ def given(message: Message) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields()}
 
 
-def load(devices: Iterable[int], said: Mapping[int, Json], placement_mode: str) -> pb.GetLoadResponse:
+def load(
+    devices: Iterable[int], said: Mapping[int, Json], placement_mode: str, aliases: Mapping[str, Shares]
+) -> pb.GetLoadResponse:
     """`devices`: the numbers of all; `said`: the loads of those whose runtimes answer."""
     metas = {name: models for one in said.values() for name, models in one["metas"].items()}
     return pb.GetLoadResponse(
@@ -251,7 +253,12 @@ def load(devices: Iterable[int], said: Mapping[int, Json], placement_mode: str) 
         ],
         metas=[pb.MetaLoad(name=name, models=models) for name, models in metas.items()],
         placement_mode=placement_mode,
+        aliases={name: _heaviest(shares) for name, shares in aliases.items()},
     )
+
+
+def _heaviest(shares: Shares) -> str:
+    return max(shares, key=lambda name: -1.0 if shares[name] == "shadow" else float(shares[name]))
 
 
 def _device_load(number: int, said: Json) -> pb.DeviceLoad:

@@ -172,7 +172,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         known = {one.device: (one.instance, one.next) for one in request.positions}
         said = await self._runtimes.load(known)
-        return messages.load(range(len(self._runtimes.links)), said, self._placing.mode)
+        return messages.load(
+            range(len(self._runtimes.links)), said, self._placing.mode, self._lifecycle.aliases
+        )
 
     @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:

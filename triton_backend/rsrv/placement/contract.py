@@ -83,6 +83,8 @@ class WorkerView(Immutable):
     models: Mapping[str, ModelView] = field(default_factory=dict)
     #: meta models and the models that they call; called models are placed with the meta model
     calls: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    #: aliases, each with the model that gets most of its requests
+    aliases: Mapping[str, str] = field(default_factory=dict)
     #: number among the devices of its server
     device: int = 0
     #: device bytes that no weights take; None: no limit, or unknown

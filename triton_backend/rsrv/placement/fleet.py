@@ -23,6 +23,8 @@ class FleetModel:
     batch_input: tuple[str, int] | None = None
     #: models called by a meta model
     calls: frozenset[str] = frozenset()
+    #: the model that gets most requests of an alias
+    follows: str = ""
     #: a worker reports its figures; models without figures are not packed
     known: bool = False
 
@@ -119,9 +121,10 @@ def _changed_models(
     touched: set[str] = set()
     for worker, view in views.items():
         old = before.views[worker]
-        if (view.ready, view.calls, view.device, view.instance is None) != (
+        if (view.ready, view.calls, view.aliases, view.device, view.instance is None) != (
             old.ready,
             old.calls,
+            old.aliases,
             old.device,
             old.instance is None,
         ):
@@ -168,6 +171,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
     shown: defaultdict[str, list[ModelView]] = defaultdict(list)
     resident: defaultdict[str, list[str]] = defaultdict(list)
     calls: dict[str, frozenset[str]] = {}
+    aliases: dict[str, str] = {}
     for worker, view in views.items():
         alike[view.ready].append(worker)
         for name, seen in view.models.items():
@@ -176,6 +180,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
                 resident[name].append(worker)
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
+        aliases |= view.aliases
     #: indices of the groups that serve each model
     groups: dict[str, tuple[int, ...]] = {}
     for number, ready in enumerate(alike):
@@ -193,6 +198,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
             ready=same[serving],
             cold=_cold(name, same[serving], views) if len(shown.get(name, ())) < len(same[serving]) else (),
             calls=calls.get(name, frozenset()),
+            follows=aliases.get(name, ""),
             known=name in shown or name in calls,
         )
         models[name] = _with_figures(model, shown.get(name, ()), resident.get(name, ()))

@@ -105,6 +105,8 @@ def show_models(
         routes, measured = table[name], costs.measured(name)
         target = targets.get(name, ())
         others = tuple(other for other in along.get(name, ()) if other != name)
+        model = fleet.models[name]
+        reason = _reason(options, name, routes.placed, others, costs.demand(name))
         shown.append(
             ModelStatus(
                 name=name,
@@ -117,8 +119,8 @@ def show_models(
                 utilisation=measured.utilisation,
                 requests_s=measured.requests_s,
                 item_s=measured.item_s,
-                bytes=fleet.models[name].bytes,
-                reason=_reason(options, name, routes.placed, others, costs.demand(name)),
+                bytes=model.bytes,
+                reason=f"an alias, mainly of {model.follows}" if model.follows else reason,
                 quantum=routes.quantum,
                 fill=routes.fill,
             )

@@ -22,21 +22,24 @@ def make_table(
     table = {}
     for name, model in fleet.models.items():
         before = old.get(name)
-        here = tuple([worker for worker in placed.get(name, ()) if worker in model.ready])
+        # The weights that an alias's requests need are where most of them go.
+        like = fleet.models.get(model.follows, model)
+        leader = model.follows or name
+        here = tuple([worker for worker in placed.get(leader, ()) if worker in model.ready])
         if model.cold and all(worker in model.cold for worker in here):
             here = tuple([worker for worker in model.ready if worker not in model.cold])
         shared = len(here) > 1
-        charge = charges.get(name, 1.0)
+        charge = charges.get(leader, 1.0)
         if before is not None and abs(charge - before.charge) <= CHARGE_STEP * before.charge:
             charge = before.charge
         routes = Routes(
             ready=model.ready,
             placed=here,
-            quantum=_quantum(options, name, model) if shared else 1,
-            fill=_fill(options, name),
+            quantum=_quantum(options, leader, like) if shared else 1,
+            fill=_fill(options, leader),
             charge=charge,
             per_item=basis != "requests",
-            batch_input=model.batch_input if shared or basis != "requests" else None,
+            batch_input=like.batch_input if shared or basis != "requests" else None,
         )
         table[name] = before if before is not None and before == routes else routes
     return table

@@ -858,14 +858,23 @@ class LoadPosition(_message.Message):
     def __init__(self, device: _Optional[int] = ..., instance: _Optional[str] = ..., next: _Optional[int] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("devices", "metas", "placement_mode")
+    __slots__ = ("devices", "metas", "placement_mode", "aliases")
+    class AliasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_MODE_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceLoad]
     metas: _containers.RepeatedCompositeFieldContainer[MetaLoad]
     placement_mode: str
-    def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ..., placement_mode: _Optional[str] = ...) -> None: ...
+    aliases: _containers.ScalarMap[str, str]
+    def __init__(self, devices: _Optional[_Iterable[_Union[DeviceLoad, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ..., placement_mode: _Optional[str] = ..., aliases: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DeviceLoad(_message.Message):
     __slots__ = ("number", "instance", "backlog_s", "free_bytes", "budget_bytes", "models", "since", "next")

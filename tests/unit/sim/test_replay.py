@@ -1,6 +1,7 @@
 """The command `rsrv replay`: requests at the times of a trace, and the report beside the simulator's."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from rsrv.cli import main as cli
 from rsrv.cli.replay import Unsendable, infer_request
+from rsrv.sim.scenario import load_scenario
 
 SCENARIO = """
 duration: 1
@@ -100,17 +102,45 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "gone: 1 requests were not sent: Request for unknown model: 'gone' is not found" in said.err
     lines = said.out.splitlines()
     assert lines[0].startswith("3 requests: 2 served, 1 expired; goodput ")
-    assert [line.split()[:3] for line in lines[3:]] == [
+    assert [line.split()[:3] for line in lines[3:6]] == [
         ["fast", "2", "100%"],
         ["late", "1", "0%"],
         ["all", "3", "66.7%"],
     ]
+    assert re.fullmatch("half of the answers came .*s or more (later|sooner) than simulated", lines[-1])
     report = json.loads(capsys.readouterr().out)
     assert report["simulated"]["models"]["fast"]["latency_p99_s"] == pytest.approx(0.004)
     assert report["replayed"]["total"]["missed"] == 1
     assert report["simulated"]["total"]["requests"] == 3
     # Two in time, and the last answer 4 ms after the last request.
     assert report["simulated"]["total"]["goodput"] == pytest.approx(2 / 0.024)
+
+
+def test_what_answers_take_beside_the_runtime_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--fit` adds to the scenario what the simulator lacked at the median; the next replay lacks nothing of it."""
+    trace, beside = tmp_path / "trace.csv", tmp_path / "trace.yaml"
+    trace.write_text("t,model\n0,fast\n0.1,fast\n0.2,fast\n")
+    beside.write_text(f"# by rsrv record\n{SCENARIO}front_s: 5.0\n")
+
+    def replayed(*options: str) -> dict[str, Any]:
+        assert cli.main(["replay", str(trace), "--url", url, "--speed", "4", "--json", *options]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
+    with serving(Triton()) as url:
+        first = replayed("--fit")
+        second = replayed()
+    assert first["simulated"]["total"]["latency_p50_s"] == pytest.approx(5.002)
+    assert first["late_p50_s"] < -4
+    assert beside.read_text().startswith("# by rsrv record\n")
+    assert load_scenario(beside).front_s == pytest.approx(max(0.0, 5.0 + first["late_p50_s"]), abs=1e-5)
+    assert second["simulated"]["total"]["latency_p50_s"] < 5
+
+    beside.unlink()
+    assert cli.main(["replay", str(trace), "--fit"]) == 1
+    assert "--fit: there is no" in capsys.readouterr().err
 
 
 def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,6 +265,11 @@ def parser() -> CommandParser:
         metavar="MODEL=FILE.npz",
         help="a row of each input of a model whose shapes or texts cannot be guessed; default: zeros",
     )
+    replay.add_argument(
+        "--fit",
+        action="store_true",
+        help="write into TRACE.yaml what answers took beside the runtime (front_s), for rsrv plan and further replays",
+    )
     replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     help = "how many more models, how small a budget, how few cards and which batch sizes meet a goal, by simulation"
     plan = commands.add_parser("plan", help=help, description=help)

@@ -33,6 +33,7 @@ from rsrv.sim.simulate import simulate_requests
 from rsrv.sim.table import aligned
 from rsrv.sim.tally import Tally, in_time, percentile, ratio
 from rsrv.text import duration, one_line, percent, printable, rate
+from rsrv.wire.paths import write_whole
 
 #: seconds until the first request, and after which one without an answer has failed
 _START_S, _LOST_S = 0.1, 120.0
@@ -79,12 +80,17 @@ def run(options: argparse.Namespace) -> int:
         print(f"{parser.prog}: {problems[0]}", file=sys.stderr)
         return 1
     beside = path.with_suffix(".yaml")
+    if options.fit and not beside.exists():
+        print(f"{parser.prog}: --fit: there is no {beside}, the scenario of a record", file=sys.stderr)
+        return 1
     try:
         # First, so that no mistake in it costs a replay.
         scenario = load_scenario(beside) if beside.exists() else None
         inputs = {model: _rows(file) for model, file in options.inputs}
         replayed = asyncio.run(replay(options.url, trace, inputs))
         expected = _expected(scenario, replayed.sent)
+        if options.fit and scenario is not None and expected is not None:
+            _note_front(beside, scenario.front_s + front_seconds(replayed.requests, expected))
     except grpc.aio.AioRpcError as error:
         print(
             f"{parser.prog}: {options.url}: {one_line(error.details() or error.code().name)}", file=sys.stderr
@@ -256,6 +262,29 @@ def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequenc
     return simulate_requests(replace(scenario, requests=(), recorded=[sent], duration=sent[-1].t + 1e-3))
 
 
+def front_seconds(found: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:
+    """Return the median of the seconds by which answers came later than simulated; negative: they came sooner."""
+    late = sorted(
+        (real.ended - real.arrived) - (other.ended - other.arrived)
+        for real, other in zip(found, expected, strict=True)
+        if real.outcome is other.outcome is Outcome.ANSWERED
+    )
+    return percentile(late, 0.5) or 0.0
+
+
+def _note_front(path: Path, seconds: float) -> None:
+    """Write the seconds beside the runtime into a scenario, for further simulations. Raises OSError."""
+    # Other commands need no YAML.
+    from rsrv_bundle import yaml12
+
+    text = path.read_text(encoding="utf-8")
+    keys = {**yaml12.load(text.encode()), "front_s": round(max(0.0, seconds), 6)}
+    first = text.partition("\n")[0]
+    comment = f"{first}\n" if first.startswith("#") else ""
+    write_whole(path, comment + yaml12.dump(keys))
+    print(f"{path}: front_s: {keys['front_s']:g}", file=sys.stderr)
+
+
 def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the figures of some requests; times in seconds."""
     tally = Tally()
@@ -273,7 +302,13 @@ def report(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> dict
     """Return the figures in total and by model, and those of the simulator, if there are any."""
     said: dict[str, Any] = {"replayed": _by_model(replayed.requests)}
     said["replayed"]["late_p99_s"] = percentile(replayed.late, 0.99)
-    return said if expected is None else {**said, "simulated": _by_model(expected)}
+    if expected is None:
+        return said
+    return {
+        **said,
+        "simulated": _by_model(expected),
+        "late_p50_s": front_seconds(replayed.requests, expected),
+    }
 
 
 def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -306,7 +341,12 @@ def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
     ]
     goodput, late = rate(total["goodput"]), duration(found["late_p99_s"])
     first = f"{total['requests']} requests: {ends or 'none'}; goodput {goodput}; sent late by {late} at p99"
-    return f"{first}\n\n{aligned([head, *rows])}"
+    table = f"{first}\n\n{aligned([head, *rows])}"
+    if beside is None:
+        return table
+    slower = said["late_p50_s"]
+    what = "sooner" if slower < 0 else "later"
+    return f"{table}\n\nhalf of the answers came {duration(abs(slower))} or more {what} than simulated"
 
 
 def _cells(of: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -172,11 +172,12 @@ class SimulatedDevice:
         sent = self.record.requests[finish.request - 1]
         if sent.outcome is not None:
             raise SimulationError(f"request {finish.request} ended twice: {sent.outcome}, {finish.outcome}")
-        sent.outcome, sent.ended = finish.outcome, now
-        if finish.outcome is not Outcome.ANSWERED:
+        answered = finish.outcome is Outcome.ANSWERED
+        sent.outcome, sent.ended = finish.outcome, instant(now + self.scenario.front_s) if answered else now
+        if not answered:
             self.record.decisions.append((now, finish))
         self.catalogue.ended(sent.request.model, now)
-        self._ended(finish, now)
+        self._ended(finish, sent.ended)
 
     def _execute(self, execute: Execute, now: float) -> None:
         name = execute.model

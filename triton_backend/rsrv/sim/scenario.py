@@ -61,6 +61,8 @@ class Scenario:
     zipf: Sequence[Zipf]
     bursts: Sequence[Bursts]
     closed: Sequence[ClosedLoop]
+    #: seconds that an answer takes beside the runtime
+    front_s: float = 0.0
     devices: int = 1
     #: as many devices belong to each
     servers: int = 1
@@ -185,6 +187,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         closed=[
             one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
         ],
+        front_s=file.front_s,
         devices=file.devices,
         servers=file.servers or file.devices,
         estimated={group: estimate.card for group, estimate in estimates.items()},

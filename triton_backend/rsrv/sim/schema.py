@@ -351,6 +351,12 @@ class File(Part):
         description="How requests are routed and weights placed: keys of rsrv.yaml's section `placement`, of the policy, and `probe_s`. "
         "With several devices its defaults hold. A single server places models itself, by the same keys.",
     )
+    front_s: float = Field(
+        0.0,
+        ge=0,
+        le=LONGEST,
+        description="Seconds that an answer takes beside the runtime: in Triton, its front, the network and the client.",
+    )
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
     )

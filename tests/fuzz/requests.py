@@ -96,6 +96,7 @@ _SAMPLING = (
     "top_k",
     "top_p",
     "seed",
+    "tokens_per_s",
     "stop",
     "stream",
     "sequence_id",

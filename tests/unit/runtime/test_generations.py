@@ -135,6 +135,20 @@ def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
     assert (sum(counts.between.counts), counts.between.sum) == (2, 1.0)
 
 
+def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
+    """Times count from the arrival, so a late token makes up for nothing; steps of the prompt are due with the first token."""
+    generation = Generation(Generate(1, [3] * 17, tokens_per_s=4.0), SPEC, CHUNKS, GenerationCounts(), 10.0)
+    generation.grant()
+    dues = []
+    for now in (10.1, 10.2, 11.9, 12.0):
+        dues.append(generation.due())
+        generation.next_chunk(others_wait=False)
+        generation.step(5, now)
+
+    assert dues == [10.25, 10.25, 10.5, 10.75]
+    assert begin(Generate(1, [3])).due() is None
+
+
 @pytest.mark.parametrize(
     ("ask", "problem"),
     [
@@ -142,6 +156,7 @@ def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
         (Generate(1, [1], temperature=nan), "temperature"), (Generate(1, [1], temperature=-1.0), "temperature"),
         (Generate(1, [1], temperature=inf), "temperature"), (Generate(1, [1], top_p=0), "top_p"),
         (Generate(1, [1], top_p=1.5), "top_p"), (Generate(1, [1], top_p=nan), "top_p"),
+        (Generate(1, [1], tokens_per_s=-1.0), "tokens_per_s"), (Generate(1, [1], tokens_per_s=inf), "tokens_per_s"),
         (Generate(1, [1], seed=1 << 24), "seed"), (Generate(1, [1] * 63), ""), (Generate(1, [1], 1000), ""),
     ],
 )  # fmt: skip

@@ -275,10 +275,11 @@ class Driver:
         priority: int = 0,
         alone: bool = False,
         waited: bool = False,
+        due: float | None = None,
     ) -> Request:
         """Return an unsent request with a fresh id; `deadline` is absolute."""
         self._next_id += 1
-        return Request(self._next_id, model, variant, rows, deadline, priority, run, alone, waited)
+        return Request(self._next_id, model, variant, rows, deadline, priority, run, alone, waited, due=due)
 
     def run_of(
         self,
@@ -473,8 +474,9 @@ class Driver:
     def _order(self, request: Request) -> tuple[int, float, int]:
         """Return its position; requests are numbered as they came, or became the oldest of their run."""
         level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
-        deadline = inf if request.deadline is None else request.deadline
-        return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
+        due = request.deadline if request.due is None else request.due
+        due = inf if due is None else due
+        return level, due if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
 
     def _watch_admit(self, id: int) -> None:
         assert not self.winding_down

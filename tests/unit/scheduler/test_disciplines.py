@@ -40,6 +40,17 @@ def test_edf_goes_by_deadline() -> None:
     assert order(driver) == "cabab"
 
 
+def test_edf_orders_by_the_time_at_which_a_request_is_due() -> None:
+    """Under edf, `due` stands for the deadline, before and after a change of discipline; a late request still executes."""
+    driver = machine("fifo")
+    for discipline in ("fifo", "edf"):
+        driver.change(discipline=discipline)
+        driver.arrive(driver.request("c", deadline=0.5), driver.request("b", deadline=9.0, due=-1.0))
+        driver.arrive(driver.request("a", due=0.7), driver.request("a"))
+
+    assert order(driver) == "bbccaaaa"
+
+
 def test_edf_serves_the_urgent_request_deep_in_a_queue() -> None:
     """Under edf, an urgent request deep in a queue goes before the older requests of its model."""
     driver = machine("edf")

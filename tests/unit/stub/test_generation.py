@@ -331,6 +331,7 @@ def test_unloading_ends_answers(model: Model) -> None:
         ({"top_k": -1}, "top_k must be"),
         ({"top_p": 0}, "top_p must be a number above 0, at most 1"),
         ({"top_p": 1.01}, "top_p must be"),
+        ({"tokens_per_s": 0}, "tokens_per_s must be a number above 0, at most 1000"),
         ({"seed": 2**24}, "seed must be a whole number from 0 below 2^24"),
         ({"stop": ""}, "stop must be a text"),
         ({"stop": "[1]"}, "stop must be a text"),
@@ -354,11 +355,11 @@ def test_parameters_that_make_no_sense_are_refused(
 def test_parameters_reach_the_runtime(model: Model) -> None:
     """Numbers may be texts, as not every client sends fractions; headers and Triton's own are no parameters."""
     model.ask(
-        temperature="0.7", top_k=5, top_p=0.9, seed=7, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
+        temperature="0.7", top_k=5, top_p=0.9, seed=7, tokens_per_s=20, max_tokens="4", Traceparent="x", triton_x=1, rsrv_priority=3
     )  # fmt: skip
     asked = model.life.asked()
     assert (asked.temperature, asked.top_k, asked.top_p, asked.seed) == (0.7, 5, 0.9, 7)
-    assert (asked.max_tokens, asked.priority) == (4, 3)
+    assert (asked.max_tokens, asked.priority, asked.tokens_per_s) == (4, 3, 20)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.generation_params import read_generation_params
+from rsrv.stub.generation_params import _NUMBERS, read_generation_params
 from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Kind, Status, read_header, unpack_ids, unpack_json
 from rsrv.wire.generation import Generate, pack_generate, read_generate
@@ -17,7 +17,7 @@ from tests.fakes import FakeRequest, FakeResponse
 from tests.unit.stub.test_generation import Model
 from tests.waiting import wait_until
 
-NAMES = ["max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stream", "rsrv_priority", "Stop"]
+NAMES = [*_NUMBERS, "stop", "stream", "rsrv_priority", "Stop"]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["1", "0.5", '["a"]']),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),

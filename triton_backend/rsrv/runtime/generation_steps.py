@@ -133,6 +133,7 @@ class StepSlice(RequestSlice):
             self._priority,
             waited=not begins,
             tag=self.asked_tag,
+            due=self.generation.due(),
         )
 
     def end(self) -> None:

@@ -142,6 +142,8 @@ def find_problem(ask: Generate, spec: GenerateSpec) -> str:
         return f"temperature is {ask.temperature}; it must be a number of at least 0"
     if not 0 < ask.top_p <= 1:
         return f"top_p is {ask.top_p}; it must be above 0 and at most 1"
+    if not (isfinite(ask.tokens_per_s) and ask.tokens_per_s >= 0):
+        return f"tokens_per_s is {ask.tokens_per_s}; it must be a number of at least 0"
     if ask.seed >= _SEEDS:
         return f"seed is {ask.seed}; it must be below {_SEEDS}"
     return ""
@@ -157,7 +159,9 @@ class Generation:
         "_last_at",
         "_left",
         "_prompt",
+        "_rate",
         "_read",
+        "_since",
         "_stop",
         "_taken",
         "ending",
@@ -186,6 +190,7 @@ class Generation:
         self._read = self._taken = 0
         #: the latest token, and when it or the request came
         self._last, self._last_at = 0, now
+        self._since, self._rate = now, ask.tokens_per_s
         self._counts = counts
         counts.active += 1
 
@@ -212,6 +217,10 @@ class Generation:
         variant = self._chunks.choose(left, others_wait=others_wait)
         self._taken = min(self._chunks.lengths[variant], left)
         return Chunk(variant, self._prompt[self._read : self._read + self._taken])
+
+    def due(self) -> float | None:
+        """Return when its next token should come; None if its client asks for no rate."""
+        return self._since + (self.sent + 1) / self._rate if self._rate else None
 
     def step(self, token: int, now: float) -> tuple[bool, End | None]:
         """Take the token that came out of a step; return whether it is one of the answer's, and the end, if it is that.

@@ -118,6 +118,8 @@ class Request(NamedTuple):
     waited: bool = False
     #: stands for the client's id of it; 0: none. Information for operators, not part of any decision.
     tag: int = 0
+    #: absolute; when its client wants the answer, sooner than the deadline: it is ordered by this, and does not end by it.
+    due: float | None = None
 
 
 class Run(NamedTuple):

@@ -98,7 +98,8 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
             request, sequence = entry.request, entry.place[2]
             committed = scheduler._queues.runs.get(request.run, [None])[0] is entry
             level = COMMITTED_LEVEL if committed else request.priority or DEFAULT_PRIORITY
-            own = place(level, request.deadline, sequence)
+            due = request.deadline if request.due is None else request.due
+            own = place(level, due, sequence)
             _require(entry.place == own, "a request is not where the discipline places it (3)", state)
         places = [entry.place for entry in entries]
         _require(places == sorted(set(places)), "a queue is out of order (3)", state)

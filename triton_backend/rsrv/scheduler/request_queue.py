@@ -160,7 +160,8 @@ class RequestQueues:
                 continue
             run = request.run
             level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
-            live[request.id] = entry = InFlightRequest(request, place(level, deadline, sequence), queue, now)
+            due = deadline if request.due is None else request.due
+            live[request.id] = entry = InFlightRequest(request, place(level, due, sequence), queue, now)
             queue.push(entry)
             model.queued += 1
             self.alone += request.alone
@@ -241,7 +242,8 @@ class RequestQueues:
                 for entry in queue.entries:
                     request = entry.request
                     level, _, sequence = entry.place
-                    entry.place = discipline.place(level, request.deadline, sequence)
+                    due = request.deadline if request.due is None else request.due
+                    entry.place = discipline.place(level, due, sequence)
                     dated = request.deadline is not None and request.deadline < inf
                     if discipline.sheds and dated and not request.run:
                         self.late_checks.push(entry, -inf)

@@ -165,7 +165,15 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         times = request.params.deadline_ns, request.params.priority
         try:
             one.frame = pack_generate(
-                Generate(one.id, one.prompt, *sampling, one.params.stop_tokens, *times, request.tag)
+                Generate(
+                    one.id,
+                    one.prompt,
+                    *sampling,
+                    one.params.stop_tokens,
+                    *times,
+                    request.tag,
+                    one.params.tokens_per_s,
+                )
             )
         except ProtocolError:
             text = (

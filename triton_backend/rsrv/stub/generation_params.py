@@ -15,6 +15,7 @@ _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 #: a seed, and a number of tokens, is exact as f32 below this
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
+_MAX_RATE = 1000.0
 #: parameters of any request, which are read elsewhere; `id` is a field of `generate` that Triton takes for a parameter
 _OTHERS = ("id", "rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "rsrv_device", "reactant_timeout_ns")
 #: headers of one word that Triton may forward; the others have a hyphen or a capital letter
@@ -31,6 +32,7 @@ class GenerationParams(NamedTuple):
     seed: int = 0
     stop_texts: Sequence[str] = ()
     stop_tokens: Sequence[int] | None = None  # None: the model's
+    tokens_per_s: float = 0.0  # 0: no rate is asked for
     #: a response for each piece; otherwise one for the whole answer
     stream: bool = True
 
@@ -42,6 +44,7 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "top_k": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 (off) below 2^24"),
     "top_p": (float, lambda value: 0 < value <= 1, "a number above 0, at most 1 (off)"),
     "seed": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 below 2^24"),
+    "tokens_per_s": (float, lambda value: 0 < value <= _MAX_RATE, "a number above 0, at most 1000"),
 }
 _KNOWN = (*_NUMBERS, "stop", "stream")
 

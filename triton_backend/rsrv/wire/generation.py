@@ -28,6 +28,7 @@ class Generate(NamedTuple):
     deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
     priority: int = 0  # Triton's: 0 default, 1 highest
     tag: int = 0  # `request_tag` of the client's id; 0: none
+    tokens_per_s: float = 0.0  # when `edf` wants each token, counted from the arrival; 0: by the deadline
 
 
 def pack_generate(one: Generate) -> bytes:
@@ -48,7 +49,7 @@ def read_generate(value: dict[str, Any]) -> Generate:
     if (
         not all(type(count) is int and count >= 0 for count in counts)
         or not (one.max_tokens is None or type(one.max_tokens) is int)
-        or not all(type(share) in (int, float) for share in (one.temperature, one.top_p))
+        or not all(type(share) in (int, float) for share in (one.temperature, one.top_p, one.tokens_per_s))
         or not _are_tokens(one.prompt)
         or not (one.stop is None or _are_tokens(one.stop))
     ):

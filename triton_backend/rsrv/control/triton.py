@@ -172,17 +172,34 @@ class Triton:
         )
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
-    async def tensors(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the inputs and outputs of a model as JSON; none if it is not loaded."""
-        request = service_pb2.ModelMetadataRequest(name=name)
+    async def tensors(self, name: str) -> dict[str, Any]:
+        """Return the inputs and outputs of a model as JSON, and how it is called; nothing if it is not loaded."""
         try:
-            found = await self._call(self._stub.ModelMetadata, request, timeout=_TIMEOUT_S)
+            found = await self._call(
+                self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name), timeout=_TIMEOUT_S
+            )
+            config = (
+                await self._call(
+                    self._stub.ModelConfig, service_pb2.ModelConfigRequest(name=name), timeout=_TIMEOUT_S
+                )
+            ).config
         except TritonError:
             return {}
-        return {
-            kind: [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in tensors]
-            for kind, tensors in (("inputs", found.inputs), ("outputs", found.outputs))
+        optional = {one.name for one in config.input if one.optional}
+        tensors = {
+            kind: [
+                {
+                    "name": one.name,
+                    "datatype": one.datatype,
+                    "shape": list(one.shape),
+                    "optional": one.name in optional,
+                }
+                for one in several
+            ]
+            for kind, several in (("inputs", found.inputs), ("outputs", found.outputs))
         }
+        streams = config.model_transaction_policy.decoupled
+        return {**tensors, "streams": streams, "sequence": config.HasField("sequence_batching")}
 
     async def queues(self) -> Mapping[str, tuple[int, float]]:
         """Return the requests of each model that have left Triton's queue, and their seconds there. Raises TritonError."""

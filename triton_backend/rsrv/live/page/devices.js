@@ -47,7 +47,7 @@ function drawDevice(server, { number, card, busy }, title) {
     card.bar.replaceChildren();
     return;
   }
-  const saved = device.logical > device.physical ? ` (${bytes(device.logical)} without sharing, ${percent(1 - device.physical / device.logical)} saved)` : "";
+  const saved = device.logical > 1.005 * device.physical ? ` (${bytes(device.logical)} without sharing, ${percent(1 - device.physical / device.logical)} saved)` : "";
   say(card.facts, `${bytes(device.held)}${saved} ${device.budget == null ? "of weights, no limit" : `of ${bytes(device.budget)} for weights`} · `
     + (device.card ? `GPU ${bytes(device.card.used_bytes)} of ${bytes(device.card.total_bytes)} in use · ` : "")
     + `busy ${percent(busy ?? 0)} · host ${bytes(device.host)}`);

@@ -35,9 +35,9 @@ export async function openPanel(row, writable, log) {
   $("panel-parts").replaceChildren(
     make("dl", { className: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])),
     ...latency(found.latency ?? []),
-    ...table(["shape", "size", "executions", "cost"], found.executables ?? []),
+    ...table(["variant", "size", "executions", "cost"], found.executables ?? []),
+    ...request(row, found, writable),
     ...part("Slowest requests of the last hour", found.slowest ?? []),
-    ...request(row, found.inputs ?? [], writable),
   );
   $("history-lines").replaceChildren(...(found.history ?? []).reverse().map((text) => make("li", { textContent: text })));
 }
@@ -58,13 +58,13 @@ function latency(pairs) {
   const body = pairs.map(([bound, count]) => {
     const bar = make("i");
     bar.style.width = `${(100 * count) / most}%`;
-    return make("tr", {}, make("th", { scope: "row", textContent: bound == null ? "more" : `to ${seconds(bound)}` }), make("td", { className: "share" }, bar), make("td", { className: "number", textContent: percent(count / total), title: `${count} requests` }));
+    return make("tr", {}, make("th", { scope: "row", textContent: bound == null ? "more" : `to ${seconds(bound)}` }), make("td", { className: "share" }, bar), make("td", { className: "number", textContent: String(count), title: percent(count / total) }));
   });
   return [make("h3", { textContent: `Latency of ${total} requests` }), make("table", { id: "latency" }, make("tbody", {}, ...body))];
 }
 
 const shaped = ({ datatype, shape }) => `${datatype} [${shape.map((size) => (Number(size) < 0 ? "any" : size)).join(", ")}]`;
-const tensors = (kind, found) => (found ?? []).map((one) => [kind, `${one.name}: ${shaped(one)}`]);
+const tensors = (kind, found) => (found ?? []).map((one) => [kind, `${one.name}: ${shaped(one)}${one.optional ? ", optional" : ""}`]);
 
 export function beginPanel() {
   const close = () => {

@@ -9,26 +9,33 @@ const sizesOf = ({ shape }) => shape.map((size) => Math.max(1, Number(size)));
 const countOf = (input) => sizesOf(input).reduce((product, size) => product * size, 1);
 const ZERO = { BYTES: '"text"', BOOL: "false" };
 
-export const request = (row, inputs, writable) => (inputs.length ? [...command(row, inputs), ...(writable ? form(row, inputs) : [])] : []);
+/** `found`: what the panel knows of the model. A stream or a step of a sequence is more than a form can show. */
+export function request(row, found, writable) {
+  const inputs = (found.inputs ?? []).filter((input) => !input.optional);
+  if (!inputs.length) return [];
+  return [...command(row, inputs, found), ...(writable && !found.streams && !found.sequence ? form(row, inputs) : [])];
+}
 
 /** The command of one request with zeros. */
-function command(row, inputs) {
+function command(row, inputs, { streams, sequence }) {
   const http = servers.get(row.server)?.facts?.endpoints.HTTP;
   if (!http) return [];
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  let word = "", text = ""; // of the shell, and the JSON that is not quoted yet
+  const parameters = sequence ? '"parameters":{"sequence_id":1,"sequence_start":true,"sequence_end":true},' : "";
+  let word = "", text = streams ? "{" : `{${parameters}"inputs":[`; // of the shell, and the JSON that is not quoted yet
   inputs.forEach((input, at) => {
-    const { name, datatype } = input, count = countOf(input), zero = ZERO[datatype] ?? "0";
-    text += `${at ? "," : ""}{"name":${JSON.stringify(name)},"datatype":${JSON.stringify(datatype)},"shape":${JSON.stringify(sizesOf(input))},"data":[`;
+    const { datatype } = input, name = JSON.stringify(input.name), count = countOf(input), zero = ZERO[datatype] ?? "0";
+    text += at ? "," : "";
+    text += streams ? `${name}:[` : `{"name":${name},"datatype":${JSON.stringify(datatype)},"shape":${JSON.stringify(sizesOf(input))},"data":[`;
     if (count <= 32) text += Array(count).fill(zero).join();
     else {
       word += `${quoted(text)}"$(yes ${quoted(zero)} | head -n ${count} | paste -sd, -)"`;
       text = "";
     }
-    text += "]}";
+    text += streams ? "]" : "]}";
   });
-  const url = `http://${outside(http)}/v2/models/${encodeURIComponent(row.name)}/infer`;
-  const line = `printf %s ${quoted('{"inputs":[').slice(0, -1)}${(word + quoted(`${text}]}`)).slice(1)} | curl -s ${quoted(url)} -d @-`;
+  const url = `http://${outside(http)}/v2/models/${encodeURIComponent(row.name)}/${streams ? "generate_stream" : "infer"}`;
+  const line = `printf %s ${word}${quoted(text + (streams ? "}" : "]}"))} | curl -s${streams ? "N" : ""} ${quoted(url)} -d @-`;
   const copy = make("button", { type: "button", textContent: "copy" }), shown = make("pre", { id: "curl", tabIndex: 0, textContent: line });
   copy.addEventListener("click", () => {
     // Over plain HTTP, as here, browsers have no navigator.clipboard.

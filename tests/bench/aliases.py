@@ -22,13 +22,15 @@ from tritonclient.utils import InferenceServerException
 
 from rsrv.cli.main import main as rsrv
 from tests.bench import models
+from tests.bench.figures import Spread
 from tests.bench.load import Side
 from tests.bench.phases import say, served
 from tests.bench.places import WORK
 from tests.bench.processes import cpu_seconds, server_processes
+from tests.bench.report import spread_text, table
 
 #: requests by each name; rounds and seconds of the throughput, and its clients
-REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 3000, 3, 2.0, 16
+REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 3000, 5, 2.0, 16
 OTHER = "other"
 SETTINGS = f"""
 metrics: {{listen: null}}
@@ -39,6 +41,7 @@ aliases:
   watched: {{{models.MLP}: 1, {OTHER}: shadow}}
 """
 NAMES = (models.MLP, "one", "split", "halves", "watched")
+HEADERS = ("by the name", "p50 us, 1 client", f"answers/s, {CLIENTS} clients", "CPU us", "CPU / model's own")
 
 
 def main() -> int:
@@ -52,17 +55,21 @@ def main() -> int:
     with served("aliases", repository, has_runtime=True, flags=flags) as side:
         # A copy still executes when the next request comes.
         asks = {name: asking(side, name) for name in NAMES if name != "watched"}
-        for name, seconds in latency(asks).items():
-            say(f"p50, one client, {name}: {statistics.median(seconds) * 1e6:.0f} us")
+        p50_us = {name: f"{statistics.median(one) * 1e6:.0f}" for name, one in latency(asks).items()}
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
         for number in range(ROUNDS):
             for name in NAMES if number % 2 else reversed(NAMES):
                 rates[name].append(under_load(side, name))
-        for name, found in rates.items():
-            rate, cpu = (statistics.median(each) for each in zip(*found, strict=True))
-            say(f"{CLIENTS} clients, {name}: {rate:.0f}/s, {cpu * 1e6:.0f} us of CPU a request")
+        say(table(HEADERS, [row(name, p50_us, rates) for name in NAMES]))
         say(f"changes under load: {changes(side)}")
     return 0
+
+
+def row(name: str, p50_us: dict[str, str], rates: dict[str, list[tuple[float, float]]]) -> tuple[str, ...]:
+    """Return the figures of one name; its CPU relative to the model's own name is of the same rounds."""
+    rate, cpu = (statistics.median(each) for each in zip(*rates[name], strict=True))
+    times = Spread.of(one / own for (_, one), (_, own) in zip(rates[name], rates[models.MLP], strict=True))
+    return name, p50_us.get(name, "-"), f"{rate:.0f}", f"{cpu * 1e6:.0f}", spread_text(times)
 
 
 def asking(side: Side, name: str) -> Callable[[], object]:

@@ -290,6 +290,20 @@ def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
     assert not first.waited
 
 
+def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
+    """It came before the pause, so mode drain executes it when a slot is free; one that came later is refused."""
+    house = House(slots=1)
+    house.run(7, START)
+    early = house.ask(8, START)
+    house.sequences.accept([KEY, "another model"])
+    late = house.ask(9, START)
+    house.run(7, END)
+    assert house.executing[early].request.waited  # type: ignore[union-attr]
+    house.finish(early)
+    house.run(8, END)
+    assert not house.executing[late].request.waited  # type: ignore[union-attr]
+
+
 def test_the_longest_idle_make_room_in_host_memory() -> None:
     """Stored sequences end in the order of their last use, and idle ones only while their model has left the device."""
     house = House(slots=1, when_full="host")

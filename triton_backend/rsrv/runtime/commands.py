@@ -611,7 +611,9 @@ class Commands:
     def _pause(self, model: str | None, mode: ev.Pause | None) -> None:
         names = None if model is None else self._names(model)
         self._policy.pause(names, mode)
-        self._outbox.append(ev.Paused(self._catalog.compiled(names), mode))
+        keys = self._catalog.compiled(names)
+        self._requests.sequences.accept(keys)
+        self._outbox.append(ev.Paused(keys, mode))
         self._registry.tell_all()
 
     def _abort(self, request: str) -> Callable[[], Answer]:

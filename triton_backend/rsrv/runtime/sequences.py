@@ -282,6 +282,13 @@ class SequenceTable:
         self._held = held
         return Verdicts(tuple(one for model in self._models.values() for one in self._grant(model).granted))
 
+    def accept(self, keys: Iterable[str]) -> None:
+        """Accept the requests of these models that wait for a slot: a pause that begins refuses later ones only."""
+        for model in [self._models[key] for key in keys if key in self._models]:
+            for sequence in model.waiting.values():
+                assert sequence.request is not None
+                sequence.request = sequence.request._replace(waited=True)
+
     def lose(self, key: str, losses: int) -> Verdicts:
         """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""
         model = self._models[key]

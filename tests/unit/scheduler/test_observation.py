@@ -88,11 +88,9 @@ def test_cost_follows_what_executions_took(machine: Driver) -> None:
     machine.finish(seconds=0.002)
     machine.finish(seconds=9.0, error="device fault")
 
-    assert machine.scheduler.cost("a", 0, 1) == pytest.approx(0.0012)
-    with pytest.raises(CallerError, match="not loaded"):
-        machine.scheduler.cost("a", 1, 1)
-    with pytest.raises(CallerError, match="not loaded"):
-        machine.scheduler.cost("b", 0, 1)
+    machine.arrive(*machine.requests_of(1))
+
+    assert machine.scheduler.backlog_seconds(machine.now) == pytest.approx(0.0012)
 
 
 def test_learned_cost_changes_the_plan(machine: Driver) -> None:

@@ -141,14 +141,10 @@ class Exporting:
         self._pause = pause
         #: By device.
         self._positions: dict[int, _Position] = {}
-        self._counts = {"exported": 0, "failed": 0, "dropped": 0}
+        self.counts = {"exported": 0, "failed": 0, "dropped": 0}
         ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
         # The environment takes precedence.
         self._resource = Resource.create(ours).merge(OTELResourceDetector().detect())
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return self._counts
 
     async def run(self) -> NoReturn:
         while True:
@@ -172,11 +168,11 @@ class Exporting:
             first, dropped = (0, 0) if before is not None else (said["first"], said["dropped"])
             self._positions[number] = _Position(said["instance"], first, dropped)
             return True
-        self._counts["dropped"] += said["first"] - before.next + said["dropped"] - before.dropped
+        self.counts["dropped"] += said["first"] - before.next + said["dropped"] - before.dropped
         self._positions[number] = _Position(said["instance"], said["next"], said["dropped"])
         if said["spans"]:
             well = await asyncio.to_thread(self._export, number, said["instance"], said["spans"])
-            self._counts["exported" if well else "failed"] += len(said["spans"])
+            self.counts["exported" if well else "failed"] += len(said["spans"])
         return bool(said["next"] < said["end"])
 
     def _export(self, device: int, instance: str, told: Sequence[Sequence[Any]]) -> bool:

@@ -223,9 +223,9 @@ class RuntimeLink:
         self._timing = timing or LinkTiming()
         self._loop = asyncio.get_running_loop()
         self._connection: ControlConnection | None = None
-        self._up = False
+        self.up = False
         self._down = self._loop.create_future()
-        self._since = 0.0
+        self.since = 0.0
         self._down_at = self._loop.time()
         #: Models with a stub before the runtime's last silence or end.
         self._served_before: set[str] = set()
@@ -234,7 +234,7 @@ class RuntimeLink:
         self.asleep_since: float | None = None
         self._wakes = False
         self._dismissed: dict[str, float] = {}
-        self._entries: dict[str, ModelVersion] = {}
+        self.entries: dict[str, ModelVersion] = {}
         self._ready: frozenset[str] | None = None
         self.instance = ""
         #: Number of runtimes so far.
@@ -250,14 +250,6 @@ class RuntimeLink:
     # --- the view -------------------------------------------------------------------------------------
 
     @property
-    def up(self) -> bool:
-        return self._up
-
-    @property
-    def since(self) -> float:
-        return self._since
-
-    @property
     def obstacle(self) -> str:
         """The reason why the device serves nothing, by the latest attempt to start its runtime; empty: it has a device."""
         for name in (FAILURE, NO_DEVICE):
@@ -268,25 +260,21 @@ class RuntimeLink:
     @property
     def down_s(self) -> float:
         """Seconds since the runtime answered last, or since the link's beginning; 0.0 while it does."""
-        return 0.0 if self._up else self._loop.time() - self._down_at
-
-    @property
-    def entries(self) -> Mapping[str, ModelVersion]:
-        return self._entries
+        return 0.0 if self.up else self._loop.time() - self._down_at
 
     @property
     def ready(self) -> frozenset[str]:
         """Names of the models and meta models that have a ready version; the same object until that changes."""
         if self._ready is None:
             self._ready = frozenset(
-                entry["name"] for entry in self._entries.values() if entry["state"] == "ready"
+                entry["name"] for entry in self.entries.values() if entry["state"] == "ready"
             )
         return self._ready
 
     @property
     def loading(self) -> set[str]:
         """Names of the models and meta models that have no ready version, and one that is being loaded."""
-        return {entry["name"] for entry in self._entries.values() if entry["state"] == "loading"} - self.ready
+        return {entry["name"] for entry in self.entries.values() if entry["state"] == "loading"} - self.ready
 
     def served(self) -> set[str]:
         """Return the names of the models and meta models with a stub; none while the runtime is down.
@@ -295,7 +283,7 @@ class RuntimeLink:
         """
         if self.asleep_since is not None:
             return set(self._dismissed)
-        return {entry["name"] for entry in self._entries.values() if entry["stubs"]} if self._up else set()
+        return {entry["name"] for entry in self.entries.values() if entry["stubs"]} if self.up else set()
 
     @property
     def dismissed(self) -> set[str]:
@@ -311,8 +299,8 @@ class RuntimeLink:
 
     def returning(self) -> set[str]:
         """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
-        waited = self._loop.time() - (self._since if self._up else self._down_at)
-        return self._served_before if waited < (CONNECT_S if self._up else RESTART_S) else set()
+        waited = self._loop.time() - (self.since if self.up else self._down_at)
+        return self._served_before if waited < (CONNECT_S if self.up else RESTART_S) else set()
 
     def wake(self) -> None:
         """Connect although the device sleeps, which wakes it."""
@@ -343,7 +331,7 @@ class RuntimeLink:
 
         Raises RuntimeDown, StatusError.
         """
-        if not self._up:
+        if not self.up:
             raise self._absence()
         try:
             connection = ControlConnection(self._path, lambda _: None)
@@ -365,7 +353,7 @@ class RuntimeLink:
         self, kind: Kind, body: dict[str, Any], answer_kind: Kind, done: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Ask; call `done` if the runtime succeeds, also if the caller has been cancelled by then."""
-        if not self._up or self._connection is None:
+        if not self.up or self._connection is None:
             raise self._absence()
         try:
             question = pack_json(kind, body)
@@ -397,7 +385,7 @@ class RuntimeLink:
                 reason = str(error)
             if not self._wakes:
                 self.asleep_since = None
-            if self._up:
+            if self.up:
                 self._go_down()
                 if self.asleep_since is None:
                     log.warning("%s: the connection ended: %s", self._who, reason)
@@ -420,7 +408,7 @@ class RuntimeLink:
     def _fall_asleep(self, since: float) -> None:
         self.asleep_since = since
         self._dismissed |= dict.fromkeys(self._served_before, self._loop.time())
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             entry["weights"] = "absent" if entry["weights"] else None
 
     async def _serve(self) -> str:
@@ -442,7 +430,7 @@ class RuntimeLink:
             answer = connection.ask(pack_json(Kind.COMMAND, {"command": "ping"}), Kind.COMMANDED)
             await asyncio.wait({answer}, timeout=self._timing.silence_s)
             if not answer.done():
-                was_up = self._up
+                was_up = self.up
                 if was_up:
                     log.warning("%s has not answered for %g s", self._who, self._timing.silence_s)
                     self._go_down()
@@ -456,9 +444,9 @@ class RuntimeLink:
         try:
             revision = int(state["revision"])
             if "entries" in state:
-                self._entries = dict(state["entries"])
+                self.entries = dict(state["entries"])
                 self._ready = None
-                self._since = self._loop.time()
+                self.since = self._loop.time()
                 new = state["instance"] != self.instance
                 self.lives += new and self.asleep_since is None
                 self.instance, self.revision = str(state["instance"]), revision
@@ -476,9 +464,9 @@ class RuntimeLink:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a STATE frame lacks its {error}") from None
         self.revision = revision
-        before = self._entries.pop(key, None) if entry is None else self._entries.get(key)
+        before = self.entries.pop(key, None) if entry is None else self.entries.get(key)
         if entry is not None:
-            self._entries[key] = entry
+            self.entries[key] = entry
             if entry["state"] == "cold":
                 self._dismissed[entry["name"]] = self._loop.time()
                 entry["state"] = "leaving"
@@ -488,11 +476,11 @@ class RuntimeLink:
         moves = moves_only(before, entry)
         self._ready = self._ready if moves else None
         self._changes.note(moves=moves)
-        if self._up:  # else a snapshot follows
+        if self.up:  # else a snapshot follows
             self._publish(StateChange(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
-        self._up, self._wakes, self.asleep_since = True, False, None
+        self.up, self._wakes, self.asleep_since = True, False, None
         self._down = self._loop.create_future()
         missed, self._missed = self._missed, {}
         settings, self._missed_settings = self._missed_settings, {}
@@ -504,7 +492,7 @@ class RuntimeLink:
 
     def _go_down(self) -> None:
         self._served_before = self.served()
-        self._up = False
+        self.up = False
         since = asleep_since(self._path.parent)
         if since is not None:
             self._fall_asleep(since)
@@ -521,7 +509,7 @@ class RuntimeLink:
 
     def configure_later(self, changes: dict[str, Any]) -> None:
         """Change keys that other runtimes have changed when this one answers again."""
-        if self._up:
+        if self.up:
             self._send_settings(changes)
         else:
             self._missed_settings |= changes
@@ -540,7 +528,7 @@ class RuntimeLink:
             return
         # The next runtime of this device gets what holds then.
         self._overrides.commanded(command, self._device)
-        if self._up:
+        if self.up:
             self._send(model, command)
         else:
             # The latest of those that set the same, in the order of the latest.
@@ -553,7 +541,7 @@ class RuntimeLink:
         self._send_settings(self._overrides.scheduler)
         for command in self._overrides.for_all():
             self._send("", command)
-        for name in {entry["name"] for entry in self._entries.values()}:
+        for name in {entry["name"] for entry in self.entries.values()}:
             self._send_model(name)
 
     def _send_settings(self, changes: dict[str, Any]) -> None:

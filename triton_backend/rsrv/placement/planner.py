@@ -72,7 +72,7 @@ class Planner:
     """
 
     def __init__(self, options: PlannerOptions, *, pack: Pack = packing.pack) -> None:
-        self._options = options
+        self.options = options
         self._pack = pack
         self._generation = 0
         self._costs = Costs(_halflife(options))
@@ -103,10 +103,6 @@ class Planner:
         self._views: Mapping[str, WorkerView] = {}
         self._fleet: Fleet | None = None
 
-    @property
-    def options(self) -> PlannerOptions:
-        return self._options
-
     def change(self, options: PlannerOptions) -> None:
         """Use other, valid settings; `mode` stays.
 
@@ -114,7 +110,7 @@ class Planner:
         thresholds in device seconds at once, `replicas`, `hysteresis` and `forbid_memory_oversubscription`
         from the next repack on.
         """
-        self._options = options.model_copy(update={"mode": self._options.mode})
+        self.options = options.model_copy(update={"mode": self.options.mode})
         self._surveyed = frozenset()
         self._costs.halflife = _halflife(options)
         self._generation += 1
@@ -128,9 +124,9 @@ class Planner:
         fill_factor: float | None = None,
     ) -> None:
         """Replace the settings of one model, which no worker needs to serve yet, except its devices; None: the general value."""
-        own = self._options.models.get(model, ModelOptions())
+        own = self.options.models.get(model, ModelOptions())
         section = own.model_copy(update={"replicas": replicas, "fill": fill, "fill_factor": fill_factor})
-        self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
+        self.change(self.options.model_copy(update={"models": {**self.options.models, model: section}}))
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
         """Begin with the places that an earlier planner chose, by model. To be called before the first look."""
@@ -166,11 +162,11 @@ class Planner:
         alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
         absent = [view for worker, view in self._latest.items() if worker not in alive]
         before = self._fleet if self._surveyed == self._latest.keys() else None
-        fleet = survey(alive, absent, _pins(self._options), before)
+        fleet = survey(alive, absent, _pins(self.options), before)
         # Thousands of models are looked at again only if something about one of them has changed.
         same = before is not None and fleet.models is before.models
         steps: list[WeightAction] = []
-        if self._options.mode == "lpt_packing":
+        if self.options.mode == "lpt_packing":
             self._device_s += consumed
             if not same:
                 self._watch(fleet, now)
@@ -186,8 +182,8 @@ class Planner:
                     )
                     for name in changed:
                         self._costs.where.pop(name, None)
-        if not same or self._options.work_basis == "compute":
-            table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
+        if not same or self.options.work_basis == "compute":
+            table = make_table(self.options, fleet, self._moves.placed, self._costs, self._table)
             if table != self._table:
                 self._table = table
         self._views, self._fleet, self._surveyed = views, fleet, frozenset(self._latest)
@@ -238,7 +234,7 @@ class Planner:
         return None if all(home and home == self._stays(unit, home) for unit, home in found) else "homes"
 
     def _threshold(self) -> float:
-        options = self._options
+        options = self.options
         return options.rebalance_device_s if self._counts.get("work") else options.first_rebalance_device_s
 
     # --- where ---------------------------------------------------------------------------------------------
@@ -305,8 +301,8 @@ class Planner:
             loads,
             [WorkerBudget(name, fleet.free_bytes(name), view.devices) for name, view in fleet.views.items()],
             previous=previous,
-            hysteresis=self._options.hysteresis,
-            forbid_oversubscription=self._options.forbid_memory_oversubscription,
+            hysteresis=self.options.hysteresis,
+            forbid_oversubscription=self.options.forbid_memory_oversubscription,
         )
 
     def _resize(self, fleet: Fleet, now: float) -> None:
@@ -319,13 +315,13 @@ class Planner:
             self._moves.aim(unit, workers, now)
 
     def _automatic(self, units: Iterable[Unit]) -> list[Unit]:
-        return [u for u in units if all(replicas(self._options, name) == "auto" for name in u.models)]
+        return [u for u in units if all(replicas(self.options, name) == "auto" for name in u.models)]
 
     def _replicas(self, unit: Unit) -> int:
         """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""
         present = len(self._moves.targets.get(unit.name, ())) or 1
         counts: dict[Replicas, int] = {"auto": present, "all": len(unit.allowed)}
-        wanted = [replicas(self._options, name) for name in unit.models]
+        wanted = [replicas(self.options, name) for name in unit.models]
         return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in wanted))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
@@ -360,7 +356,7 @@ class Planner:
         views, fleet = self._views, self._fleet
         if fleet is None:
             return None
-        options, moves = self._options, self._moves
+        options, moves = self.options, self._moves
         effective = {name: self._replicas(unit) for unit in fleet.units for name in unit.models}
         workers = show_workers(views, fleet, moves.placed, self._costs)
         return PlannerStatus(

@@ -7,11 +7,12 @@ takes time (`profile`, `restart`, `sleep`) delays those that follow it on its co
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, Protocol
 
 from rsrv.runtime.device import Device
@@ -52,86 +53,69 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """Type of a command's field: a value is valid if `accepts` says so."""
+    """A command's field, which takes values of some types, numbers only from `least` on, and only some texts."""
 
-    accepts: Callable[[object], bool]
+    types: type | UnionType
     expected: str
     required: bool = False
+    least: float | None = None
+    texts: Collection[str] = ()
+
+    def accepts(self, value: object) -> bool:
+        if isinstance(value, bool):  # to Python, a whole number
+            return self.types is bool
+        if not isinstance(value, self.types) or (self.texts and value not in self.texts):
+            return False
+        return self.least is None or (isinstance(value, int | float) and self.least <= value < inf)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _is_whole(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-_MODEL = {"model": _Field(_is_text, "a string", required=True)}
-_MODEL_OR_ALL = {"model": _Field(_is_text_or_none, "a string")}
-_MODES = [mode.value for mode in ev.Pause]
-_SINCE = {"since": _Field(_is_count, "a whole number, at least 0")}
+_MODEL = {"model": _Field(str, "a string", required=True)}
+_MODEL_OR_ALL = {"model": _Field(str | None, "a string")}
+_REQUEST = {"request": _Field(str, "a string", required=True)}
+_SINCE = {"since": _Field(int, "a whole number, at least 0", least=0)}
 _END = {
-    "drain_s": _Field(_is_duration, "a number of seconds, at least 0", required=True),
-    "force": _Field(lambda value: isinstance(value, bool), "true or false"),
+    "drain_s": _Field(int | float, "a number of seconds, at least 0", required=True, least=0),
+    "force": _Field(bool, "true or false"),
 }
 
 #: the fields of each command, beside its name
 _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "ping": {},
-    "residency": {**_MODEL, "residency": _Field(_is_text, "a string", required=True)},
+    "residency": {**_MODEL, "residency": _Field(str, "a string", required=True)},
     "compact": {},
     # Absent fields stay as they are; the settings check the values.
     "policy": {
         **_MODEL,
-        "weight": _Field(_is_number, "a number"),
-        "max_delay_us": _Field(_is_whole, "a whole number"),
-        "max_queue_depth": _Field(_is_whole, "a whole number"),
+        "weight": _Field(int | float | None, "a number"),
+        "max_delay_us": _Field(int | None, "a whole number"),
+        "max_queue_depth": _Field(int | None, "a whole number"),
     },
     # Settings of rsrv.yaml that take effect at once; the settings check the values.
-    "settings": {key: _Field(_is_mapping, "a mapping") for key in ("scheduler", "runtime", "models")},
+    "settings": {key: _Field(dict, "a mapping") for key in ("scheduler", "runtime", "models")},
     "start": {
-        "models": _Field(_is_mapping, "a mapping from names to paths of bundles", required=True),
-        "look": _Field(lambda value: isinstance(value, bool), "true or false"),
+        "models": _Field(dict, "a mapping from names to paths of bundles", required=True),
+        "look": _Field(bool, "true or false"),
     },
     "prefetch": _MODEL,
     "evict": _MODEL_OR_ALL,
     "pause": {
         **_MODEL_OR_ALL,
-        "mode": _Field(lambda value: value in _MODES, "'drain', 'hold' or 'reject'", required=True),
+        "mode": _Field(
+            str, "'drain', 'hold' or 'reject'", required=True, texts=[mode.value for mode in ev.Pause]
+        ),
     },
     "continue": _MODEL_OR_ALL,
-    "abort": {"request": _Field(_is_text, "a string", required=True)},
+    "abort": _REQUEST,
     "history": _MODEL,
     "slowest": _MODEL,
-    "find": {"request": _Field(_is_text, "a string", required=True)},
+    "find": _REQUEST,
     "load": _SINCE,
     "metrics": {},
     "memory": {},
     "overview": {},
     "restart": _END,
     "sleep": _END,
-    "profile": {"directory": _Field(_is_text_or_none, "a string")},
+    "profile": {"directory": _Field(str | None, "a string")},
     "timeline": _SINCE,
     "arrivals": _SINCE,
     "traces": _SINCE,

@@ -234,7 +234,7 @@ class JaxDevice:
         self._working_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         #: None: the allocator's pieces are not known
         self._pieces: FreePieces | None = None
-        self._limit = self._measure_limit()
+        self.memory_limit = self._measure_limit()
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -358,10 +358,6 @@ class JaxDevice:
             raise DeviceError(f"{self._device.device_kind} is no CUDA device that XLA describes")
         return found
 
-    @property
-    def memory_limit(self) -> int | None:
-        return self._limit
-
     def _measure_limit(self) -> int | None:
         """Return the bytes that jax's allocator may take; have it take them now if it is to preallocate.
 
@@ -400,17 +396,17 @@ class JaxDevice:
 
     def _require(self, sizes: Sequence[int]) -> None:
         """Raise OutOfMemory if jax's allocator has no room for these: it would wait ten seconds for it first."""
-        if self._limit is None:
+        if self.memory_limit is None:
             return
         needed = sum(map(rounded, sizes))
         deadline = time.monotonic() + _FREEING_S
-        while needed > (free := self._limit - (self._memory("bytes_in_use") or 0)):
+        while needed > (free := self.memory_limit - (self._memory("bytes_in_use") or 0)):
             if time.monotonic() > deadline:
-                raise OutOfMemory(f"{needed} bytes are needed, and {free} of {self._limit} are free")
+                raise OutOfMemory(f"{needed} bytes are needed, and {free} of {self.memory_limit} are free")
             time.sleep(_FREEING_S / 100)
         if self._pieces is not None and not self._pieces.fits(sizes):
             raise OutOfMemory(
-                f"{needed} bytes are needed, and {free} of {self._limit} are free, but in pieces that are too small"
+                f"{needed} bytes are needed, and {free} of {self.memory_limit} are free, but in pieces that are too small"
             )
 
     def memory_in_use(self) -> int | None:
@@ -657,7 +653,7 @@ class JaxDevice:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         assert pools is None or isinstance(pools, _SlotPools)
         try:
-            if self._limit is not None:
+            if self.memory_limit is not None:
                 # It may wait, so other launches go first.
                 moved = [one.nbytes for one in inputs if isinstance(one, np.ndarray)]
                 self._require([*moved, *self._working_bytes.get(executable, ())])

@@ -102,7 +102,10 @@ class VariantCosts:
         return inf
 
     def request(self, rows: int, *, coalesce: bool) -> float:
-        """Seconds of device time of `rows` rows alone: `Scheduler.cost`.
+        """Expected device time of one request of `rows` rows that shares its execution with no other.
+
+        More rows than one execution takes (m) count as the fewest executions: rows // m full ones and one for the rest. A
+        model that does not coalesce takes the smallest size that holds them.
 
         Raises:
             CallerError: without `coalesce`, no size holds that many rows.

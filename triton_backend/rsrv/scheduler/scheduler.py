@@ -626,24 +626,6 @@ class Scheduler:
         """Expected time until a run of a meta model that came now would be admitted; 0 while a place is free."""
         return self._admission.wait_seconds()
 
-    def cost(self, model: str, variant: int, rows: int) -> float:
-        """Expected device time of one request of `rows` rows that shares its execution with no other.
-
-            cheapest single execution that holds them
-
-        More rows than one execution takes (m) count as the fewest executions: rows // m full ones and one
-        for the rest. A model that does not coalesce takes the smallest size that holds them.
-
-        Raises:
-            CallerError: the model or the variant is not loaded, or a model that does not coalesce has
-                no size for that many rows.
-        """
-        state = self._models.get(model)
-        queue = None if state is None else state.queues.get(variant)
-        if state is None or queue is None:
-            raise CallerError(f"model {model!r} with variant {variant} is not loaded")
-        return queue.costs.request(rows, coalesce=state.program.coalesce)
-
     def load_seconds(self, model: str) -> float:
         """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is not loaded."""
         state = self._models.get(model)

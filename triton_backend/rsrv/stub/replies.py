@@ -118,12 +118,8 @@ class Reply:
         self.deadline_ns = deadline_ns
         self._client_id = client_id
         self._lock = Lock()
-        self._sent = False
+        self.sent = False
         responses._owed[id(self)] = ref(self)
-
-    @property
-    def sent(self) -> bool:
-        return self._sent
 
     def send(self, response: Any, nbytes: int = 0) -> None:
         """Send the answer, of about `nbytes`, unless one was sent.
@@ -134,9 +130,9 @@ class Reply:
         answer, and the whole server crashes.
         """
         with self._lock:
-            if self._sent:
+            if self.sent:
                 return
-            self._sent = True
+            self.sent = True
             self._responses._owed.pop(id(self), None)
             if nbytes <= _LARGE_BYTES or _AMPLE_FACTOR * nbytes <= free_shared_memory():
                 self._sender.send(response, flags=self._responses.final)
@@ -149,7 +145,7 @@ class Reply:
     def send_part(self, response: Any) -> None:
         """Send a response of an answer that goes on, unless it has ended."""
         with self._lock:
-            if not self._sent:
+            if not self.sent:
                 self._sender.send(response, flags=0)
 
     def send_failure(self, status: Status, text: str) -> None:
@@ -163,9 +159,9 @@ class Reply:
 
     def cancelled(self) -> bool:
         with self._lock:
-            return not self._sent and bool(self._sender.is_cancelled())
+            return not self.sent and bool(self._sender.is_cancelled())
 
     def __del__(self) -> None:
-        if not self._sent:
+        if not self.sent:
             log.error("request %r was dropped", self._client_id, extra=of_request(self._client_id))
             self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")

@@ -23,7 +23,7 @@ from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.held import open_files
 from tests.unit.bundle.forge import make_bundle
-from tests.unit.runtime.weights import Array, bundle_of, large, small
+from tests.unit.runtime.weights import Array, bundle_of, check_counts, large, small
 
 MakeBundle = Callable[..., Bundle]
 
@@ -46,9 +46,9 @@ def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
         memory = PrivateMemory() if request.param == "private" else SharedMemory(Path(shm))
         store = HostStore(memory)
         yield store
-        store.validate()
+        check_counts(store)
         store.close()
-        store.validate()
+        check_counts(store)
         assert store.counts == HostCounts(0, 0, 0)
         assert list(Path(shm).glob("*/*")) == []
 
@@ -166,7 +166,7 @@ def test_every_element_type_and_every_shape(
             assert not array.flags.writeable
         if expected.size:
             assert weights.read(index).ctypes.data % 64 == 0
-    private.validate()
+    check_counts(private)
     private.close()
 
 
@@ -192,7 +192,7 @@ def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle)
 
     assert weights.kept
     assert store.counts == kept == HostCounts(weights.nbytes, weights.nbytes, 2)
-    store.validate()
+    check_counts(store)
     weights.drop()
     weights.drop()
     assert store.counts == HostCounts(0, 0, 0)
@@ -274,7 +274,7 @@ def test_a_file_that_is_written_in_place_is_an_error_with_a_remedy(
         with pytest.raises(BundleError, match="was written to since the model was loaded; reload the model"):
             attempt()
         assert store.counts == HostCounts(0, 0, 0)
-        store.validate()
+        check_counts(store)
     assert (unkept.read(0) == 1).all()
 
 
@@ -370,7 +370,7 @@ def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
     assert len(memory.released) == 1
     assert store.counts == HostCounts(0, 0, 0)
     assert open_files() <= before
-    store.validate()
+    check_counts(store)
 
 
 def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> None:
@@ -389,13 +389,13 @@ def test_a_load_that_runs_out_of_memory_changes_nothing(make: MakeBundle) -> Non
         store.open(bundle, keep=True)
 
     assert store.counts == HostCounts(0, 0, 0)
-    store.validate()
+    check_counts(store)
     left[:] = [0, 1]
     weights = store.open(bundle, keep=False)
     with pytest.raises(HostMemoryError, match="full"):
         weights.keep()
     assert not weights.kept
-    store.validate()
+    check_counts(store)
 
 
 def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) -> None:
@@ -415,7 +415,7 @@ def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) 
 
         assert store.counts.physical == large(1).nbytes
         assert len(memory.released) == 1
-        store.validate()
+        check_counts(store)
         one.drop()
         other.drop()
         assert len(memory.released) == 2
@@ -492,10 +492,10 @@ def test_validate_finds_a_wrong_count(private: HostStore, make: MakeBundle) -> N
     held.count += 1
 
     with pytest.raises(AssertionError):
-        private.validate()
+        check_counts(private)
 
     held.count -= 1
-    private.validate()
+    check_counts(private)
     weights.close()
 
 

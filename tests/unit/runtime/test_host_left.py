@@ -17,7 +17,7 @@ from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.wire.paths import start_time
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.weights import WeightsFile
-from tests.unit.runtime.weights import bundle_of, large, small
+from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 
 #: A live server, by its process, and one that has ended.
 LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
@@ -105,7 +105,7 @@ def test_the_next_runtime_reads_only_small_tensors(
 
     assert reads == [small(2).nbytes]
     assert right(weights)
-    after.validate()
+    check_counts(after)
     after.close()
     assert tensors(shm) == 0
 

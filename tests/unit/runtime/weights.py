@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rsrv.runtime.allocation import LARGE
+from rsrv.runtime.host_weights import HostStore
 from rsrv_bundle import Bundle, read_bundle, writer
+from rsrv_bundle.weights import content_digest
 from tests.unit.bundle.forge import GOOD, changed, make_bundle, seal
 
 Array = np.ndarray[Any, Any]
@@ -33,3 +36,15 @@ def bundle_of(
     manifest = changed(GOOD, format_version="3.0" if version == "3.1" else version)
     made = make_bundle(parent, manifest, name=name, weights=content)
     return read_bundle(seal(made) if version == "3.1" else made)
+
+
+def check_counts(store: HostStore) -> None:
+    """Check a store's counts, and each byte of its tensors. No other thread may use the store."""
+    assert store._kept <= store._open
+    references = Counter(t.key.digest for weights in store._kept for t in weights.tensors)
+    counts = {digest: held.count for digest, held in store._held.items()}
+    assert counts == references, "the count of a tensor is its number of references"
+    assert store._logical == sum(weights.nbytes for weights in store._kept)
+    assert store._physical == sum(held.block.bytes.nbytes for held in store._held.values())
+    for digest, held in store._held.items():
+        assert content_digest(held.block.bytes) == digest, "a tensor's bytes never change"

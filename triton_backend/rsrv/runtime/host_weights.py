@@ -1,6 +1,5 @@
 """Host copies of weights: one copy of each tensor, shared by all models that contain it."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,18 +181,6 @@ class HostStore:
         for held in rest:
             held.block.release()
         self._memory.close()
-
-    def validate(self) -> None:
-        """Raise AssertionError if the counts are wrong; reads every byte. No other thread may use the store."""
-        with self._lock:
-            assert self._kept <= self._open
-            references = Counter(t.key.digest for weights in self._kept for t in weights.tensors)
-            counts = {digest: held.count for digest, held in self._held.items()}
-            assert counts == references, "the count of a tensor is its number of references"
-            assert self._logical == sum(weights.nbytes for weights in self._kept)
-            assert self._physical == sum(held.block.bytes.nbytes for held in self._held.values())
-            for digest, held in self._held.items():
-                assert content_digest(held.block.bytes) == digest, "a tensor's bytes never change"
 
     def _find(self, digest: str) -> Bytes | None:
         with self._lock:

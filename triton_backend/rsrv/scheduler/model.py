@@ -291,7 +291,6 @@ class ModelState:
             draining=self.draining,
             paused=self.paused,
             queued=self.queued,
-            queued_rows=sum(queue.rows for queue in self.queues.values()),
             executing=self.executing,
             outcomes=totals.counts.outcomes(),
             refused=dict(totals.counts.refused),

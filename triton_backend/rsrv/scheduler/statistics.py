@@ -183,9 +183,8 @@ class ModelSnapshot:
     draining: bool
     #: how it is paused; None: not at all.
     paused: Pause | None
-    #: requests that wait, and their rows.
+    #: requests that wait.
     queued: int
-    queued_rows: int
     #: requests that execute.
     executing: int
     #: ended requests by outcome.

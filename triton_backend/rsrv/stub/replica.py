@@ -1,6 +1,5 @@
 """One replica of a model in its stub, on one device: what the engines of all kinds of models have in common."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,8 +17,6 @@ from rsrv.stub.resubmission import Resubmission
 from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
-
-log = logging.getLogger("rsrv.stub")
 
 
 class StubProcess:

@@ -348,6 +348,8 @@ def test_a_page_without_figures_says_so_and_tries_again(monkeypatch: pytest.Monk
             assert "no figures" in await page.value("document.querySelector('#spoken').textContent")
             source.tell("state", {**state(1, 4), "findings": FINDINGS})
             await page.until(f"{headline} === 'warning: 86% of'")
+            source.tell("state", {**state(2, 4), "findings": FINDINGS[1:]})
+            await page.until(f"{headline} === 'note: a spends'")
             source.tell("state", state(0, 2), "w1")
             source.tell("state", state(1, 2), "w1")
             rate = "document.querySelector('#total-rate').textContent"

@@ -453,7 +453,9 @@ def test_padding_names_the_size_that_saves_most() -> None:
     rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "rows": 3000, "batch_padding": [13000.0, 0]}
     cure = found(server(counts({"a": model(**rows)})))["padding"].cure
     # 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
-    assert cure.startswith("export batch size 4 as well (saves up to 64% of its device time; costs one more")
+    assert cure.startswith(
+        "export batch size 4 as well, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
+    )
 
     unknown = server(counts({"a": model(**rows)}), facts={})
     assert found(unknown)["padding"].cure.startswith("export batch size 4 as well (costs")
@@ -478,7 +480,7 @@ def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() 
     device = replace(now.devices[0], shared=[(4 * MB, frozenset("ab")), (9 * MB, frozenset({"a", "idle"}))])
     one = found(replace(now, devices={0: device}))["weights_thrash"]
     assert one.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
-    assert one.cure.startswith("raise runtime.weight_budget_bytes to 26000000 (6 MB more")
+    assert one.cure.startswith("set runtime.weight_budget_bytes: 26000000 in rsrv.yaml (6 MB more")
 
 
 def test_findings_name_the_device_if_there_are_several() -> None:

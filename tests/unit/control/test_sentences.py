@@ -33,6 +33,7 @@ NOW = datetime(2026, 11, 23, 8, 0, 0).timestamp()
             pb.HistoryRecord(what="execute", requests=3, rows=7, size=16),
             "3 requests executed together: 7 rows, padded to 16",
         ),
+        (pb.HistoryRecord(what="execute", requests=1, rows=1, size=1), "a request executed alone: 1 row"),
         (
             pb.HistoryRecord(what="answered", requests=3, seconds=0.0042),
             "3 requests answered after 4.2 ms on the device",

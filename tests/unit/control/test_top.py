@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rsrv.cli.output import headline
 from rsrv.cli.top import Top, show, to_screen
 from tests.unit.control.peers import entry, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
@@ -83,6 +84,15 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
     assert [row.busy for row in top.rows] == [True, True, False, True]
     assert top.rows[0].cells() == ("b", "resident", "1 kB", "0", "0", "1/s", "50%", "4 ms", "1", "0")
     assert "device busy 60%, 3/s, 3 waiting, 4 models" in top.headlines()[0]
+
+
+def test_the_first_line_is_the_severest_finding() -> None:
+    """A note is told if there is nothing worse, and does not count among what is more urgent."""
+    note, warning = ("note", "a waits"), ("warning", "b fails")
+    assert headline([], "d") == ""
+    assert headline([note], "d") == "note: a waits (d: what to do)"
+    assert headline([note, note], "d") == "note: a waits (d: 1 more, and what to do)"
+    assert headline([warning, note], "d") == "warning: b fails (d: what to do)"
 
 
 def test_keys_choose_the_order_of_the_models() -> None:

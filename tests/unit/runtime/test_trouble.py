@@ -108,7 +108,7 @@ def test_weights_thrash(troubled: Any) -> None:
     assert found.keys() == {"weights_thrash"}
     assert found["weights_thrash"].evidence.startswith("weights thrash: 36 B are asked for, 24 B fit; ")
     assert found["weights_thrash"].cure.startswith(
-        "raise runtime.weight_budget_bytes to 36 (12 B more of the device's memory), or pin what must be fast"
+        "set runtime.weight_budget_bytes: 36 in rsrv.yaml (12 B more of the device's memory) and `rsrv restart`, or pin"
     )
 
 

@@ -61,17 +61,18 @@ def saved(physical: int, logical: int) -> str:
 
 
 def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
-    """Return the severest finding in a line; empty if there are only notes.
+    """Return the severest finding in a line, a note if there is nothing worse; empty without findings.
 
     Args:
         findings: severity and evidence of each, the severest first.
         more: where the reader finds the cause, the cure and the other findings.
     """
-    urgent = [(severity, evidence) for severity, evidence in findings if severity != "note"]
-    if not urgent:
+    if not findings:
         return ""
-    others = f"{len(urgent) - 1} more, and what to do" if len(urgent) > 1 else "what to do"
-    return f"{urgent[0][0]}: {one_line(urgent[0][1])} ({more}: {others})"
+    urgent = sum(severity != "note" for severity, _ in findings) or len(findings)
+    others = f"{urgent - 1} more, and what to do" if urgent > 1 else "what to do"
+    severity, evidence = findings[0]
+    return f"{severity}: {one_line(evidence)} ({more}: {others})"
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

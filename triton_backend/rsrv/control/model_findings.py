@@ -29,16 +29,19 @@ def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
     if one.executions < FEW or one.padding < 0.5 * total:
         return None
     share, compiled = one.device_s / window.seconds, total / one.executions
-    size, saved = best_size(one, case.now.facts.get(one.name))
+    facts = case.now.facts.get(one.name)
+    size, saved = best_size(one, facts)
     if size is None:
         return None
+    together = sorted({size, *facts.costs}) if facts is not None and facts.costs else []
+    sizes = f", `rsrv-bundle export --batch-sizes {','.join(map(str, together))}`" if together else ""
     gain = f" (saves up to {percent(saved)} of its device time" if saved else " ("
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
         f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} for {one.rows} of requests)",
-        f"executions have {one.rows / one.executions:.2g} rows on average, and they are compiled for {compiled:.2g}",
-        f"export batch size {size} as well{gain}{'; ' if saved else ''}costs one more compilation)",
+        f"an execution has {one.rows / one.executions:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
+        f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
 
 
@@ -80,8 +83,8 @@ def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
             "note",
             evidence,
             f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {one.name} {duration(mean(one.execute))}",
-            f"smaller batch sizes for {most.name}, which cost it device time for each row, or devices of their own "
-            "(models.NAME.devices)",
+            f"smaller batch sizes for {most.name} (a row costs it more time, and requests of more rows are refused), "
+            "or devices of their own (models.NAME.devices)",
         )
     return ServerFinding(
         "starved",

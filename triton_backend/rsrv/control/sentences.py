@@ -15,7 +15,7 @@ _SENTENCES = {
     ("expired", ""): "{requests} ended: the deadline passed while waiting",
     ("shed", ""): "{requests} ended early: the deadline could not be met any more",
     ("cancelled", ""): "{requests} cancelled",
-    ("execute", ""): "{requests} executed together: {rows}",
+    ("execute", ""): "{requests} executed {alone}: {rows}",
     ("execute again", ""): "{requests} executed again with all other weights evicted: {rows}",
     ("answered", ""): "{requests} answered after {seconds} on the device",
     ("failed", ""): "{requests} failed after {seconds} on the device: {why}",
@@ -172,6 +172,7 @@ def record_sentence(record: pb.HistoryRecord) -> str:
         return f"{record.what} {record.why}".rstrip()
     return found.format(
         requests=_requests(record.requests),
+        alone="together" if record.requests > 1 else "alone",
         rows=_rows(record),
         seconds=duration(record.seconds),
         bytes=amount(record.bytes),

@@ -204,8 +204,8 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
     pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
     if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
         cure = (
-            f"raise runtime.weight_budget_bytes to {asked} ({amount(asked - budget)} more of the device's "
-            f"memory), or {pin}"
+            f"set runtime.weight_budget_bytes: {asked} in rsrv.yaml ({amount(asked - budget)} more of the device's "
+            f"memory) and `rsrv restart`, or {pin}"
         )
     else:
         cure = f"{pin}, set scheduler.eviction: cost, or serve on more devices"

@@ -41,7 +41,7 @@ function drawFacts() {
 function drawFindings() {
   const all = [...servers].flatMap(([server, { state }]) => (state?.findings ?? []).map((one) => ({ ...one, server })));
   all.sort((a, b) => SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity));
-  const urgent = all.filter((one) => one.severity !== "note"), notes = all.length - urgent.length;
+  const urgent = all.filter((one) => one.severity !== "note"), first = urgent.length ? urgent : all;
   const where = (one) => (servers.size > 1 ? `${one.server}: ` : "");
   const told = [...servers.values()].filter(({ state }) => state);
   const [down, silent] = [told.filter(({ state }) => !state.up).length, told.filter(isSilent).length];
@@ -51,10 +51,10 @@ function drawFindings() {
   say($("headline"), silent
     ? `critical: ${count(silent, "sends", "send")} no figures; this page shows the last ones`
     : down && urgent[0]?.severity !== "critical" ? `critical: ${count(down, "does", "do")} not answer`
-    : urgent.length ? `${urgent[0].severity}: ${where(urgent[0])}${urgent[0].evidence}` + (urgent.length > 1 ? ` (and ${urgent.length - 1} more)` : "")
-    : told.length ? "all is well" + (notes ? ` (${notes} note${notes > 1 ? "s" : ""})` : "") : "no server is known yet");
+    : first.length ? `${first[0].severity}: ${where(first[0])}${first[0].evidence}` + (first.length > 1 ? ` (and ${first.length - 1} more)` : "")
+    : told.length ? "all is well" : "no server is known yet");
   // Screen readers are told of other findings, not of each new number.
-  const finding = [silent, down, urgent.length && where(urgent[0]) + urgent[0].name].join();
+  const finding = [silent, down, first.length && where(first[0]) + first[0].name].join();
   if (drawFindings.finding !== finding) say($("spoken"), $("headline").textContent);
   drawFindings.finding = finding;
   // Open details keep the pointer's selection while nothing changes.

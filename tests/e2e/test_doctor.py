@@ -154,6 +154,8 @@ def test_each_trouble_is_found(server: RunningTriton) -> None:
         wait_until(lambda: "padding" in doctor(server)[0], _SOON_S)
     with asked(server, {"broken": (1, 1)}):
         wait_until(lambda: doctor(server)[0].get("requests_fail") == "critical", _SOON_S)
+    causes = {one["name"]: one["cause"] for one in diagnosed(server)[0]}
+    assert causes["requests_fail"] == "preprocess raised ValueError at line 2 of model.py"
     assert doctor(server)[1] == 3
     with asked(server, {"tickets": (16, 4), "defects": (1, 1)}):
         wait_until(lambda: doctor(server)[0].get("starved") == "warning", 2 * _SOON_S)

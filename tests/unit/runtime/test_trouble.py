@@ -131,7 +131,9 @@ def test_padding(troubled: Any) -> None:
     found = server.findings({1: 0.001, 4: 0.004, 8: 0.008})
     assert found.keys() == {"padding"}
     assert found["padding"].evidence == "50% of the rows of a are padding (80 for 80 of requests)"
-    assert found["padding"].cure.startswith("export batch size 2 as well (saves up to 50% of its device time")
+    assert found["padding"].cure.startswith(
+        "export batch size 2 as well, `rsrv-bundle export --batch-sizes 1,2,4,8` (saves up to 50% of its device time"
+    )
 
 
 def test_a_full_queue(troubled: Any) -> None:
@@ -169,23 +171,24 @@ def test_executions_fail(troubled: Any) -> None:
     server = troubled()
     server.runtime.device.fail_next("launch", times=5, error=DeviceError("broken"))
     server.ask(5)
+    server.reported("internal", 5)
     found = server.findings()
     assert found.keys() == {"requests_fail"}
-    assert found["requests_fail"].cause == "its executions or loads fail"
+    assert found["requests_fail"].cause == "the model failed to execute; the server's log says why"
 
 
 def test_a_hook_raises(troubled: Any) -> None:
     """Errors of preprocess are failures of model.py, which the runtime never saw."""
 
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError("broken")
+        raise ValueError("secret contents of a request")
 
     server = troubled(hooks=Hooks(preprocess))
     server.ask(5)
     server.reported("internal", 5)
     found = server.findings()
     assert found.keys() == {"requests_fail"}
-    assert found["requests_fail"].cause == "a function of its model.py raises or hangs"
+    assert found["requests_fail"].cause == "preprocess raised ValueError"
 
 
 def test_clients_send_wrong_requests(troubled: Any) -> None:

@@ -122,6 +122,11 @@ class ModelActivity:
     def responses(self) -> dict[str, int]:
         return self._counted("responses")
 
+    @property
+    def failure(self) -> str:
+        """Why the latest answer that was a failure of the server failed; empty if the front does not tell."""
+        return str(self._now.get("failure", ""))
+
     @cached_property
     def refused(self) -> dict[str, int]:
         return self._counted("refused")

@@ -19,8 +19,9 @@ def _failing(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
         "requests_fail",
         "critical",
         f"{one.name}: {failed} of {total} answers are failures of the server",
-        "a function of its model.py raises or hangs" if hooks else "its executions or loads fail",
-        "the log has a line with the reason for each; mend and export the bundle again",
+        one.failure
+        or ("a function of its model.py raises or hangs" if hooks else "its executions or loads fail"),
+        "the log has the whole reason of each; mend and export the bundle again",
     )
 
 

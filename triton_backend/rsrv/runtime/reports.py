@@ -24,6 +24,8 @@ from rsrv.wire.frames import ProtocolError, Status
 
 #: functions of model.py, by their names in metrics
 HOOKS = ("pre", "post", "run")
+#: of the reason of a failure
+_MOST_CHARACTERS = 200
 _STATUSES = frozenset(status.name.lower() for status in Status)
 
 
@@ -37,6 +39,8 @@ class StubCounters:
     requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: answers to clients, by status in lower case
     responses: dict[str, int] = field(default_factory=dict)
+    #: why the latest of them that was INTERNAL failed
+    failure: str = ""
     #: of these, those by the name of an alias
     aliases: dict[str, Counter[str]] = field(default_factory=dict)
     #: answers to copies of an alias's requests, by alias and outcome
@@ -68,6 +72,7 @@ class StubMetrics:
             raise ProtocolError("a REPORT of hooks that the model does not have")
         mine = self._models.setdefault(name, StubCounters())
         mine.requests.add(requests)
+        mine.failure = str(report.get("failure") or mine.failure)[:_MOST_CHARACTERS]
         if alias := report.get("alias"):
             mine.aliases.setdefault(str(alias), Counter()).update(responses)
             mine.shadows.setdefault(str(alias), Counter()).update(shadows)
@@ -571,6 +576,7 @@ def _stub_metrics(reported: StubCounters | None) -> dict[str, Any]:
         "hooks": {hook: seconds.to_json() for hook, seconds in counters.hooks.items()},
         "request": counters.requests.to_json(),
         "responses": counters.responses,
+        "failure": counters.failure,
         "aliases": counters.aliases,
         "shadows": counters.shadows,
     }

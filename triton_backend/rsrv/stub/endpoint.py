@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -335,7 +336,8 @@ def check_results(
 def hook_failed(hook: str, why: str, client_id: str) -> RequestFailure:
     """Log a hook's fault, and return the failure of the request `client_id`."""
     log.error("request %r: model.py: %s: %s", client_id, hook, why, extra=of_request(client_id, hook=hook))
-    return RequestFailure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
+    text = f"the model's {hook} hook failed; the server's log says why"
+    return RequestFailure(Status.INTERNAL, text, f"{hook}: {why}")
 
 
 def run_hook(
@@ -366,7 +368,12 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
         )
         return RequestFailure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
     log.exception("request %r: model.py: %s raised", client_id, name, extra=of_request(client_id, hook=name))
-    return RequestFailure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
+    # Not the error's own text: it may have the request's contents.
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename.endswith("/model.py")]
+    where = f" at line {lines[-1]} of model.py" if lines else ""
+    text = f"the model's {name} hook failed; the server's log says why"
+    return RequestFailure(Status.INTERNAL, text, f"{name} raised {type(error).__name__}{where}")
 
 
 def message_of(error: BaseException) -> str:

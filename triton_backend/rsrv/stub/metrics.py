@@ -27,6 +27,8 @@ _OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 _REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
 #: requests of a report that took longest
 _SLOWEST = 32
+#: of the reason of a failure
+_MOST_CHARACTERS = 200
 #: seconds that the runtime may take to answer
 _REPORT_TIMEOUT_S = 5.0
 #: seconds that `close` waits for the thread
@@ -55,6 +57,8 @@ class Meters:
         self._shadows: Counter[str] = Counter()
         #: seconds, number and arrival; a heap
         self._slow: list[tuple[float, int, float]] = []
+        #: why the latest request failed
+        self._failure = ""
 
     def answered(self, status: Status, since: float, number: int = -1) -> None:
         """Count a request that was answered now.
@@ -72,6 +76,12 @@ class Meters:
                 (heappush if len(slow) < _SLOWEST else heapreplace)(slow, (seconds, number, since))
         if not self.some.is_set():
             self.some.set()
+
+    def failed(self, why: str) -> None:
+        """Note why a request failed by a fault of the server; `answered` counts it."""
+        with self._lock:
+            if not self.copies:
+                self._failure = why[:_MOST_CHARACTERS]
 
     def hook(self, model: str, hook: str, seconds: float) -> None:
         """Count a call of a function of model.py that took this long, also if it raised."""
@@ -94,13 +104,15 @@ class Meters:
         self.some.clear()
         with self._lock:
             requests, responses, hooks, slow = self._requests, self._responses, self._hooks, self._slow
-            shadows = dict(self._shadows)
+            shadows, failure = dict(self._shadows), self._failure
             self._clear()
         by_model: dict[str, dict[str, list[float]]] = {}
         for (model, hook), seconds in hooks.items():
             by_model.setdefault(model, {})[hook] = seconds.to_json()
-        alias = {"alias": self.alias, "shadows": shadows} if self.alias else {}
-        return alias | {
+        rare: Report = {"alias": self.alias, "shadows": shadows} if self.alias else {}
+        if failure:
+            rare["failure"] = failure
+        return rare | {
             "requests": requests.to_json(),
             "responses": {status.name.lower(): responses[status] for status in Status if responses[status]},
             "hooks": by_model,

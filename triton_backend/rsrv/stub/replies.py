@@ -47,16 +47,17 @@ def free_shared_memory() -> int:
 
 
 class RequestFailure(Exception):
-    """A request ends without an answer; `text` is for the client."""
+    """A request ends without an answer; `text` is for the client, `blame` for the operator and without tensors."""
 
-    def __init__(self, status: Status, text: str) -> None:
+    def __init__(self, status: Status, text: str, blame: str = "") -> None:
         super().__init__(text)
         self.status = status
         self.text = text
+        self.blame = blame or text
 
     def copy(self) -> "RequestFailure":
         """Return a failure without a traceback: the traceback of a kept one would keep all of its frames alive."""
-        return RequestFailure(self.status, self.text)
+        return RequestFailure(self.status, self.text, self.blame)
 
 
 def tag_failure(status: Status, text: str) -> str:

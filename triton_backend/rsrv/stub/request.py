@@ -211,6 +211,8 @@ class Outcomes:
     def failed(self, request: ClientRequest, failure: RequestFailure) -> Any:
         """Return the response of a request that ends with `failure`."""
         self.ended(request, failure.status, failure.text)
+        if failure.status is Status.INTERNAL:
+            self._meters.failed(failure.blame)
         self._failure_log.ended(failure.status, failure.text, request.id)
         return self._responses.failure(failure.status, failure.text, sub_call=request.params.run != 0)
 

@@ -1,6 +1,7 @@
 """The counts of a runtime and its stubs are complete, not doubled, and go with the model."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.frames import Kind, Status, pack_json
-from rsrv.wire.socket import Closed
+from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import ask
@@ -107,9 +108,11 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     with Operator(runtime) as operator:
         said = operator.do("overview")
     assert said["models"] == {
-        "a": [0, 0, 12, 3, 0, a["device_seconds"], 1, a["load"][0], 0, a["misses"], a["request"]]
+        "a": [0, 0, 12, 3, 2, a["device_seconds"], 1, a["load"][0], 0, a["misses"], a["request"]]
     }
     assert said["memory"]["device"]["physical_bytes"] == 12
+    status = read_status(os.getpid())["models"]["a"]["outcomes"]
+    assert (status["answered"], status["failed"], status["failed_before_runtime"]) == (3, 0, 2)
     engine.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
 

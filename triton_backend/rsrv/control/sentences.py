@@ -236,4 +236,7 @@ def _sequences(model: pb.ModelStatus) -> str:
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()) if count) or "none over yet"
+    return (
+        ", ".join(f"{count} {how.replace('_', ' ')}" for how, count in sorted(outcomes.items()) if count)
+        or "none over yet"
+    )

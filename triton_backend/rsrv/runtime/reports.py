@@ -238,6 +238,17 @@ class Reports:
     def status(self) -> dict[str, Any]:
         snapshot, catalog = self._scheduler.snapshot(), self._catalog
         counts = self._weights.cache_counts
+        models = {
+            entry.name: _model_status(entry, snapshot.models[entry.key], catalog.policy.residency(entry.name))
+            | self._state_status(entry)
+            for entry in self._ready_last()
+            if entry.key in snapshot.models
+        }
+        totals, metas = self._scheduler.totals(), self._registry.metas()
+        reported = self.stubs.keep({*totals, *(group.name for group in metas)})
+        for name in models.keys() & reported.keys() & totals.keys():
+            early = _errors(totals[name], reported[name]) - _errors(totals[name], _NO_COUNTERS)
+            models[name]["outcomes"]["failed_before_runtime"] = early
         return {
             "pid": os.getpid(),
             "compiled": counts.compiled,
@@ -246,15 +257,8 @@ class Reports:
             "numerics": catalog.policy.settings.runtime.numerics,
             "computes": self._weights.computes,
             "memory": self._memory(snapshot),
-            "models": {
-                entry.name: _model_status(
-                    entry, snapshot.models[entry.key], catalog.policy.residency(entry.name)
-                )
-                | self._state_status(entry)
-                for entry in self._ready_last()
-                if entry.key in snapshot.models
-            },
-            "metas": {group.name: self._meta_status(group, snapshot) for group in self._registry.metas()},
+            "models": models,
+            "metas": {group.name: self._meta_status(group, snapshot) for group in metas},
             "starting": self._registry.starting(),
         }
 
@@ -354,7 +358,7 @@ class Reports:
             name: (
                 *now[name],
                 total.counts.answered,
-                total.counts.total() - total.counts.answered - total.counts.cancelled,
+                _errors(total, reported.get(name) or _NO_COUNTERS),
                 total.device_seconds,
                 sum(total.load.counts),
                 total.load.sum,
@@ -580,6 +584,13 @@ def _stub_metrics(reported: StubCounters | None) -> dict[str, Any]:
         "aliases": counters.aliases,
         "shadows": counters.shadows,
     }
+
+
+def _errors(totals: Totals, reported: StubCounters) -> int:
+    """Return how many requests were not answered: those that never reached the runtime only the fronts have counted."""
+    counts, responses = totals.counts, reported.responses
+    answered = responses.get("ok", 0) + responses.get("cancelled", 0)
+    return max(counts.total() - counts.answered - counts.cancelled, sum(responses.values()) - answered)
 
 
 def _outcomes(counts: MetaCounts) -> Counter[str]:

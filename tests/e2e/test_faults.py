@@ -20,7 +20,6 @@ def house_for() -> Iterator[Callable[[Kind], House]]:
         yield get
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [*FAULTS, *STREAMS], ids=lambda kind: kind.__name__)
 def test_a_fault_harms_no_other_model_and_passes(

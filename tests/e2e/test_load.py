@@ -378,9 +378,7 @@ def lose_nothing(stressed: RunningTriton, warm_up: int, rounds: int) -> None:
     assert set(before) == set(resources(stressed)) == processes, "a process came or went"
     assert stressed.server.process.poll() is None
     # Memory of the last requests is freed a moment after they end.
-    wait_until(
-        lambda: not list(grown(stressed, before)), 10, what=f"less than {list(grown(stressed, before))}"
-    )
+    wait_until(lambda: not list(grown(stressed, before)), what=f"less than {list(grown(stressed, before))}")
     expected = {"answered", "mlp", "two_sizes", "every_dtype", "INTERNAL", "INVALID_ARGUMENT"}
     # Whether any request meets these depends on the speed of clients and server.
     possible = {"CANCELLED", "UNAVAILABLE [rsrv:DEADLINE]", "UNAVAILABLE [rsrv:QUEUE_FULL]"}

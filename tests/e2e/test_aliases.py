@@ -14,7 +14,7 @@ import pytest
 from rsrv.cli import main as rsrv
 from tests.e2e.calls import Caller, Refused, caller
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
-from tests.e2e.lives import COLUMNS, Living, write_version
+from tests.e2e.lives import COLUMNS, Living, place, write_version
 from tests.waiting import wait_until
 
 SETTINGS = "lifecycle: {look_s: 0.1}\naliases: {champion: v1, fraud: {v1: 50, v2: 50}}\n"
@@ -71,6 +71,25 @@ def test_aliases_move_between_models_under_load(
         over.set()
         load.join()
     assert found.keys() == {1, 2}
+
+
+def test_the_others_answer_for_a_model_that_does_not_load(
+    server: RunningTriton, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An alias of which one model does not load serves without it, and with it when it is mended."""
+    source = write_version(tmp_path_factory.mktemp("mended") / "v3", 3)
+    bundle = Path(server.server.model_repository).parent / "bundles" / "v3"
+    hooks = source / "model.py"
+    hooks.write_text("import nothing_here\n\n\ndef preprocess(inputs):\n    return inputs\n")
+    place(source, bundle)
+    wait_until(lambda: "v3 (attempt 1)" in server.log_text(), what="the model's failure")
+    assert rsrv.main(["alias", "half", "v1", "v3", "--server", str(server.http_port)]) == 0
+    with caller(server) as call:
+        assert {answer(call, "half") for _ in range(20)} == {1}
+
+        hooks.unlink()
+        place(source, bundle)
+        wait_until(lambda: answer(call, "half") == 3, what="an answer of the mended model")
 
 
 def test_a_shadow_that_answers_otherwise_is_counted(

@@ -104,7 +104,7 @@ bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/bench
 
 # The others are parts of tests.bench by name: make bench-weights, bench-gateway, bench-gateway.soak, bench-real.
 bench-devices bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
-bench-real: $(FRAMEWORKS)
+bench-real bench-smollm2: $(FRAMEWORKS)
 bench-%: $(VENV)
 	$(BIN)/python -m tests.bench.$* $(BENCH)
 

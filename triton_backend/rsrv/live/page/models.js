@@ -98,7 +98,8 @@ function fill(row) {
   COLUMNS.forEach((column, at) => {
     const cell = row.element.children[at], hidden = column.hidden?.() ?? false;
     if (cell.hidden !== hidden) cell.hidden = hidden;
-    if (at > 0) say(cell, column.show ? column.show(row) : String(row[column.id] ?? ""));
+    if (column.number && row.state === "cold") say(cell, "");
+    else if (at > 0) say(cell, column.show ? column.show(row) : String(row[column.id] ?? ""));
   });
 }
 

@@ -77,8 +77,8 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
 
 def _choice(keys: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw an index of each row by its scores, the logarithms of the masses."""
-    found: jax.Array = jax.vmap(jax.random.categorical)(keys, scores)
-    return found
+    # With jax_enable_x64, indices would have 64 bits, and top_k's 32.
+    return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
 
 
 def _choice_of_block(keys: jax.Array, scores: jax.Array) -> jax.Array:

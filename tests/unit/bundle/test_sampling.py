@@ -38,6 +38,15 @@ def test_temperature_scales_the_probabilities() -> None:
     assert close(draws(0.5, 0, 1), (squares / squares.sum()).tolist())
 
 
+def test_a_model_of_64_bits_can_be_sampled() -> None:
+    """With jax_enable_x64, tokens have 32 bits as without it."""
+    settings = np.array([[1, 0, 1, 7]], np.float32)
+    with jax.enable_x64(True):
+        found = jax.jit(sample)(LOGITS[None], settings, np.full(1, 7, np.int32))
+    assert found.dtype == np.int32
+    assert found == choose(LOGITS[None], settings, np.full(1, 7, np.int32))
+
+
 def test_top_k_leaves_the_likeliest_tokens() -> None:
     """With top_k only so many tokens remain; 1 is greedy, and more than there are changes nothing."""
     assert close(draws(1, 2, 1), [4 / 7, 3 / 7])

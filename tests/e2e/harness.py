@@ -117,6 +117,7 @@ class StartTriton(Protocol):
         timeout: float = PATIENCE_S,
         spare: bool = False,
         expected: Collection[str] | None = (),
+        make: Callable[..., TritonServer] = TritonServer,
     ) -> RunningTriton: ...
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
+from local_triton import TritonServer
 from rsrv.cli import main as cli
 from rsrv.control.triton import Triton
 from rsrv_bundle.export import export_bundle
@@ -286,6 +287,55 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
             return await triton.queues()
 
     assert asyncio.run(queues())["slow"][0] == 25
+
+
+@pytest.mark.long
+def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """Weights that no request may load, lost traces and a full /dev/shm are each found; two cures end it at once."""
+    shutil.copytree(bundles.ensure() / "exact", tmp_path / "bundles" / "first")
+    settings = (
+        "{lifecycle: {mode: explicit}, metrics: {listen: null}, traces: {endpoint: 'http://127.0.0.1:9/'}}"
+    )
+    server = start_triton(
+        make_repository(tmp_path, settings=settings),
+        extra_args=["--grpc-header-forward-pattern=traceparent", HURRY],
+        env={"OTEL_EXPORTER_OTLP_TIMEOUT": "1"},
+        expected=None,
+        make=_WithSmallShm,
+    )
+    x = {"x": np.zeros((1, 64), np.float32)}
+
+    with caller(server) as call:
+        often(call, "first", x)
+        wait_until(lambda: doctor(server)[0] == {"not_resident": "warning"})
+        assert "`rsrv prefetch first`" in diagnosed(server)[0][0]["cure"]
+        operate(server, "prefetch", "first", "--wait")
+        call("first", x, headers={"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
+    wait_until(lambda: doctor(server)[0].get("traces_lost") == "note")
+
+    filler = Path(f"/proc/{server.pid}/root/dev/shm/filler")
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**20))
+    wait_until(lambda: doctor(server)[0].get("shm_full") == "warning")
+    filler.unlink()
+    wait_until(lambda: "shm_full" not in doctor(server)[0])
+
+
+class _WithSmallShm(TritonServer):
+    """A server with a /dev/shm of its own."""
+
+    def command(self) -> list[str]:
+        mounted = 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exec "$@"'
+        return [
+            shutil.which("unshare") or "unshare",
+            "--mount",
+            "/bin/sh",
+            "-c",
+            mounted,
+            "sh",
+            *super().command(),
+        ]
 
 
 def often(

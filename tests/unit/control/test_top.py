@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from rsrv.cli.output import headline
-from rsrv.cli.top import Top, show, to_screen
+from rsrv.cli.top import Top, print_events, show, to_screen
 from tests.unit.control.peers import entry, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
 from tests.waiting import looped
@@ -65,6 +65,25 @@ def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -
         "error": None,
         **differs,
     }
+
+
+def test_programs_get_whole_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints a line for each event; a state has all models, also those that did not change."""
+    later = {**json.loads(state(2.0, shown("b", 5))), "gone": ["c"]}
+    log = json.dumps({"t": 1.0, "text": "loaded"})
+    print_events(
+        [
+            ("begin", "null"),
+            ("state", state(1.0, shown("a"), shown("b"), shown("c"))),
+            ("log", log),
+            ("state", json.dumps(later)),
+        ]
+    )
+    begin, first, line, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (begin["event"], line) == ("begin", {"event": "log", "is": json.loads(log)})
+    assert [one["name"] for one in first["is"]["models"]] == ["a", "b", "c"]
+    assert [(one["name"], one["requests"]) for one in second["is"]["models"]] == [("a", 0), ("b", 5)]
+    assert "gone" not in second["is"]
 
 
 def test_models_are_sorted_by_their_share_of_the_device() -> None:

@@ -120,12 +120,8 @@ def _watch(server: Server) -> int:
 
 
 def _top(server: Server) -> int:
-    events = server.stream("WatchPage", pb.WatchPageRequest())
-    if server.json:
-        for event in events:
-            print(f'{{"event": {json.dumps(event.event)}, "is": {event.json}}}', flush=True)
-    else:
-        top.show((event.event, event.json) for event in events)
+    stream = server.stream("WatchPage", pb.WatchPageRequest())
+    (top.print_events if server.json else top.show)((event.event, event.json) for event in stream)
     return 0
 
 

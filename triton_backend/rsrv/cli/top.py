@@ -209,7 +209,7 @@ def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     models = {model["name"]: model for model in (*before.get("models", ()), *state["models"])}
     for name in state["gone"]:
         models.pop(name, None)
-    return {**state, "models": list(models.values())}
+    return {**{key: value for key, value in state.items() if key != "gone"}, "models": list(models.values())}
 
 
 def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:
@@ -237,6 +237,14 @@ def show(events: Iterable[tuple[str, str]]) -> None:
         _show_live(events)
     else:
         _show_lines(events)
+
+
+def print_events(events: Iterable[tuple[str, str]]) -> None:
+    """Print each event as a line of JSON, for programs; states are whole, although the stream has only changes."""
+    top = Top()
+    for event, text in events:
+        said = top.state if top.take(event, text) else json.loads(text)
+        print(json.dumps({"event": event, "is": said}), flush=True)
 
 
 def _show_live(events: Iterable[tuple[str, str]]) -> None:

@@ -15,7 +15,7 @@ when room is needed, as in hyperbolic caching (A. Blankstein, S. Sen, M. Freedma
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from operator import attrgetter
 from typing import Any
 
@@ -146,10 +146,16 @@ def choose_victims(
     return [one.model for one in chosen]
 
 
-def freed_by_all(residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = ()) -> int:
-    """Return the bytes that are freed if all of these are evicted."""
-    room = _FreedBytes(keep)
-    return sum(room.choose(one) for one in residents)
+def freed_by_all(
+    residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = (), enough: float = inf
+) -> int:
+    """Return the bytes that are freed if all of these are evicted; of many, those that free `enough` are counted."""
+    room, freed = _FreedBytes(keep), 0
+    for one in residents:
+        if freed >= enough:
+            break
+        freed += room.choose(one)
+    return freed
 
 
 def in_order(residents: Iterable[Resident], now: float, policy: Policy) -> list[Resident]:

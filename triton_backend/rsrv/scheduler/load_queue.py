@@ -297,11 +297,11 @@ class LoadQueue:
             if evictable(model):
                 (working if model.has_work else idle).append(model)
         # Weights with waiting requests are candidates only if all idle weights together are not enough.
-        enough = missing <= freed_by_all(map(_resident, idle), keep)
+        enough = missing <= freed_by_all(map(_resident, idle), keep, missing)
         candidates: list[Resident] = []
         retry_at = inf
         for model in idle if enough else (*idle, *working):
-            at = self._evictable_at(model, head)
+            at = self._idle_evictable_at(model, head)
             if at <= now:
                 candidates.append(_resident(model, self.discipline))
             else:

@@ -309,6 +309,7 @@ class FakeLifecycle:
 
     def __init__(self) -> None:
         self.failures: dict[str, BundleFailure] = {}
+        self.process_ends: dict[str, int] = {}
         self.loading: set[str] = set()
         self.unwanted: set[str] = set()
         self.reloaded: list[str] = []
@@ -390,7 +391,7 @@ async def served(
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
-        diagnosis = Diagnosis(runtimes, file, lambda: lifecycle.failures, readiness.missing, {}, no_queues)
+        diagnosis = Diagnosis(runtimes, file, lifecycle, readiness.missing, {}, no_queues)
         live = Live(runtimes, cards, {}, lambda: Troubles({}, diagnosis.findings), every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),

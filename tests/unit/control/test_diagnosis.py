@@ -14,7 +14,7 @@ from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.settings_file import SettingsFile
 from rsrv.settings import load_settings
-from tests.unit.control.peers import FakeRuntime, entry, linked, model_status, no_queues, until
+from tests.unit.control.peers import FakeLifecycle, FakeRuntime, entry, linked, model_status, no_queues, until
 from tests.unit.control.test_findings import counts, model, outcomes
 from tests.waiting import looped
 
@@ -43,10 +43,10 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
     runtime.models["a"] = model_status()
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
-        failures: dict[str, BundleFailure] = {}
+        bundles = FakeLifecycle()
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
-        diagnosis = Diagnosis(runtimes, file, lambda: failures, set, {}, no_queues)
-        found = Diagnosed(runtime, diagnosis, {"a": model()}, failures)
+        diagnosis = Diagnosis(runtimes, file, bundles, set, {}, no_queues)
+        found = Diagnosed(runtime, diagnosis, {"a": model()}, bundles.failures)
         runtime.answers = found.answer
         try:
             yield found

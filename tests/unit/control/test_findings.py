@@ -448,6 +448,16 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     assert found(again, past) == {}
 
 
+def test_a_process_that_ended_in_the_window_is_told() -> None:
+    """Ends before the window are forgotten; the model with most speaks for all."""
+    past = server(counts({}), process_ends={"a": 1, "b": 1})
+    now = replace(past, t=120.0, process_ends={"a": 2, "b": 4, "c": 1})
+    one = found(now, past)["process_ended"]
+    assert one.evidence.startswith("the process of b in Triton ended 3 times in 1.0 min")
+    assert one.evidence.endswith("; also a, c")
+    assert found(replace(now, t=180.0), now) == {}
+
+
 def test_padding_names_the_size_that_saves_most() -> None:
     """For rows of 3 among the sizes 1 and 16, that is 4; its saving follows the measured costs."""
     rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "rows": 3000, "batch_padding": [13000.0, 0]}

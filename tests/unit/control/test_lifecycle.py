@@ -682,6 +682,7 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
             world.triton.kill("a")
             await asyncio.sleep(3)
             assert not world.triton.dead
+            assert lifecycle.process_ends == {"a": 1}
 
         world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
         assert world.triton.log == ["load a", "loaded a"]

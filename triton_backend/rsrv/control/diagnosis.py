@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
-from typing import Any
+from typing import Any, Protocol
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.figures import (
@@ -65,6 +65,18 @@ def _worst(
         yield replace(worst, evidence=worst.evidence + (f"; also {some(others)}" if others else ""))
 
 
+class Bundles(Protocol):
+    """Facts about models that the runtimes do not have."""
+
+    @property
+    def failures(self) -> Mapping[str, BundleFailure]:
+        """Models that are not as their bundles say."""
+
+    @property
+    def process_ends(self) -> Mapping[str, int]:
+        """How often the process of a model in Triton was found dead."""
+
+
 class Diagnosis:
     """Looks at the runtimes. `findings` are those of the latest look; `run` drives it."""
 
@@ -72,7 +84,7 @@ class Diagnosis:
         self,
         runtimes: Runtimes,
         file: SettingsFile,
-        failures: Callable[[], Mapping[str, BundleFailure]],
+        bundles: Bundles,
         missing: Callable[[], Collection[str]],
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
@@ -82,13 +94,13 @@ class Diagnosis:
         Args:
             runtimes: of the server.
             file: rsrv.yaml.
-            failures: models that are not as their bundles say.
+            bundles: what is known of models from outside of the runtimes.
             missing: names of the models that should serve and do not.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
         self._runtimes, self._file = runtimes, file
-        self._failures, self._missing, self._spans, self._queues = failures, missing, spans, queues
+        self._bundles, self._missing, self._spans, self._queues = bundles, missing, spans, queues
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
@@ -145,7 +157,8 @@ class Diagnosis:
                 for number, link in enumerate(runtimes.links)
             },
             entries=dict(runtimes.entries),
-            failures=dict(self._failures()),
+            failures=dict(self._bundles.failures),
+            process_ends=dict(self._bundles.process_ends),
             settings=file.settings,
             scheduler=dict(overrides.scheduler),
             policies={name: dict(overrides.policy(name)) for name in overrides.models},

@@ -68,6 +68,8 @@ class ServerFigures:
     #: Models that should serve and do not, by readiness; and those that start with their next request.
     missing: frozenset[str] = frozenset()
     cold: frozenset[str] = frozenset()
+    #: By model, how often its process in Triton was found dead.
+    process_ends: Mapping[str, int] = field(default_factory=dict)
     #: Bytes of /dev/shm that are free, and all of its bytes; None: not known.
     shm: tuple[int, int] | None = None
     #: Spans of traces by outcome.

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,8 @@ class Reconciler:
         self._stubs = StubMonitor(
             self._repository, view, triton, self._states, self._lifecycle.poll_s, processes
         )
+        #: By model, how often its stub was found dead.
+        self.process_ends: Counter[str] = Counter()
         #: Places without bundles that the log has named.
         self._unusable: set[str] = set()
         #: Settings of models without a bundle that the log has named.
@@ -364,6 +367,7 @@ class Reconciler:
             )
         else:
             return
+        self.process_ends[name] += 1
         self._stubs.expect_start(name)
 
     # --- updates of the repository ----------------------------------------------------------------------------

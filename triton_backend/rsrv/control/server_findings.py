@@ -40,6 +40,26 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
             )
 
 
+def _process_ended(case: Case) -> Iterator[ServerFinding]:
+    old = case.before.process_ends
+    ends = {name: times - old.get(name, 0) for name, times in case.now.process_ends.items()}
+    names = sorted(
+        (name for name, times in ends.items() if times > 0), key=lambda name: (-ends[name], by_number(name))
+    )
+    if names:
+        most = names[0]
+        also = f"; also {some(names[1:])}" if names[1:] else ""
+        yield ServerFinding(
+            "process_ended",
+            "note",
+            f"the process of {most} in Triton ended {_count(ends[most], 'time')} in {_span(case)}, and its requests "
+            f"failed until it was back{also}",
+            "a kill, as by the kernel's out-of-memory killer, or a crash in model.py or a library of it",
+            "nothing if it was once: the model is loaded again; else see the log before `its stub process is dead`, "
+            "and stub.memory_limit_bytes",
+        )
+
+
 def _model_failed(case: Case) -> Iterator[ServerFinding]:
     entries = case.now.entries.values()
     named = {
@@ -340,6 +360,7 @@ SERVER_RULES: tuple[_ServerRule, ...] = (
     _model_failed,
     _not_served,
     _runtime_restarts,
+    _process_ended,
     _paused,
     _settings,
     _shm_full,

@@ -440,6 +440,9 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     assert "30 of 1030" in findings["requests_fail"].evidence
     assert "replaced 2 times" in findings["runtime_restarts"].evidence
     assert findings["runtime_restarts"].severity == "warning"
+    asked_for = server(counts({}), t=120.0, devices={0: replace(reborn, restarts=2)})
+    assert (one := found(asked_for, past)["runtime_restarts"]).cause == "`rsrv restart`"
+    assert one.severity == "note"
 
     before_the_first = server(counts({}), devices={0: DeviceFigures(lives=0)})
     assert found(server(counts({}), t=120.0), before_the_first) == {}

@@ -149,6 +149,7 @@ class Diagnosis:
                     since=link.since,
                     counts=self._kept(number, answers.get(number, {})),
                     lives=link.lives,
+                    restarts=link.restarts,
                     down_s=link.down_s,
                     obstacle="" if link.up else link.obstacle,
                     asleep=link.asleep_since is not None,

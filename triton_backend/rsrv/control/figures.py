@@ -26,8 +26,9 @@ class DeviceFigures:
     #: Time at which the counters began, by the clock of `ServerFigures.t`.
     since: float = 0.0
     counts: Json = field(default_factory=dict)
-    #: Runtimes of the device so far.
+    #: Runtimes of the device so far, and those that an operator restarted.
     lives: int = 1
+    restarts: int = 0
     #: Seconds since the last answer.
     down_s: float = 0.0
     #: Why the device serves nothing, by the latest attempt to start its runtime.

@@ -237,8 +237,8 @@ class RuntimeLink:
         self.entries: dict[str, ModelVersion] = {}
         self._ready: frozenset[str] | None = None
         self.instance = ""
-        #: Number of runtimes so far.
-        self.lives = 0
+        #: Number of runtimes so far, and of those that ended because an operator restarted them.
+        self.lives = self.restarts = 0
         self.revision = 0
         #: Names of models whose overrides the runtime does not have yet.
         self._pending_models: set[str] = set()

@@ -289,6 +289,7 @@ class Runtimes:
         before, instance = link.ready & link.served(), link.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
         await link.slow_command(command, drain_s + _GRACE_S)
+        link.restarts += 1
         began, first = clock(), 0.0
         while True:
             seen = self.changes

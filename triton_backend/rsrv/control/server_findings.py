@@ -31,12 +31,15 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
         old = case.before.devices.get(number)
         times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
         if times > 0:
+            deaths = times - device.restarts + (0 if old is None else old.restarts)
             yield ServerFinding(
                 "runtime_restarts",
-                "warning" if times > 1 else "note",
+                "warning" if deaths > 1 else "note",
                 f"the runtime of device {number} was replaced {_count(times, 'time')} in {_span(case)}",
-                "a crash, a hang, the kernel's out-of-memory killer, or `rsrv restart`",
-                "the log names the model that executed; requests of that time waited for the next runtime",
+                "a crash, a hang, or the kernel's out-of-memory killer" if deaths > 0 else "`rsrv restart`",
+                "the log names the model that executed; requests of that time waited for the next runtime"
+                if deaths > 0
+                else "nothing: requests of that time waited for the next runtime",
             )
 
 

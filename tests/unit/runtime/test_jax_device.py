@@ -368,7 +368,7 @@ def test_a_launch_that_waits_for_memory_does_not_hold_up_others(monkeypatch: pyt
         held.append(device._lock.locked())
         return next(in_use)
 
-    monkeypatch.setattr(device, "_limit", 256)
+    monkeypatch.setattr(device, "memory_limit", 256)
     monkeypatch.setattr(device, "_memory", memory)
 
     device.launch(Executable(lambda x: [jnp.asarray(x)]), [], [np.zeros(8, np.float32)])
@@ -384,7 +384,7 @@ def test_a_stored_executable_is_loaded_on_a_full_device(
     bundle = read_bundle(doubling)
     key, signature = next(iter(check_signatures(bundle).items()))
     exported = as_exported(read_module(bundle, key, signature), signature)
-    monkeypatch.setattr(device, "_limit", 0)
+    monkeypatch.setattr(device, "memory_limit", 0)
     monkeypatch.setattr(device, "_memory", lambda figure: 0)
 
     device._compile(exported, "", stored=True)

@@ -443,9 +443,11 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
 
 
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
-    """Requests in flight and later ones fail after stub.retry_s, here at once."""
+    """Requests in flight and later ones fail after stub.retry_s, here at once, and the end closes the old connections."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0, retry_s: 0}"))
     engine = make_engine(runtime, doubling)
+    attachment = engine.session.attachment
+    assert attachment is not None
     runtime.device.gate.clear()
     requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
     engine.execute(requests[:1])
@@ -457,6 +459,7 @@ def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, 
     for request in requests:
         assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     engine.close()
+    assert attachment.direct.sock.fileno() == attachment.deferred.sock.fileno() == -1
 
 
 def test_a_model_leaves_with_its_last_stub_and_comes_back(

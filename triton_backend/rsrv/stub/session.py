@@ -219,6 +219,8 @@ class Session(Startable):
         self.wanted = False
         #: the requests that wait for a runtime, in the form of REGISTER; {}: none
         self.demand: Callable[[], Mapping[str, int]] = dict
+        #: the last attachment, which may have ended
+        self._latest: Attachment | None = None
         #: the connection whose registration is not answered
         self._registering: RuntimeConnection | None = None
         #: called with the seconds that the model's start takes at least, if the runtime knows and minds them
@@ -282,6 +284,7 @@ class Session(Startable):
             # First: once the attachment is visible, execute() may use it.
             self.on_attach(attachment)
             self.attachment, self.started, self.wanted = attachment, True, False
+            self._latest = attachment
             self._start_pause_s = _FIRST_START_PAUSE_S
         self.starting(0.0)
         self.on_change()
@@ -385,11 +388,12 @@ class Session(Startable):
 
     def close(self, *, direct: bool = True) -> None:
         """Detach for good. `direct` is False if another thread uses that connection, and will close it."""
-        attachment = self.stop()
-        if attachment is not None:
-            attachment.deferred.close()
+        self.stop()
+        # Also after a runtime's death: execute(), which closes the old connection when it uses the next one, is over.
+        if self._latest is not None:
+            self._latest.deferred.close()
             if direct:
-                attachment.direct.close()
+                self._latest.direct.close()
 
 
 # --- starting the runtime -----------------------------------------------------------------------------------

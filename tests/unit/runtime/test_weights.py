@@ -642,7 +642,7 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
     again.join()
 
     assert again.rejected == []
-    assert house.model("a")["weights"] == "resident"
+    wait_until(lambda: house.model("a")["weights"] == "resident")
     again.lane.close()
     registering.lane.close()
     wait_until(lambda: house.runtime.device.device_bytes == 0)

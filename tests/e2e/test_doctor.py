@@ -223,6 +223,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long  # all of them must stand within a minute
 def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_path: Path) -> None:
     """Clients and operators make twenty troubles at one server: each is found, and no other; cures end six at once."""
     x, row = {"x": np.zeros((1, 64), np.float32)}, {"x": np.zeros((1, 8), np.float32)}

@@ -13,20 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.hooks.loader import Hooks
-from rsrv.stub.connection import Greeted
-from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.replica import StubProcess
-from rsrv.stub.replies import Responses
-from rsrv.stub.session import Launcher, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.session import Launcher
 from rsrv.wire import paths
 from rsrv.wire.socket import connect
-from tests.fakes import FakePbUtils
 from tests.gpu import install
 from tests.gpu.fake_gpu import INSTALLED, ROOT, FakeGpu
 from tests.unit.runtime.conftest import export_doubling
+from tests.unit.runtime.metas import engine_of
 
 
 @pytest.fixture(autouse=True)
@@ -78,17 +72,6 @@ def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
     for engine in started:
         engine.close()
     end_runtime(launcher)
-
-
-def engine_of(open_connection: Callable[[], Greeted], bundle: Path, name: str) -> Engine:
-    return Engine(
-        Tensors(FakePbUtils),
-        Session(open_connection, name, str(bundle)),
-        StubProcess(Responses(FakePbUtils)),
-        Hooks(),
-        [WireTensor("y", "f32", (-1, 3))],
-        True,
-    )
 
 
 def end_runtime(launcher: Launcher) -> None:

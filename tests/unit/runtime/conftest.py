@@ -28,10 +28,6 @@ from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.replica import StubProcess
-from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
-from rsrv.stub.tensors import Tensors
 from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen, read_status
@@ -40,8 +36,8 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Look, check_signatures, signature_of
 from tests.builders import CLIENT, compiled_before, write_meta
-from tests.fakes import Compute, FakeDevice, FakePbUtils
-from tests.unit.runtime.metas import Run, alone, meta_engine
+from tests.fakes import Compute, FakeDevice
+from tests.unit.runtime.metas import Run, engine_of, meta_engine
 from tests.waiting import wait_until
 
 
@@ -194,18 +190,8 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
     def start(
         hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", (-1, 3)),)
     ) -> Engine:
-        engine = alone(
-            Engine(
-                Tensors(FakePbUtils),
-                Session(runtime.open, "doubling", str(doubling)),
-                StubProcess(Responses(FakePbUtils)),
-                hooks or Hooks(),
-                outputs,
-                True,
-            )
-        )
-        started.append(engine)
-        return engine
+        started.append(engine_of(runtime.open, doubling, hooks=hooks, outputs=outputs))
+        return started[-1]
 
     yield start
     runtime.device.gate.set()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks, load_hooks, load_run
+from rsrv.stub.connection import Greeted
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
@@ -110,21 +111,34 @@ def alone(engine: E) -> E:
     return engine
 
 
-def model_engine(
-    runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
+def engine_of(
+    open_connection: Callable[[], Greeted],
+    bundle: Path,
+    name: str = "doubling",
+    hooks: Hooks | None = None,
+    outputs: Sequence[WireTensor] = OUTPUTS,
+    *,
+    internal: bool = False,
 ) -> Engine:
-    """Start the engine of a model's own stub; an internal model has one with `meta.transport: bls` only."""
+    """Start the engine of a model's own stub, as the only one of its model."""
     return alone(
         Engine(
             Tensors(FakePbUtils),
-            Session(runtime.open, bundle.name, str(bundle)),
+            Session(open_connection, name, str(bundle)),
             StubProcess(Responses(FakePbUtils)),
             hooks or Hooks(),
-            OUTPUTS,
+            outputs,
             True,
             internal=internal,
         )
     )
+
+
+def model_engine(
+    runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
+) -> Engine:
+    """Start the engine of a model named as its bundle; an internal model has one with `meta.transport: bls` only."""
+    return engine_of(runtime.open, bundle, bundle.name, hooks, internal=internal)
 
 
 @contextmanager

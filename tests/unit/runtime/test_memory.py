@@ -11,21 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.hooks.loader import Hooks
 from rsrv.stub.connection import Rejected
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.replica import StubProcess
-from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
-from rsrv.stub.session import Launcher, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.session import Launcher
 from rsrv.wire.socket import read_status
-from tests.fakes import FakePbUtils, FakeRequest
+from tests.fakes import FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
 from tests.unit.bundle.forge import seal
-from tests.unit.runtime.metas import alone
+from tests.unit.runtime.metas import engine_of
 from tests.waiting import wait_until
 
 #: More of them compile more, and show no more.
@@ -56,16 +52,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
 
 
 def engine(launcher: Launcher, bundle: Path) -> Engine:
-    return alone(
-        Engine(
-            Tensors(FakePbUtils),
-            Session(launcher.open, bundle.name, str(bundle)),
-            StubProcess(Responses(FakePbUtils)),
-            Hooks(),
-            [WireTensor("y", "f32", (-1, COLUMNS))],
-            True,
-        )
-    )
+    outputs = [WireTensor("y", "f32", (-1, COLUMNS))]
+    return engine_of(launcher.open, bundle, bundle.name, outputs=outputs)
 
 
 def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:

@@ -13,24 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, greet
-from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.replica import StubProcess
-from rsrv.stub.replies import Responses
 from rsrv.stub.resubmission import EQUAL, SUSPECT
-from rsrv.stub.session import Session
-from rsrv.stub.tensors import Tensors
 from rsrv.wire import paths
 from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.socket import connect
-from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, double
-from tests.unit.runtime.metas import alone
+from tests.unit.runtime.metas import engine_of
 from tests.waiting import wait_until
 
 #: a value in the inputs of a request whose execution does not end by itself
@@ -83,16 +77,7 @@ class Server:
             greeted = greet(connect(self._directory / paths.SOCKET))
             return replace(greeted, blackbox=BlackBoxReader(self._directory))
 
-        return alone(
-            Engine(
-                Tensors(FakePbUtils),
-                Session(open_connection, name, str(bundle)),
-                StubProcess(Responses(FakePbUtils)),
-                Hooks(),
-                [WireTensor("y", "f32", (-1, 3))],
-                True,
-            )
-        )
+        return engine_of(open_connection, bundle, name)
 
 
 @pytest.fixture

@@ -13,24 +13,19 @@ import pytest
 
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
-from rsrv.stub.connection import Greeted, RuntimeConnection
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.engine import Engine
-from rsrv.stub.replica import StubProcess
-from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
-from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Submission
-from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
+from tests.fakes import FakeBackstop, FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 from tests.unit.runtime.metas import (
-    OUTPUTS,
-    alone,
     answer_of,
     ask,
     assert_fails,
     assert_served,
     assert_y,
     chain,
+    engine_of,
     request,
     rows,
     status_of,
@@ -103,7 +98,7 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
     """A late answer runs no postprocess hook; one in time does."""
     calls = []
     hooks = Hooks(postprocess=lambda arrays: calls.append(1) or arrays)  # type: ignore[func-returns-value]
-    engine = engine_of(runtime.open, doubling, hooks)
+    engine = engine_of(runtime.open, doubling, hooks=hooks)
     runtime.device.gate.clear()
     late = request(timeout=1)
     assert engine.execute([late]) is None
@@ -119,19 +114,6 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
 
 def takes_requests(engine: Engine) -> bool:
     return engine.ready
-
-
-def engine_of(open_connection: Callable[[], Greeted], bundle: Path, hooks: Hooks | None = None) -> Engine:
-    return alone(
-        Engine(
-            Tensors(FakePbUtils),
-            Session(open_connection, "doubling", str(bundle)),
-            StubProcess(Responses(FakePbUtils)),
-            hooks or Hooks(),
-            OUTPUTS,
-            True,
-        )
-    )
 
 
 def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(

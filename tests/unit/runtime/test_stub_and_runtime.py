@@ -19,6 +19,7 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
+from tests.unit.runtime.metas import engine_of
 from tests.waiting import wait_until
 
 Array = npt.NDArray[Any]
@@ -294,23 +295,7 @@ def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
 
 
 def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
-    from rsrv.stub.replica import StubProcess
-    from rsrv.stub.replies import Responses
-    from rsrv.stub.session import Session
-    from rsrv.stub.tensors import Tensors
-    from tests.fakes import FakePbUtils
-    from tests.unit.runtime.metas import alone
-
-    return alone(
-        Engine(
-            Tensors(FakePbUtils),
-            Session(runtime.open, name, str(bundle)),
-            StubProcess(Responses(FakePbUtils)),
-            hooks or Hooks(),
-            [WireTensor("y", "f32", (-1, 3))],
-            True,
-        )
-    )
+    return engine_of(runtime.open, bundle, name, hooks)
 
 
 def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: StartEngine) -> None:

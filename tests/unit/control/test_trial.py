@@ -39,7 +39,7 @@ async def triton(
 
 @looped
 async def test_a_request_reaches_only_its_model() -> None:
-    """Triton gets the tensors and nothing else, at the path of the model whatever its name; its answer comes back."""
+    """Triton gets the tensors and nothing else, at the path of the model with its name quoted; its answer comes back."""
     async with triton(400, '{"error": "unexpected shape"}') as (address, told):
         shared = {**X, "parameters": {"shared_memory_region": "secret"}, "extra": 1}
         name = "../../repository/index?a=b#c\r\nX: y"

@@ -20,12 +20,10 @@ from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.slowest import SlowRequest
 from rsrv.scheduler.statistics import LoadReport, ModelSnapshot, SchedulerSnapshot, Totals
 from rsrv.scheduler.weight_states import WeightState
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import REASON_CHARACTERS, ProtocolError, Status
 
 #: functions of model.py, by their names in metrics
 HOOKS = ("pre", "post", "run")
-#: of the reason of a failure
-_MOST_CHARACTERS = 200
 _STATUSES = frozenset(status.name.lower() for status in Status)
 
 
@@ -72,7 +70,7 @@ class StubMetrics:
             raise ProtocolError("a REPORT of hooks that the model does not have")
         mine = self._models.setdefault(name, StubCounters())
         mine.requests.add(requests)
-        mine.failure = str(report.get("failure") or mine.failure)[:_MOST_CHARACTERS]
+        mine.failure = str(report.get("failure") or mine.failure)[:REASON_CHARACTERS]
         if alias := report.get("alias"):
             mine.aliases.setdefault(str(alias), Counter()).update(responses)
             mine.shadows.setdefault(str(alias), Counter()).update(shadows)

@@ -15,7 +15,7 @@ from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.stub.tracing import Spans
 from rsrv.triton_command_line import Options, read_command_line
-from rsrv.wire.frames import Status
+from rsrv.wire.frames import REASON_CHARACTERS, Status
 
 log = logging.getLogger("rsrv.stub")
 
@@ -27,8 +27,6 @@ _OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 _REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
 #: requests of a report that took longest
 _SLOWEST = 32
-#: of the reason of a failure
-_MOST_CHARACTERS = 200
 #: seconds that the runtime may take to answer
 _REPORT_TIMEOUT_S = 5.0
 #: seconds that `close` waits for the thread
@@ -81,7 +79,7 @@ class Meters:
         """Note why a request failed by a fault of the server; `answered` counts it."""
         with self._lock:
             if not self.copies:
-                self._failure = why[:_MOST_CHARACTERS]
+                self._failure = why[:REASON_CHARACTERS]
 
     def hook(self, model: str, hook: str, seconds: float) -> None:
         """Count a call of a function of model.py that took this long, also if it raised."""

@@ -187,12 +187,11 @@ class Startable:
         self._closed.wait(pause)
         self.cold, self.down = True, DOWN
 
-    def stop(self) -> Attachment | None:
-        """Take no more requests. Returns the attachment, if there was one."""
+    def stop(self) -> None:
+        """Take no more requests."""
         with self._lock:
             self._closed.set()
-            attachment, self.attachment = self.attachment, None
-        return attachment
+            self.attachment = None
 
 
 class Session(Startable):

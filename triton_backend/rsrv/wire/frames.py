@@ -19,6 +19,9 @@ PROTOCOL_VERSION = 11
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
 
+#: of the reason of a failure in a report, at most
+REASON_CHARACTERS = 200
+
 HEADER = struct.Struct("<HHI")
 
 

@@ -69,8 +69,8 @@ class Fleet:
             self._queued.add(name)
         self._send(RequestsArrived(tuple(requests)))
 
-    def step(self, slower: float = 1.0) -> str | None:
-        """End the running execution, and return its model."""
+    def step(self, slower: float = 1.0, late: float = 0.0) -> str | None:
+        """End the running execution, and return its model; the scheduler hears of it `late`."""
         running = self._running
         if running is None:
             return None
@@ -78,6 +78,7 @@ class Fleet:
         seconds = self.cost[running.model] * slower
         self.now += seconds
         self.got[running.model] += seconds
+        self.now += late
         self._send(ExecutionFinished(running.dispatch, seconds))
         return running.model
 
@@ -268,8 +269,22 @@ def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]
         assert high - least[a, b] <= bound + 1e-9
 
 
-def test_a_model_beside_generations_waits_little_longer_than_its_share_implies() -> None:
-    """Four generations of 1 ms a step leave half of the device to requests of 5 ms: one each 10 ms, and at most 11."""
+def test_a_model_is_not_charged_for_the_time_that_a_process_was_stopped() -> None:
+    """After an execution whose end came 10 s late, the two models take turns as before."""
+    fleet = Fleet([0.01, 0.01], [1.0, 1.0])
+    fleet.saturate("m0", "m1")
+    fleet.step(late=10.0)
+    fleet.run(1.0)
+
+    assert fleet.got["m0"] == pytest.approx(fleet.got["m1"], abs=0.02)
+
+
+@pytest.mark.parametrize("host", [0.0, 0.001])
+def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(host: float) -> None:
+    """Four generations of 1 ms a step leave half of the time to requests of 5 ms: one each 10 ms, and at most 12.
+
+    Host: between two steps the device waits for the runtime. Generations are charged for it.
+    """
     scheduler, now, ids, took = Scheduler(), 0.0, 0, list[float]()
     steps = Program("steps", {(0, 1): 0.001, (0, 4): 0.0012}, True, 1000, feeds_back=True)
     for program in (steps, Program("image", {(0, 1): 0.005}, True, 1000)):
@@ -285,7 +300,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies()
     running, asked = arrive("steps", 4) + arrive("image", 1), now
     while len(took) < 500:
         (execute,) = running
-        now += execute.seconds
+        now += execute.seconds + host * (execute.model == "steps")
         # As in the runtime: the next steps arrive before the end of the execution.
         running = arrive("steps", len(execute.requests)) if execute.model == "steps" else []
         out = scheduler.handle(ExecutionFinished(execute.dispatch, execute.seconds), now)

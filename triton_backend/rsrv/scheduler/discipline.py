@@ -80,7 +80,7 @@ class Discipline(Protocol):
         """Take in that an execution of a candidate starts, with its expected seconds."""
 
     def end(self, dispatch: int, seconds: float) -> None:
-        """Take in that an execution ended, after `seconds`. It may have started under another discipline."""
+        """Take in that an execution ended, which had the device for `seconds`. It may have started under another discipline."""
 
     def rank(self, candidate: Candidate) -> Rank:
         """Return the rank of a known model with work in the order of loads; smaller loads sooner."""

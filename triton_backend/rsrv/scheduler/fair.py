@@ -2,7 +2,8 @@
 
 Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995; Linux schedules processes by it.
 Every model i with work and weight w_i has a virtual start v_i, which rises by s / w_i for each s seconds
-of device time that it takes. The virtual clock V is the weighted mean of the starts of all of them:
+of device time that it takes: an execution takes the device until its end is handled, and another can begin. The virtual
+clock V is the weighted mean of the starts of all of them:
 
     V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
 

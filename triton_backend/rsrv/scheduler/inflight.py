@@ -9,6 +9,8 @@ from rsrv.scheduler.model import ModelState
 
 #: executions that `behind` looks at, and names that it returns
 _RECENT, _MAX_NAMES = 32, 3
+#: seconds on the host that an execution is charged for, at most: a process that was stopped meanwhile is not its fault
+_MAX_HOST_S = 0.001
 
 
 @dataclass(slots=True)
@@ -20,6 +22,8 @@ class StartedExecution:
     started: float
     #: the dispatch that the discipline knows of: the first try.
     charged: int
+    #: while nothing else could execute, once it has ended.
+    occupied_seconds: float = 0.0
 
 
 class InFlight(dict[int, StartedExecution]):
@@ -50,10 +54,16 @@ class InFlight(dict[int, StartedExecution]):
         self.started = dispatch = execute.dispatch
         self[dispatch] = StartedExecution(execute, model, now, dispatch if charged is None else charged)
 
-    def end(self, dispatch: int, now: float) -> StartedExecution:
-        """Take out an execution that ended."""
+    def end(self, dispatch: int, seconds: float, now: float) -> StartedExecution:
+        """Take out an execution that ended; `seconds`: on the device.
+
+        Staging before it and taking its outputs after it also keep others from executing. Between steps of a
+        generation that takes as long as the steps.
+        """
         ended = self.pop(dispatch)
-        self._recent.append((ended.model, max(ended.started, self._freed), now))
+        since = max(ended.started, self._freed)
+        ended.occupied_seconds = max(seconds, min(now - since, seconds + _MAX_HOST_S))
+        self._recent.append((ended.model, since, now))
         self._freed = now
         return ended
 

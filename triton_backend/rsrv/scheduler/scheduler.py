@@ -327,7 +327,7 @@ class Scheduler:
             self._shed(now, out)
 
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
-        running = self._running.end(event.dispatch, now)
+        running = self._running.end(event.dispatch, event.seconds, now)
         model, execute = running.model, running.execute
         model.totals.device_seconds += event.seconds
         model.totals.execute.observe(event.seconds)
@@ -340,7 +340,7 @@ class Scheduler:
             self._residency.compaction.retry(running)
             return
         model.ended(execute)
-        self._discipline.end(running.charged, event.seconds)
+        self._discipline.end(running.charged, running.occupied_seconds)
         if event.error is None:
             # The duration of a failure says nothing about the cost of success.
             model.queues[execute.variant].costs.learn(execute.size, event.seconds)

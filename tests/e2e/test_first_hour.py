@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import native_front
 from local_triton import INSTALLATION
 from rsrv.cli.main import main
 from tests.unit.runtime.conftest import export_doubling
@@ -37,7 +38,8 @@ def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
 
 @pytest.mark.long
 def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real tritonserver serves both, and both are measured."""
+    """The real tritonserver serves it with both fronts beside the plain one, and all are measured."""
+    native_front.ensure()
     monkeypatch.setenv("PATH", f"{INSTALLATION.launcher.parent}:{os.environ['PATH']}")
     file = tmp_path / "found.json"
 
@@ -45,5 +47,10 @@ def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pyte
 
     alike, *measured = json.loads(file.read_text())["parts"]["comparison"]["findings"]
     assert alike["verdict"] == "PASS"
-    assert [one["verdict"] for one in measured] == ["MEASURED", "MEASURED"]
+    assert [one["what"] for one in measured] == [
+        f"{front} front, {clients}"
+        for clients in ("1 client", "16 clients")
+        for front in ("python", "native")
+    ]
+    assert {one["verdict"] for one in measured} == {"MEASURED"}
     assert all(one["figures"]["ratio"] > 0 for one in measured)

@@ -1,4 +1,4 @@
-"""Part `comparison`: a model that rsrv serves beside a plain Triton model with the same modules, on one tritonserver."""
+"""Part `comparison`: a model that rsrv serves, with each front, beside a plain Triton model with the same modules."""
 
 import shutil
 import signal
@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from rsrv.gpu.report import Finding, PartInput, Tell, check
 from rsrv.gpu.runtimes import in_threads
+from rsrv.native import LIBRARY
 from rsrv.runtime.device import Array
 from rsrv.serve.command import find_tritonserver
 from rsrv.serve.plan import REPOSITORY, ServeError
@@ -42,7 +43,7 @@ parameters {{ key: "platform", value: {{ string_value: "{platform}" }} }}
 
 
 def comparison(given: PartInput, tell: Tell) -> None:
-    """Ask both models with 1 and 16 clients, one side after the other."""
+    """Ask the models with 1 and 16 clients, one after the other, on one tritonserver."""
     try:
         tritonserver = find_tritonserver(None, lambda question: False)
     except ServeError:
@@ -50,13 +51,17 @@ def comparison(given: PartInput, tell: Tell) -> None:
         tell(Finding("rsrv beside a plain model", "SKIPPED", reason=reason))
         return
     rng = np.random.default_rng(1)
-    bundle, x = given.folder / "bundles" / "served", rng.standard_normal((1, _WIDTH)).astype(np.float32)
+    # An installation without the library has the Python front alone.
+    fronts = ("python", "native") if LIBRARY.is_file() else ("python",)
+    bundle, x = given.folder / "bundles" / fronts[0], rng.standard_normal((1, _WIDTH)).astype(np.float32)
     bundle.parent.mkdir()
     params = {"w": rng.standard_normal((_WIDTH, _WIDTH)).astype(np.float32)}
     export_bundle(
         lambda params, x: {"y": x @ params["w"]}, params, {"x": x}, batch_sizes=_SIZES, out_dir=bundle
     )
-    with _serving(given, tritonserver) as address:
+    for front in fronts[1:]:
+        shutil.copytree(bundle, bundle.with_name(front))
+    with _serving(given, tritonserver, fronts) as address:
         plain = given.folder / "serve" / REPOSITORY / "plain"
         (plain / "1").mkdir(parents=True)
         shutil.copyfile(_PLAIN, plain / "1" / "model.py")
@@ -67,26 +72,28 @@ def comparison(given: PartInput, tell: Tell) -> None:
         )
         with InferenceServerClient(address) as client:
             client.load_model("plain")
-            both = {model: _ask(client, model, x) for model in ("served", "plain")}
-        _, apart = difference(both["served"], both["plain"])
+            found = {model: _ask(client, model, x) for model in ("plain", *fronts)}
+        apart = max(difference(found[front], found["plain"])[1] for front in fronts)
         limit = TOLERANCE["f32"]
-        tell(check("both answer alike", apart <= limit, f"error {apart:.2g}", f"at most {limit:g}"))
+        tell(check("all answer alike", apart <= limit, f"error {apart:.2g}", f"at most {limit:g}"))
         for count in _CLIENTS:
             seconds = given.amounts.comparison_s
-            took = {model: _load(address, model, x, count, seconds) for model in ("plain", "served")}
-            p50 = {model: median(found) for model, found in took.items()}
-            per_s = {model: len(found) / seconds for model, found in took.items()}
-            ratio = per_s["served"] / per_s["plain"]
-            tell(
-                Finding(
-                    f"{count} clients" if count > 1 else "1 client",
-                    "MEASURED",
-                    f"rsrv answers {ratio:.2f} times as many",
-                    f"rsrv {rate(per_s['served'])}, p50 {duration(p50['served'])}; "
-                    f"plain {rate(per_s['plain'])}, p50 {duration(p50['plain'])}",
-                    {"ratio": ratio, "rsrv_p50_s": p50["served"], "plain_p50_s": p50["plain"]},
-                )
-            )
+            took = {model: _load(address, model, x, count, seconds) for model in ("plain", *fronts)}
+            for front in fronts:
+                what = f"{front} front, {count} clients" if count > 1 else f"{front} front, 1 client"
+                tell(_compare(what, took[front], took["plain"], seconds))
+
+
+def _compare(what: str, served: list[float], plain: list[float], seconds: float) -> Finding:
+    per_s, plain_per_s = len(served) / seconds, len(plain) / seconds
+    ratio, p50, plain_p50 = per_s / plain_per_s, median(served), median(plain)
+    return Finding(
+        what,
+        "MEASURED",
+        f"rsrv answers {ratio:.2f} times as many",
+        f"rsrv {rate(per_s)}, p50 {duration(p50)}; plain {rate(plain_per_s)}, p50 {duration(plain_p50)}",
+        {"ratio": ratio, "rsrv_p50_s": p50, "plain_p50_s": plain_p50},
+    )
 
 
 def _environment(prefix: Path) -> str:
@@ -125,11 +132,16 @@ def _load(address: str, model: str, x: Array, count: int, seconds: float) -> lis
 
 
 @contextmanager
-def _serving(given: PartInput, tritonserver: str) -> Iterator[str]:
+def _serving(given: PartInput, tritonserver: str, fronts: Sequence[str]) -> Iterator[str]:
     """Run `rsrv serve` until the block ends; yield the address for gRPC."""
     config = given.folder / "serve.yaml"
-    # The plain model needs the other half of the device.
-    write_manifest(config, {"runtime": {"memory_fraction": 0.4}, "metrics": {"listen": None}})
+    settings = {
+        # The plain model needs the other half of the device.
+        "runtime": {"memory_fraction": 0.4},
+        "metrics": {"listen": None},
+        "models": {front: {"front": front} for front in fronts},
+    }
+    write_manifest(config, settings)
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
         for one in sockets:
@@ -147,7 +159,7 @@ def _serving(given: PartInput, tritonserver: str) -> Iterator[str]:
     )
     try:
         address = f"127.0.0.1:{grpc}"
-        _wait(process, address)
+        _wait(process, address, fronts)
         yield address
     finally:
         process.send_signal(signal.SIGINT)
@@ -157,12 +169,12 @@ def _serving(given: PartInput, tritonserver: str) -> Iterator[str]:
             process.kill()
 
 
-def _wait(process: "subprocess.Popen[bytes]", address: str) -> None:
+def _wait(process: "subprocess.Popen[bytes]", address: str, models: Sequence[str]) -> None:
     end = time.monotonic() + _START_S
     with InferenceServerClient(address) as client:
         while process.poll() is None and time.monotonic() < end:
             with suppress(InferenceServerException):
-                if client.is_model_ready("served"):
+                if all(map(client.is_model_ready, models)):
                     return
             time.sleep(0.2)
-    raise TimeoutError("rsrv serve does not serve the model; its output is above")
+    raise TimeoutError("rsrv serve does not serve the models; its output is above")

@@ -121,7 +121,7 @@ def asked(server: RunningTriton, models: Mapping[str, tuple[int, int]]) -> Itera
     end = threading.Event()
 
     def ask(name: str, rows: int) -> None:
-        width = {"first": 64, "second": 64, "third": 64, "chain": 8}.get(name, 256)
+        width = {"first": 64, "second": 64, "third": 64, "chain": 8, "crowded": 8}.get(name, 256)
         with caller(server) as call:
             while not end.is_set():
                 with contextlib.suppress(Refused):

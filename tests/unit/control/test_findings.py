@@ -178,7 +178,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "uneven_devices",
             "warning",
-            "device 0 is busy 95% of the time, device 1 1%",
+            "device 0 is busy 95% of the time and 30 requests wait for it, while device 1 is busy 1%",
             server(counts({"a": model(queued=30, device_seconds=57.0)}), counts({"b": model(device_seconds=0.6)})),
         ),
         (
@@ -330,7 +330,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "a is served in an older version",
             server(counts({"a": model()}), failures={"a": BundleFailure("torn", since=1000.0)}),
         ),
-        ("not_served", "critical", "a should be served and is not", server(counts({}), missing=frozenset("a"))),
+        ("not_served", "critical", "a has not been served for 30 s", server(counts({}), missing={"a": 30.0, "b": 1.0})),
         (
             "settings_refused",
             "warning",
@@ -406,7 +406,7 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
         ("model_failed", server(counts({}), failures={"a": BundleFailure("torn", 0.0)}, cold=frozenset("a"))),
         (
             "not_served",
-            server(counts({}), missing=frozenset("a"), entries={"a@1": entry("a", state="loading")}),
+            server(counts({}), missing={"a": 30.0}, entries={"a@1": entry("a", state="loading")}),
         ),
         ("shm_full", server(counts({}), shm=None)),
         ("runtime_down", server(devices={0: DeviceFigures(down_s=1.0)})),
@@ -503,6 +503,25 @@ def test_findings_name_the_device_if_there_are_several() -> None:
         server(counts({}), counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
     )
     assert [one.evidence.partition(":")[0] for one in findings] == ["device 1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause", "cure"),
+    [
+        ("placement: {mode: external}", "a gateway places models", "`rsrv gateway status a`"),
+        ("models: {a: {devices: [0]}}", "models.a.devices: [0] keeps it from device 1", "add 1 to models.a.devices"),
+        ("models: {a: {replicas: 1}}", "models.a.replicas is 1", "set models.a.replicas: auto"),
+        ("placement: {replicas: 1}", "placement.replicas is 1", "set placement.replicas: auto"),
+        ("models: {a: {devices: [0, 1]}}", "device 1 has no room", "`rsrv placement`"),
+    ],
+)  # fmt: skip
+def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -> None:
+    """The model with most of the busy device is named, and the setting that keeps it from the other."""
+    busy, idle = counts({"a": model(queued=30, device_seconds=57.0)}), counts({"b": model(10)})
+    one = found(server(busy, idle, settings=settings))["uneven_devices"]
+    assert one.cause.startswith("a has 95% of device 0, and ")
+    assert cause in one.cause
+    assert cure in one.cure
 
 
 def test_the_severest_come_first() -> None:

@@ -95,7 +95,7 @@ class Diagnosis:
             runtimes: of the server.
             file: rsrv.yaml.
             bundles: what is known of models from outside of the runtimes.
-            missing: names of the models that should serve and do not.
+            missing: returns the names of the models that should serve and do not; none while Triton loads its first models.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
@@ -108,6 +108,8 @@ class Diagnosis:
         self._shared: dict[int, list[tuple[int, frozenset[str]]]] = {}
         #: The runtimes' count of changes, when the facts were read.
         self._facts_of = -1
+        #: Model that should serve and does not -> time of the first look at it.
+        self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
 
     async def run(self) -> None:
@@ -140,6 +142,7 @@ class Diagnosis:
                 answers, at = await runtimes.metrics(max_age_s)
                 await self._read_facts()
         overrides = runtimes.overrides
+        self._missing_since = {name: self._missing_since.get(name, at) for name in self._missing()}
         return ServerFigures(
             t=at,
             unix_s=time(),
@@ -166,7 +169,7 @@ class Diagnosis:
             settings_refused=file.refused,
             settings_waiting=file.waiting,
             facts=self._facts,
-            missing=frozenset(self._missing()),
+            missing={name: at - since for name, since in self._missing_since.items()},
             cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),

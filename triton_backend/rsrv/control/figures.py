@@ -66,8 +66,8 @@ class ServerFigures:
     settings_waiting: Sequence[str] = ()
     #: What is known of the models beside their counters.
     facts: Mapping[str, ModelFacts] = field(default_factory=dict)
-    #: Models that should serve and do not, by readiness; and those that start with their next request.
-    missing: frozenset[str] = frozenset()
+    #: Seconds since each model that should serve does not; and the models that start with their next request.
+    missing: Mapping[str, float] = field(default_factory=dict)
     cold: frozenset[str] = frozenset()
     #: By model, how often its process in Triton was found dead.
     process_ends: Mapping[str, int] = field(default_factory=dict)

@@ -116,6 +116,8 @@ class Reconciler:
         self._stubs = StubMonitor(
             self._repository, view, triton, self._states, self._lifecycle.poll_s, processes
         )
+        #: True once Triton has loaded its first models, or cannot be asked.
+        self.reached = False
         #: By model, how often its stub was found dead.
         self.process_ends: Counter[str] = Counter()
         #: Places without bundles that the log has named.
@@ -146,6 +148,7 @@ class Reconciler:
     async def run(self) -> None:
         """Reconcile until cancelled."""
         await self._reach()
+        self.reached = True
         if self._barred:
             log.warning(
                 "models can't be loaded or unloaded, and dead stubs are not replaced: %s", self._barred

@@ -95,18 +95,17 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
 
 def _not_served(case: Case) -> Iterator[ServerFinding]:
     starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
-    names = case.now.missing & case.before.missing - starting - case.now.failures.keys()
-    if (
-        names
-        and case.now.t - case.before.t >= _DOWN_S
-        and any(one.instance for one in case.now.devices.values())
-    ):
+    others = starting | case.now.failures.keys()
+    waits = {name: s for name, s in case.now.missing.items() if s >= _DOWN_S and name not in others}
+    if waits and any(one.instance for one in case.now.devices.values()):
+        names = sorted(waits, key=by_number)
         yield ServerFinding(
             "not_served",
             "critical",
-            f"{some(sorted(names, key=by_number))} should be served and {'is' if len(names) == 1 else 'are'} not",
-            "its process inside Triton has ended, or Triton did not load it",
-            "start tritonserver with --model-control-mode=explicit --load-model=*, so that models are loaded again",
+            f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(max(waits.values()))}",
+            "Triton could not load it, was not told to, or lost its process",
+            f"tritonserver's log has the reason. `rsrv reload {names[0]}` loads it again; that, and loads without a command, "
+            "need tritonserver's --model-control-mode=explicit --load-model=*",
         )
 
 
@@ -198,16 +197,41 @@ def _uneven(case: Case) -> Iterator[ServerFinding]:
     if len(case.windows) < 2:
         return
     most, least = (choose(case.windows, key=lambda one: one.busy) for choose in (max, min))
-    if most.busy >= 0.9 and least.busy <= 0.3 and _waiting(most) >= FEW:
-        mode = case.now.settings.placement.mode
-        yield ServerFinding(
-            "uneven_devices",
-            "warning",
-            f"device {most.number} is busy {percent(most.busy)} of the time, device {least.number} {percent(least.busy)}",
-            f"models are bound to devices (models.NAME.devices), have one replica, or placement.mode is {mode}",
-            "`rsrv placement` shows why each model is where it is; placement.replicas: auto shares a busy one, "
-            "which takes its weights twice",
+    busiest, waiting = most.busiest, _waiting(most)
+    if busiest is None or most.busy < 0.9 or least.busy > 0.3 or waiting < FEW:
+        return
+    cause, cure = _binding(case, busiest.name, least.number)
+    yield ServerFinding(
+        "uneven_devices",
+        "warning",
+        f"device {most.number} is busy {percent(most.busy)} of the time and {waiting} requests wait for it, "
+        f"while device {least.number} is busy {percent(least.busy)}",
+        f"{busiest.name} has {percent(busiest.device_s / most.seconds)} of device {most.number}, and {cause}",
+        cure,
+    )
+
+
+def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
+    """Return why a model does not also run on a device that is free, and what changes that."""
+    placement, devices = case.now.settings.placement, case.now.policy(name, "devices")
+    both = f"{name} then takes its weights on both devices"
+    if placement.mode == "external":
+        return (
+            "a gateway places models (placement.mode: external)",
+            f"`rsrv gateway status {name}` gives its reason",
         )
+    if devices is not None and free not in devices:
+        key = f"models.{name}.devices"
+        return f"{key}: {devices} keeps it from device {free}", f"add {free} to {key} in rsrv.yaml; {both}"
+    own = case.now.policy(name, "replicas")
+    key = "placement.replicas" if own is None else f"models.{name}.replicas"
+    replicas = placement.replicas if own is None else own
+    if replicas != "auto":
+        return f"{key} is {replicas}", f"set {key}: auto in rsrv.yaml; {both}"
+    return (
+        f"device {free} has no room for its weights, or a model that shares tensors with it is bound to a device",
+        f"`rsrv placement` shows the weights and the budget of each device, and why {name} is where it is",
+    )
 
 
 # --- of a device -----------------------------------------------------------------------------------------------

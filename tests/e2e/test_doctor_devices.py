@@ -1,0 +1,136 @@
+"""Devices and processes of a real server in trouble, and what `rsrv doctor` finds there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import bundles
+from tests.e2e.harness import EXPLICIT, HURRY, ROOT, RunningTriton, StartTriton, make_repository
+from tests.e2e.lives import Living, place
+from tests.e2e.metas import write_scale
+from tests.e2e.test_doctor import asked, diagnosed
+from tests.waiting import wait_until
+
+Findings = Mapping[str, Mapping[str, str]]
+#: Seconds until a window of a minute has no figures of before.
+_LATER_S = 120.0
+#: An execution takes 100 ms, whatever its batch size.
+PACED = {
+    "RSRV_RUNTIME_PYTHON": str(ROOT / "tests" / "bench" / "paced_python.sh"),
+    "RSRV_BENCH_PYTHON": sys.executable,
+    "RSRV_BENCH_EXECUTION_MS": "100",
+}
+BOUND = """
+runtime: {devices: [cpu, cpu]}
+lifecycle: {look_s: 0.1}
+models:
+  crowded: {devices: [0]}
+"""
+#: By finding, a pattern of the evidence, and words of the cause and the cure.
+CROWDED = {
+    "overloaded": (
+        r"device 0: busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [23]\.\d+ s at the median",
+        "larger batch sizes for crowded",
+    ),
+    "single_rows": (
+        r"crowded executes one row at a time while requests wait [23](\.\d+)? s on average; it takes 9\d(\.\d)?% of",
+        "export batch sizes 1, 8 and 32",
+    ),
+    "uneven_devices": (
+        r"device 0 is busy 9\d(\.\d)?% of the time and (2\d|3[01]) requests wait for it, while device 1 is busy \d(\.\d+)?%",
+        "models.crowded.devices: [0] keeps it from device 1; add 1 to models.crowded.devices",
+    ),
+}
+LATE_HOOKS = """
+import pathlib
+import time
+
+while not pathlib.Path({gate!r}).exists():
+    time.sleep(0.05)
+
+
+def preprocess(inputs):
+    return inputs
+"""
+BAD_HOOKS = "raise RuntimeError('never')\ndef preprocess(inputs):\n    return inputs\n"
+POLLING = (
+    "--model-control-mode=poll",
+    "--repository-poll-secs=1",
+    "--model-load-thread-count=1",
+    "--strict-readiness=false",
+    HURRY,
+)
+
+
+def findings(server: RunningTriton) -> Findings:
+    """Return the findings by name."""
+    return {one["name"]: one for one in diagnosed(server)[0]}
+
+
+def all_of(names: Collection[str], found: Findings) -> Findings:
+    """Return the findings if these are among them, else nothing."""
+    return found if found.keys() >= set(names) else {}
+
+
+def check(found: Mapping[str, str], severity: str, evidence: str, words: str) -> None:
+    """Check a finding: its severity, a pattern of its evidence, and words of its cause and cure."""
+    assert found["severity"] == f"SEVERITY_{severity.upper()}", found
+    assert re.search(evidence, found["evidence"]), found
+    assert words in f"{found['cause']}; {found['cure']}", found
+
+
+@pytest.mark.long
+def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """A model of one row, bound to one of two devices, has 32 clients: three findings say so, and their cures end them."""
+    write_scale(tmp_path / "all", 2)
+    bundles.with_sizes(tmp_path / "all", tmp_path / "bundles" / "crowded", [1])
+    repository = make_repository(tmp_path, settings=BOUND)
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=PACED, expected=None)
+    troubles = CROWDED.keys()
+
+    with asked(server, {"crowded": (1, 32)}):
+        found = wait_until(lambda: all_of(troubles, findings(server)), _LATER_S, what=str(troubles))
+        for name, words in CROWDED.items():
+            check(found[name], "warning", *words)
+
+        settings = repository / "rsrv.yaml"
+        settings.write_text(settings.read_text().replace("devices: [0]", "devices: [0, 1]"))
+        wait_until(lambda: {"overloaded", "uneven_devices"}.isdisjoint(findings(server)), _LATER_S)
+        place(tmp_path / "all", tmp_path / "bundles" / "crowded")
+        wait_until(lambda: troubles.isdisjoint(findings(server)), _LATER_S)
+
+
+@pytest.mark.long
+def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """Models that wait for the load of another are no finding; one that failed is, if Triton polls, until it is mended."""
+    gate = tmp_path / "gate"
+    write_scale(tmp_path / "bundles" / "good", 2)
+    write_scale(tmp_path / "bundles" / "late", 2, hooks=LATE_HOOKS.format(gate=str(gate)))
+    bad = write_scale(tmp_path / "bundles" / "bad", 2, hooks=BAD_HOOKS) / "model.py"
+    repository = make_repository(tmp_path, settings="lifecycle: {look_s: 0.1}")
+    server = start_triton(
+        repository, extra_args=POLLING, wait_ready=False, exit_on_error=False, expected=None
+    )
+
+    life = Living(server)
+
+    def loads_for_long() -> bool:
+        """Return whether one load has kept the others waiting for twelve seconds; none of them may be a finding."""
+        answer = life.diagnose()
+        assert "not_served" not in {one.name for one in answer.findings}
+        return bool(answer.seconds > 12)
+
+    wait_until(loads_for_long)
+    life.close()
+    gate.touch()
+    wait_until(lambda: "not_served" in findings(server))
+    one = findings(server)["not_served"]
+    check(one, "critical", r"bad has not been served for [12]\d(\.\d)? s", "`rsrv reload bad`")
+
+    bad.write_text(BAD_HOOKS.partition("\n")[2])
+    wait_until(lambda: "not_served" not in findings(server))

@@ -322,7 +322,8 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
             # The file is open: its content is there until the model leaves.
             assert house.ask("a") == 1
         else:
-            assert refused(ask(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+            text = "could not be loaded: weights.safetensors: was written to since the model was loaded"
+            assert refused(ask(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, text)
         assert house.ask("b") == 2
 
 

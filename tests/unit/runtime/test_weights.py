@@ -454,7 +454,7 @@ def test_a_load_without_memory_is_tried_once_more(
     assert answered(ask(c)) == 3
     house.runtime.device.fail_next("upload", times=2)
     caplog.set_level(logging.INFO, "rsrv.placement")
-    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "could not be loaded")
     # The evictions have their own lines, and no load came in their place.
     gone = [
         one
@@ -666,7 +666,9 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
 
     for _ in range(2):
         assert answered(ask(b)) == 2
-        assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+        assert refused(
+            ask(a).answers.get(timeout=10), FakeError.INTERNAL, "weights.safetensors: was written to"
+        )
     # The host cannot keep it either; the model's residency does not change.
     set_residency(os.getpid(), "mine", "system")
     assert answered(ask(b)) == 2

@@ -45,15 +45,29 @@ def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
     assert executions(machine.finish())[0].requests == (cold.id,)
 
 
-def test_failed_load_fails_what_waits_and_is_tried_again_by_the_next(machine: Driver) -> None:
-    """The waiting requests fail with the load's error; the next arrival loads again, with a new epoch."""
+def test_requests_after_a_failed_load_get_its_error_until_the_back_off_ends(machine: Driver) -> None:
+    """The back-off doubles up to a minute; the first request after it loads again, and success ends it."""
     machine.add(program("a"), resident=False)
-    first, second = machine.request(), machine.request()
-    machine.arrive(first)
+    rests = []
+    for number in range(1, 9):
+        waiting, early = machine.request(), machine.request()
+        assert machine.arrive(waiting) == [LoadWeights("a", number)]
+        (finish,) = machine.fail_load("a", "disk error")
+        assert isinstance(finish, Finish)
+        assert finish.retry_after is not None
+        assert finish == _not_loaded(waiting.id, finish.retry_after)
+        assert machine.arrive(early) == [_not_loaded(early.id, finish.retry_after)]
+        rests.append(round(finish.retry_after))
+        machine.tick(machine.now + finish.retry_after)
+    last = machine.request()
+    machine.arrive(last)
 
-    assert machine.fail_load("a", "disk error") == [Finish(first.id, Outcome.FAILED, error="disk error")]
-    assert machine.arrive(second) == [LoadWeights("a", 2)]
-    assert executions(machine.load("a"))[0].requests == (second.id,)
+    assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert executions(machine.load("a"))[0].requests == (last.id,)
+
+
+def _not_loaded(request: int, retry_after: float) -> Finish:
+    return Finish(request, Outcome.FAILED, Reason.NOT_LOADED, retry_after, "disk error")
 
 
 def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
@@ -61,6 +75,7 @@ def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request())
     machine.fail_load("a")
+    machine.tick(machine.now + 1.0)
     machine.arrive(machine.request())
 
     assert machine.send(WeightsLoaded("a", 1, 0.1)) == []

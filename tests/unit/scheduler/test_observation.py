@@ -166,6 +166,8 @@ def test_history_of_a_short_life(machine: Driver) -> None:
     machine.arrive(machine.request())
     machine.fail_load("a", "no such file")
     machine.arrive(machine.request())
+    machine.tick(1.0)
+    machine.arrive(machine.request())
     machine.load("a", seconds=0.5)
     machine.arrive(machine.request())
     machine.remove("a")
@@ -177,15 +179,18 @@ def test_history_of_a_short_life(machine: Driver) -> None:
         "t=0.000000 weights loading why=demand bytes=100",
         "t=0.000000 load failed why=no such file",
         "t=0.000000 weights absent why=not loaded bytes=100",
-        "t=0.000000 arrived requests=1 ids=[2]",
-        "t=0.000000 weights queued why=demand",
-        "t=0.000000 weights loading why=demand bytes=100",
-        "t=0.500000 weights resident why=loaded seconds=0.500000",
-        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=1 ids=[2]",
-        "t=0.500000 arrived requests=1 ids=[3]",
-        "t=0.500000 removed",
-        "t=0.500000 refused unloaded requests=1 ids=[3]",
-        "t=0.500000 weights evicting why=release",
+        "t=0.000000 weights backoff why=back off seconds=1.000000",
+        "t=0.000000 refused not_loaded requests=1 ids=[2]",
+        "t=1.000000 weights absent why=end of back-off",
+        "t=1.000000 arrived requests=1 ids=[3]",
+        "t=1.000000 weights queued why=demand",
+        "t=1.000000 weights loading why=demand bytes=100",
+        "t=1.500000 weights resident why=loaded seconds=0.500000",
+        "t=1.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=1 ids=[3]",
+        "t=1.500000 arrived requests=1 ids=[4]",
+        "t=1.500000 removed",
+        "t=1.500000 refused unloaded requests=1 ids=[4]",
+        "t=1.500000 weights evicting why=release",
     ]
     machine.finish()
     assert machine.scheduler.history("a") == []

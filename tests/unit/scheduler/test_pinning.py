@@ -67,19 +67,6 @@ def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: boo
     assert driver.scheduler.next_wakeup() is None
 
 
-def test_a_request_has_a_pinned_model_tried_at_once() -> None:
-    """Its load failed for another reason than memory, so a try evicts nothing."""
-    driver = budgeted(200)
-    driver.add(program("a", pinned=True), resident=False)
-    driver.fail_load("a")
-    request = driver.request("a")
-    driver.arrive(request)
-    driver.load("a")
-    driver.finish_all()
-
-    assert driver.outcome(request) is Outcome.ANSWERED
-
-
 def test_pinned_models_go_beyond_the_budget() -> None:
     """Two of 100 bytes are both there with a budget of 50, and one more is served beside them, alone."""
     driver = budgeted(50)
@@ -239,14 +226,15 @@ def test_pins_of_unknown_models_are_refused() -> None:
 
 
 def test_a_pinned_model_whose_load_fails_is_given_up() -> None:
-    """It says so once and does not try again by itself; the next request does."""
+    """It says so once; a request does not have it tried before the back-off ends."""
     driver = budgeted(100)
     driver.add(program("a", pinned=True), resident=False)
     driver.fail_load("a")
 
     assert driver.given_up == ["a"]
-    assert not driver.loading
     driver.arrive(driver.request("a"))
+    assert not driver.loading
+    driver.tick(1.0)
     assert driver.loading.keys() == {"a"}
 
 

@@ -78,6 +78,7 @@ _REFUSALS = {
     "paused": "the model was paused",
     "not_resident": "its weights were not on the device, and requests do not load them",
     "no_memory": "its weights had found no memory",
+    "not_loaded": "its weights could not be loaded a moment before",
 }
 #: outcome of a request -> words before its time
 _OUTCOMES = {

@@ -14,7 +14,7 @@ from functools import partial
 from rsrv.limits import spare_memory
 from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.allocation import give_back
-from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
+from rsrv.runtime.device import Abandoned, Array, Buffer, Device, DeviceError, OutOfMemory
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.models import CompiledModel, about
@@ -193,7 +193,9 @@ class _Transfer:
             event = ev.LoadFailed(model.key, epoch, str(error))
         except Exception as error:
             log.exception("%s: loading weights failed", model.key, extra=about(model))
-            event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
+            # Clients get it, and other errors may have paths.
+            told = error if isinstance(error, DeviceError) else "the server's log says why"
+            event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {told}")
         self._slot.end()
         return LoadEnded(event, model, weights, max(0, device.nbytes - before))
 

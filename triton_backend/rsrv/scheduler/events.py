@@ -432,7 +432,7 @@ class Outcome(Enum):
 
 
 class Reason(Enum):
-    """Reason of a refusal."""
+    """Reason of a refusal; `NOT_LOADED` is one of a failure."""
 
     QUEUE_FULL = "queue_full"
     UNKNOWN_MODEL = "unknown_model"
@@ -445,16 +445,18 @@ class Reason(Enum):
     NOT_RESIDENT = "not_resident"
     #: its weights found no memory recently, even with all others evicted.
     NO_MEMORY = "no_memory"
+    #: the load of its weights failed.
+    NOT_LOADED = "not_loaded"
 
 
 class Finish(NamedTuple):
-    """End a request, or refuse a run. `reason` and `retry_after` come with REFUSED, `error` with FAILED."""
+    """End a request, or refuse a run. `reason` comes with REFUSED, and with FAILED if a load failed; `error` with FAILED."""
 
     request: int
     outcome: Outcome
     reason: Reason | None = None
     #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: unknown), or until the
-    #: load of the weights is retried (with NO_MEMORY).
+    #: load of the weights may be retried (with NO_MEMORY and NOT_LOADED).
     retry_after: float | None = None
     error: str | None = None
 

@@ -98,8 +98,8 @@ class LoadQueue:
         self._blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
-        #: models whose load is not retried for a while: it found no memory twice, or failed although they are pinned.
-        #: Without memory each try would cost all others their weights. Some may have been loaded for requests since.
+        #: models whose load is not retried for a while: it failed. Without memory each try would cost all others their
+        #: weights; a file that cannot be read would keep the link from them. Operators may have had some loaded since.
         self.backing_off: dict[ModelState, None] = {}
 
     # --- lines and back-offs ---------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ class LoadQueue:
         self.end_requirement(model)
         self.withdraw(model)
 
-    def back_off(self, model: ModelState, now: float, *, refuses_requests: bool) -> None:
+    def back_off(self, model: ModelState, now: float, error: str) -> None:
         """Do not retry a model's load for a while. The length stays with the model until a load goes well."""
-        model.weights.begin_backoff(now, refuses_requests=refuses_requests)
+        model.weights.begin_backoff(now, error)
         self.backing_off[model] = None
         self.requeue(model)
 

@@ -110,7 +110,7 @@ class RequestQueues:
 
         It ends by the first of these that is true: (1) unknown model, (2) unknown variant, (3) more rows than one
         execution takes, (4) deadline passed, (5) model paused, (6) weights that do not load `on_demand` and were not asked
-        for, (7) weights that found no memory a moment ago, (8) queue full. Otherwise it waits.
+        for, (7) weights whose load failed a moment ago, (8) queue full. Otherwise it waits.
 
         Returns:
             The requests of (8) by model: `refuse_full` ends them when it is known when to retry.
@@ -152,8 +152,13 @@ class RequestQueues:
             if not on_demand and not model.weights.desired:  # (6)
                 _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
                 continue
-            if model.weights.refuses_requests and (retry_after := model.weights.refused_for(now)):  # (7)
-                _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
+            weights = model.weights
+            if weights.backoff_until > now and (retry_after := weights.refused_for(now)):  # (7)
+                if weights.load_error:
+                    model.history.add(now, f"refused {Reason.NOT_LOADED.value}", (request.id,))
+                    _fail(model, (request.id,), weights.load_error, now, out)
+                else:
+                    _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
             if model.queued >= model.program.max_queue_depth and not request.waited:  # (8)
                 full.setdefault(model, []).append(request.id)
@@ -253,11 +258,9 @@ class RequestQueues:
         """Refuse all waiting requests of a model."""
         _refuse(model, self._take_out_all(model, Outcome.REFUSED), reason, None, now, out)
 
-    def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
+    def fail(self, model: ModelState, error: str, now: float, out: list[Instruction]) -> None:
         """Fail all waiting requests of a model whose weights could not be loaded."""
-        ids = self._take_out_all(model, Outcome.FAILED)
-        model.totals.counts.failed += len(ids)
-        out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
+        _fail(model, self._take_out_all(model, Outcome.FAILED), error, now, out)
 
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
         """Take the first `count` requests of a queue for an execution: still in flight, but not queued."""
@@ -364,6 +367,13 @@ def _refuse(
         model.totals.counts.refuse(reason, len(ids))
         model.history.add(now, f"refused {reason.value}", ids)
         out.extend([Finish(request, Outcome.REFUSED, reason, retry_after) for request in ids])
+
+
+def _fail(model: ModelState, ids: Sequence[int], error: str, now: float, out: list[Instruction]) -> None:
+    """Fail requests of a model whose weights could not be loaded."""
+    retry_after = model.weights.refused_for(now)
+    model.totals.counts.failed += len(ids)
+    out.extend([Finish(request, Outcome.FAILED, Reason.NOT_LOADED, retry_after, error) for request in ids])
 
 
 @dataclass(frozen=True, slots=True)

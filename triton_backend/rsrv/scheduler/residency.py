@@ -408,15 +408,14 @@ class DeviceResidency:
             self.compaction.ask(restores=False)
             self.loads.require(model)
             return
-        if event.out_of_memory or weights.pinned:
-            self.loads.back_off(model, now, refuses_requests=event.out_of_memory)
+        self.loads.back_off(model, now, "" if event.out_of_memory else event.error)
         weights.out_of_memory = False
         self.loads.forget(model)
         if desired:
             weights.desired = False
             out.append(GiveUp(model.name, event.error))
             model.needs_warm_up = False
-        self._queues.fail(model, event.error, out)
+        self._queues.fail(model, event.error, now, out)
 
     # --- loads begin, weights leave ------------------------------------------------------------------------
 

@@ -129,12 +129,12 @@ class ModelWeights:
         "last_load_seconds",
         "last_used",
         "load_bytes",
+        "load_error",
         "load_seconds",
         "loads",
         "model",
         "out_of_memory",
         "pinned",
-        "refuses_requests",
         "since",
         "state",
         "unserved",
@@ -159,11 +159,11 @@ class ModelWeights:
         #: whether the latest load that ended was abandoned, or found no memory.
         self.abandoned = False
         self.out_of_memory = False
-        #: when the back-off after a failed load ends, and its length.
+        #: when the back-off after a failed load ends, its length, and why the load failed; "": it found no memory twice,
+        #: with all others evicted.
         self.backoff_until = -inf
         self.backoff_seconds = 0.0
-        #: whether requests are refused during the back-off: the load found no memory twice, with all others evicted.
-        self.refuses_requests = False
+        self.load_error = ""
         #: completed loads.
         self.loads = 0
         #: expected duration of a load of all bytes: measured by a load of most of them, or as the program says.
@@ -198,20 +198,19 @@ class ModelWeights:
         size = self.bytes
         return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
 
-    def begin_backoff(self, now: float, *, refuses_requests: bool) -> None:
-        """Start the back-off after a failed load, twice as long as the one before."""
+    def begin_backoff(self, now: float, error: str) -> None:
+        """Start the back-off after a failed load, twice as long as the one before; `error` as `load_error`."""
         self.backoff_seconds = min(max(2.0 * self.backoff_seconds, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self.backoff_until = now + self.backoff_seconds
-        self.refuses_requests = refuses_requests
+        self.load_error = error
 
     def end_backoff(self) -> None:
         """End the back-off; if the next load fails too, the next back-off is longer all the same."""
         self.backoff_until = -inf
 
     def refused_for(self, now: float) -> float:
-        """Seconds for which requests are refused because a load found no memory; 0: they are accepted."""
-        refuses = self.refuses_requests and self.state not in TAKING_BYTES
-        return max(0.0, self.backoff_until - now) if refuses else 0.0
+        """Seconds for which requests are refused because a load failed; 0: they are accepted."""
+        return 0.0 if self.state in TAKING_BYTES else max(0.0, self.backoff_until - now)
 
     def observe_pause(self, now: float) -> None:
         """Learn the usual pause: a request arrived while the model had no work."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 
+from rsrv.wire.socket import read_status
 from tests.e2e import bundles
-from tests.e2e.harness import EXPLICIT, HURRY, ROOT, RunningTriton, StartTriton, make_repository
+from tests.e2e.calls import Refused, caller, outcome
+from tests.e2e.harness import (
+    EXPLICIT,
+    HURRY,
+    ROOT,
+    RunningTriton,
+    StartTriton,
+    aborted_by_a_lock,
+    despite,
+    make_repository,
+)
 from tests.e2e.lives import Living, place
-from tests.e2e.metas import write_scale
+from tests.e2e.metas import rows, write_scale
 from tests.e2e.test_doctor import asked, diagnosed
 from tests.waiting import wait_until
 
@@ -34,11 +47,11 @@ models:
 #: By finding, a pattern of the evidence, and words of the cause and the cure.
 CROWDED = {
     "overloaded": (
-        r"device 0: busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [23]\.\d+ s at the median",
+        r"device 0: busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
         "larger batch sizes for crowded",
     ),
     "single_rows": (
-        r"crowded executes one row at a time while requests wait [23](\.\d+)? s on average; it takes 9\d(\.\d)?% of",
+        r"crowded executes one row at a time while requests wait [2-6](\.\d+)? s on average; it takes 9\d(\.\d)?% of",
         "export batch sizes 1, 8 and 32",
     ),
     "uneven_devices": (
@@ -65,6 +78,9 @@ POLLING = (
     "--strict-readiness=false",
     HURRY,
 )
+SILENT = r"the runtime of device 0 has not answered for \d\d(\.\d)? s"
+#: The runtime's Python, as a file that a test can break.
+WORKING = f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n"
 
 
 def findings(server: RunningTriton) -> Findings:
@@ -130,7 +146,61 @@ def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton:
     gate.touch()
     wait_until(lambda: "not_served" in findings(server))
     one = findings(server)["not_served"]
-    check(one, "critical", r"bad has not been served for [12]\d(\.\d)? s", "`rsrv reload bad`")
+    check(one, "critical", r"bad has not been served for [3-5]\d(\.\d)? s", "`rsrv reload bad`")
 
     bad.write_text(BAD_HOOKS.partition("\n")[2])
     wait_until(lambda: "not_served" not in findings(server))
+
+
+@pytest.mark.long
+def test_a_model_whose_process_ended_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """A stub that is killed is a note; its model answers again without the operator."""
+    write_scale(tmp_path / "bundles" / "good", 2)
+    repository = make_repository(tmp_path)
+
+    def start() -> RunningTriton:
+        return start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
+
+    def kill_stub(server: RunningTriton) -> None:
+        (stub,) = server.stub_pids("good")
+        os.kill(stub, signal.SIGKILL)
+        wait_until(lambda: "process_ended" in findings(server))
+        one = findings(server)["process_ended"]
+        check(
+            one,
+            "note",
+            r"the process of good in Triton ended 1 time in \d+(\.\d+)? (s|min)",
+            "nothing, if it ended once",
+        )
+        with caller(server) as call:
+            wait_until(lambda: not isinstance(outcome(lambda: call("good", rows(1))), Refused))
+
+    despite(aborted_by_a_lock, start, kill_stub)
+
+
+@pytest.mark.long
+def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """A runtime that is stopped is critical until it goes on, and one that cannot start until it can."""
+    write_scale(tmp_path / "bundles" / "good", 2)
+    python = tmp_path / "python"
+    python.write_text(WORKING)
+    python.chmod(0o755)
+    repository = make_repository(tmp_path)
+    env = {"RSRV_RUNTIME_PYTHON": str(python)}
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)
+    pid = read_status(server.pid)["pid"]
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: "runtime_down" in findings(server))
+        check(findings(server)["runtime_down"], "critical", SILENT, f"`kill -CONT {pid}`")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: "runtime_down" not in findings(server))
+
+    python.write_text("#!/bin/sh\nexit 1\n")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "runtime_down" in findings(server))
+    check(findings(server)["runtime_down"], "critical", SILENT, f"the runtime did not start with {python}")
+    python.write_text(WORKING)
+    wait_until(lambda: "runtime_down" not in findings(server))

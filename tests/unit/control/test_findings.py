@@ -351,6 +351,12 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "the runtime of device 0 has not answered for 30 s",
             server(devices={0: DeviceFigures(down_s=30.0)}),
         ),
+        (
+            "runtime_down",
+            "critical",
+            "the runtime of device 0 has not answered for 30 s",
+            server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
+        ),
     ],
 )  # fmt: skip
 def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: ServerFigures) -> None:

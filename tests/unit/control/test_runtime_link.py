@@ -1,6 +1,7 @@
 """The link to the runtime: its view, and the death, silence or replacement of the runtime."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
         with pytest.raises(RuntimeDown):
             await link.command({"command": "compact"})
         assert not link.up
+        assert link.silent_pid == os.getpid()
 
         runtime.change("a@1", entry("a"))
         runtime.go_on()
@@ -93,6 +95,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
 
         assert set(link.entries) == {"a@1"}
         assert await link.command({"command": "compact"}) == {}
+        assert link.silent_pid == 0
     runtime.die()
 
 

@@ -154,6 +154,7 @@ class Diagnosis:
                     lives=link.lives,
                     restarts=link.restarts,
                     down_s=link.down_s,
+                    silent_pid=link.silent_pid,
                     obstacle="" if link.up else link.obstacle,
                     asleep=link.asleep_since is not None,
                     shared=self._shared.get(number, ()),

@@ -31,6 +31,8 @@ class DeviceFigures:
     restarts: int = 0
     #: Seconds since the last answer.
     down_s: float = 0.0
+    #: Process id of a runtime that lives and does not answer; 0: there is none.
+    silent_pid: int = 0
     #: Why the device serves nothing, by the latest attempt to start its runtime.
     obstacle: str = ""
     asleep: bool = False

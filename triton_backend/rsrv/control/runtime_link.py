@@ -125,6 +125,8 @@ class ControlConnection:
         self._waiting: deque[tuple[Kind, Answer]] = deque()
         self._sock = wire.connect(path)
         self._sock.setblocking(False)
+        #: Process id of the runtime.
+        self.pid = wire.check_peer(self._sock)
         self._receiver = wire.Receiver(self._sock)
         self._loop.add_reader(self._sock, self._readable)
         #: The runtime's first frame.
@@ -261,6 +263,11 @@ class RuntimeLink:
     def down_s(self) -> float:
         """Seconds since the runtime answered last, or since the link's beginning; 0.0 while it does."""
         return 0.0 if self.up else self._loop.time() - self._down_at
+
+    @property
+    def silent_pid(self) -> int:
+        """Process id of a runtime that takes connections and does not answer; 0: there is none."""
+        return 0 if self.up or self._connection is None else self._connection.pid
 
     @property
     def ready(self) -> frozenset[str]:

@@ -7,8 +7,9 @@ from rsrv.control.findings import FEW, Case, ServerFinding, Severity
 from rsrv.histogram import LONG_SECONDS, SECONDS, Histogram
 from rsrv.text import amount, by_number, duration, percent, some
 
-#: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less.
-_DOWN_S = 10.0
+#: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less, and so does
+#: the return of hundreds of stubs to a new runtime.
+_DOWN_S, _UNSERVED_S = 10.0, 30.0
 
 
 # --- of the server --------------------------------------------------------------------------------------------
@@ -17,12 +18,18 @@ _DOWN_S = 10.0
 def _runtime_down(case: Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         if not device.asleep and device.down_s >= _DOWN_S:
+            pid = device.silent_pid
             yield ServerFinding(
                 "runtime_down",
                 "critical",
                 f"the runtime of device {number} has not answered for {duration(device.down_s)}",
-                device.obstacle or "it was stopped, cannot start, or is killed again and again",
-                "read the server's log; the next runtime starts by itself when the cause is gone",
+                f"its process {pid} lives: it is stopped, or gets no processor time"
+                if pid
+                else device.obstacle or "its process ended, and no other has started",
+                f"`kill -CONT {pid}` if `ps {pid}` says that it is stopped (T), else `kill -9 {pid}`: the next runtime "
+                "starts by itself, and waiting requests go to it"
+                if pid
+                else "mend the cause, which the server's log has, too; the next runtime then starts by itself",
             )
 
 
@@ -58,8 +65,8 @@ def _process_ended(case: Case) -> Iterator[ServerFinding]:
             f"the process of {most} in Triton ended {_count(ends[most], 'time')} in {_span(case)}, and its requests "
             f"failed until it was back{also}",
             "a kill, as by the kernel's out-of-memory killer, or a crash in model.py or a library of it",
-            "nothing if it was once: the model is loaded again; else see the log before `its stub process is dead`, "
-            "and stub.memory_limit_bytes",
+            "nothing, if it ended once: the model was loaded again. If it ends again and again, tritonserver's log has the "
+            "reason above `its stub process is dead`",
         )
 
 
@@ -96,7 +103,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
 def _not_served(case: Case) -> Iterator[ServerFinding]:
     starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
     others = starting | case.now.failures.keys()
-    waits = {name: s for name, s in case.now.missing.items() if s >= _DOWN_S and name not in others}
+    waits = {name: s for name, s in case.now.missing.items() if s >= _UNSERVED_S and name not in others}
     if waits and any(one.instance for one in case.now.devices.values()):
         names = sorted(waits, key=by_number)
         yield ServerFinding(

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from rsrv.wire.socket import read_status
@@ -26,7 +28,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.lives import Living, place
 from tests.e2e.metas import rows, write_scale
-from tests.e2e.test_doctor import asked, diagnosed
+from tests.e2e.test_doctor import asked, diagnosed, export, operate
 from tests.waiting import wait_until
 
 Findings = Mapping[str, Mapping[str, str]]
@@ -204,3 +206,38 @@ def test_a_runtime_that_does_not_answer_is_found(tmp_path: Path, start_triton: S
     check(findings(server)["runtime_down"], "critical", SILENT, f"the runtime did not start with {python}")
     python.write_text(WORKING)
     wait_until(lambda: "runtime_down" not in findings(server))
+
+
+@pytest.mark.long
+def test_weights_without_memory_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """A runtime may take 16 MB more, and the weights of a model are 33.6 MB: its requests are refused until there is memory."""
+    export(tmp_path / "bundles", "large", [1], 1, rows=32768)
+    repository = make_repository(tmp_path)
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], expected=None)
+    x = {"x": np.zeros((1, 256), np.float32)}
+    runtime = psutil.Process(read_status(server.pid)["pid"])
+
+    with caller(server) as call:
+        call("large", x)
+        operate(server, "evict", "large")
+        runtime.rlimit(psutil.RLIMIT_AS, (runtime.memory_info().vms + (16 << 20), psutil.RLIM_INFINITY))
+        found = wait_until(
+            lambda: (outcome(lambda: call("large", x)), all_of({"no_memory"}, findings(server)))[1]
+        )
+        words = (
+            r"large refused \d of \d requests: its 33.6 MB of weights found no memory; 0 B of weights are on the device",
+            "another program has the memory",
+        )
+        check(found["no_memory"], "critical", *words)
+        # Its back-off gets longer than the time that a command takes.
+        wait_until(lambda: wait_of(outcome(lambda: call("large", x))) > 5)
+
+        runtime.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        operate(server, "compact")
+        call("large", x)
+
+
+def wait_of(said: object) -> float:
+    """Return the seconds after which a refusal tells to come again; 0: none."""
+    found = re.search(r"in (\d+\.\d) s", str(said))
+    return float(found[1]) if found else 0.0

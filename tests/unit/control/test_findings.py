@@ -280,8 +280,16 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "no_memory",
             "critical",
-            "10 MB of weights found no memory, with 80 MB of the budget free",
+            "10 MB of weights found no memory; 20 MB of weights are on the device of the 100 MB that may be",
             server(counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
+        ),
+        (
+            "no_memory",
+            "critical",
+            "10 MB of weights found no memory; 20 MB of weights are on the device",
+            server(
+                counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})}, pinned_bytes=95 * MB)
+            ),
         ),
         (
             "not_resident",

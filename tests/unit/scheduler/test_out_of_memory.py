@@ -326,10 +326,11 @@ def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
         "removed": lambda: driver.remove("other"),
         "unpinned": lambda: driver.send(Pinned("other", False)),
         "evicted": lambda: driver.evict("idle"),
+        "compacted": lambda: (driver.send(Compact()), driver.load("idle")),
     }
 
 
-@pytest.mark.parametrize("how", ["removed", "unpinned", "evicted"])
+@pytest.mark.parametrize("how", ["removed", "unpinned", "evicted", "compacted"])
 def test_an_operator_who_makes_room_ends_a_back_off(how: str) -> None:
     """Requests cause a load again; if it fails, the next back-off is still twice as long."""
     driver = driver_of()

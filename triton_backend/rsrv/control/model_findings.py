@@ -156,16 +156,21 @@ def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
     if not refused:
         return None
     device = window.counts["memory"]["device"]
-    budget = device["budget_bytes"]
-    free = None if budget is None else max(0, budget - device["held_bytes"])
+    size, budget, pinned = case.weight_bytes(one), device["budget_bytes"], device["pinned_bytes"]
+    limit = "" if budget is None else f" of the {amount(budget)} that may be"
+    crowded = budget is not None and pinned + size > budget
     return ServerFinding(
         "no_memory",
         "critical",
-        f"{one.name} refused {refused} of {one.ended} requests: {amount(case.weight_bytes(one))} of weights found no "
-        f"memory, with {amount(free)} of the budget free",
-        "the free memory is in pieces, pinned weights fill it, or another program has it",
-        "`rsrv compact` (models wait for their loads meanwhile); if it comes again, a lower "
-        "runtime.weight_budget_bytes, or fewer pinned models",
+        f"{one.name} refused {refused} of {one.ended} requests: its {amount(size)} of weights found no memory; "
+        f"{amount(device['held_bytes'])} of weights are on the device{limit}",
+        f"pinned weights take {amount(pinned)} and are never evicted"
+        if crowded
+        else "another program has the memory, or it is free in pieces that are too small",
+        "`rsrv unpin` the models that may wait for a load"
+        if crowded
+        else "end other programs on the device, then `rsrv compact`: all models wait for one load, and the refusals end; "
+        "if they come again, set a lower runtime.weight_budget_bytes",
     )
 
 

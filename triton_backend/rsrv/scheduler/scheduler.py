@@ -232,6 +232,7 @@ class Scheduler:
                 self._change_policy(event, now)
             case Compact():
                 self._residency.compaction.ask(restores=True)
+                self._residency.loads.end_backoffs()
             case ModelRemoved():
                 self._remove(event.model, now, out)
             case SettingsChanged():

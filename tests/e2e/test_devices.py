@@ -48,10 +48,8 @@ def run(inputs, call):
     first = call("left", inputs, keep_on_device=True)["y"]
     return {"y": call("right", {"x": first})["y"]}
 """
-#: lines of the Python front, or of the native one
-_LOST = re.compile(
-    "rsrv.stub steady: the runtime is gone; reconnecting|rsrv.native: steady: lost the runtime"
-)
+#: lines of either front
+_LOST = re.compile("rsrv.(stub|native:) steady: lost the runtime: ")
 _BACK = re.compile("rsrv.(stub|native:) steady: reconnected to the runtime")
 
 

@@ -376,9 +376,9 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
 
 
 def test_the_runtimes_end_is_told_and_its_successor_is_used(
-    runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
+    runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the runtime ends, requests in flight and later ones wait for its successor, which answers them."""
+    """When the runtime ends, a line says so; requests in flight and later ones wait for its successor, which answers them."""
     engine = start_engine()
     runtime.device.gate.clear()
     held = [FakeRequest({"x": rows(1, i)}) for i in range(5)]
@@ -388,6 +388,8 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     runtime.stop()
 
     wait_until(lambda: not engine.ready)
+    wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
+    assert sum("runtime" in one for one in caplog.messages if not one.startswith("no runtime yet")) == 1
     held.append(FakeRequest({"x": rows(1, 5)}))
     assert engine.execute(held[5:]) is None
     start_runtime()

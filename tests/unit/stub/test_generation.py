@@ -111,7 +111,7 @@ class FakeSession:
 
     ready = True
 
-    def lost(self, attachment: Attachment) -> None:
+    def lost(self, attachment: Attachment, why: object) -> None:
         self.attachment = None
 
     def close(self, *, direct: bool = True) -> None:

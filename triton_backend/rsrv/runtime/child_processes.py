@@ -128,9 +128,11 @@ def supervise(
         except OSError as error:
             ended = f"cannot be started: {error}"
         else:
-            ended = f"ended with status {status.returncode}"
+            # Without an error, the server has ended, or another control process runs.
+            ended = f"ended with status {status.returncode}" if status.returncode else ""
         delay = _MIN_RESTART_DELAY_S if clock() - started >= _MAX_RESTART_DELAY_S else next_delay(delay)
-        log.error("the control process %s; starting it again in %.0f s", ended, delay)
+        if ended:
+            log.error("the control process %s; starting it again in %.0f s", ended, delay)
         rest(delay)
 
 

@@ -159,8 +159,8 @@ class DeferredReplies(Generic[W]):
             if pending is None:
                 raise Closed("the runtime was lost")
             sent = attachment.deferred.submit(submissions, self._pack)
-        except (Closed, OSError):
-            self.lose(attachment)
+        except (Closed, OSError) as error:
+            self.lose(attachment, error)
             # `lose` fails pending requests; if the runtime was lost before, these were not among them.
             if pending is None:
                 self.rescue_all(requests)
@@ -171,7 +171,7 @@ class DeferredReplies(Generic[W]):
                 refused = [one for one in requests[sent:] if pending.pop(one.id, None) is not None]
             self._fail(refused, Status.QUEUE_FULL, STUCK)
 
-    def lose(self, attachment: Attachment) -> None:
+    def lose(self, attachment: Attachment, why: object) -> None:
         """Fail all requests of an attachment, for its runtime is gone, and have the session reconnect. Thread-safe."""
         if attachment.deferred.closed_by_others or attachment.direct.closed_by_others:
             log.error(
@@ -185,7 +185,7 @@ class DeferredReplies(Generic[W]):
                 for connection in (attachment.deferred, attachment.direct)
                 for one in self._forget(connection).values()
             ]
-        self._session.lost(attachment)
+        self._session.lost(attachment, why)
         attachment.deferred.close()
         if handed_over:
             attachment.direct.close()
@@ -302,13 +302,11 @@ class DeferredReplies(Generic[W]):
         except TimeoutError:
             return
         except (Closed, ProtocolError, OSError) as error:
-            if not self._closed:
-                log.error("lost the runtime: %s", error)
-            self.lose(attachment)
+            self.lose(attachment, error)
             return
-        except Exception:
+        except Exception as error:
             log.exception("the runtime's answers cannot be read")
-            self.lose(attachment)
+            self.lose(attachment, error)
             return
         idle = None
         with self._lock:

@@ -231,9 +231,9 @@ class Engine(ModelReplica[ModelRequest]):
         if at_once and self._direct is attachment.direct and self._is_soon(attachment, len(requests)):
             try:
                 return self._answer_in_place(attachment, attachment.direct, requests)
-            except BaseException:
+            except BaseException as error:
                 # Frames that are left on the connection must not be taken for the next batch's.
-                self._deferred.lose(attachment)
+                self._deferred.lose(attachment, error)
                 raise
         self._answer_later(attachment, requests)
         return None
@@ -279,8 +279,8 @@ class Engine(ModelReplica[ModelRequest]):
         except TimeoutError:
             self._hand_over(attachment, connection, batch, waiting)
             return None
-        except (Closed, ProtocolError, OSError):
-            self._deferred.lose(attachment)
+        except (Closed, ProtocolError, OSError) as error:
+            self._deferred.lose(attachment, error)
             for one in batch:
                 self._deferred.reply(one.request)
             for one in batch:

@@ -434,9 +434,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
             try:
                 # Without waiting: execute() sends on that connection, too.
                 one.connection.leave(RunExit(one.token, status), patience=0)
-            except (Closed, OSError):
+            except (Closed, OSError) as error:
                 # Otherwise the runtime would count the run as running for good.
-                self._deferred.lose(one.attachment)
+                self._deferred.lose(one.attachment, error)
 
     def _release(
         self, one: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status

@@ -321,7 +321,7 @@ class Session(Startable):
         """True if a runtime serves the registration and reads requests, or the model is cold or starts."""
         return self.reading is not None or not self.started
 
-    def lost(self, attachment: Attachment) -> None:
+    def lost(self, attachment: Attachment, why: object) -> None:
         """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly.
 
         If its device sleeps, the model is cold: requests, also those in flight, start it again.
@@ -334,7 +334,7 @@ class Session(Startable):
             self.cold, self.started = sleeps, not sleeps
         self.on_change()
         if not sleeps and not self._closed.is_set():
-            log.error("the runtime is gone; reconnecting")
+            log.error("lost the runtime: %s", why)
             threading.Thread(target=self._bring_up, name="reconnect", daemon=True).start()
 
     def fall_back(self, attachment: Attachment) -> None:

@@ -1,7 +1,8 @@
 """`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
 
 It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread sleeps until
-RSRV_BENCH_EXECUTION_MS have passed since the execution's start, and RSRV_BENCH_ROW_MS for each of its rows.
+RSRV_BENCH_EXECUTION_MS have passed since the execution's start, and RSRV_BENCH_ROW_MS for each of its rows. A compilation
+takes RSRV_BENCH_COMPILE_MS more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 ROW_SECONDS = float(os.environ.get("RSRV_BENCH_ROW_MS", "0")) / 1e3
+COMPILE_SECONDS = float(os.environ.get("RSRV_BENCH_COMPILE_MS", "0")) / 1e3
 
 
 def pace(arrays: Sequence[Any]) -> float:
@@ -30,6 +32,10 @@ def pace(arrays: Sequence[Any]) -> float:
 
 class PacedDevice(JaxDevice):
     """jax's device, slowed down."""
+
+    def _compile(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(COMPILE_SECONDS)
+        return super()._compile(*arguments, **options)
 
     def launch(
         self,

@@ -241,3 +241,26 @@ def wait_of(said: object) -> float:
     """Return the seconds after which a refusal tells to come again; 0: none."""
     found = re.search(r"in (\d+\.\d) s", str(said))
     return float(found[1]) if found else 0.0
+
+
+@pytest.mark.long
+def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
+    """Three executables that are in no cache take four seconds each; the next runtime finds them, and has no finding."""
+    write_scale(tmp_path / "bundles" / "good", 2)
+    repository = make_repository(tmp_path)
+    env = {
+        **PACED,
+        "RSRV_BENCH_COMPILE_MS": "4000",
+        "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)
+
+    found = findings(server)
+    check(
+        found["compiled_at_start"],
+        "note",
+        r"3 executables were compiled since this runtime's start: [1-5]\d(\.\d)? s",
+        f"they were not in {tmp_path / 'cache'}",
+    )
+    operate(server, "restart")
+    wait_until(lambda: findings(server).keys() == {"runtime_restarts"})

@@ -188,6 +188,15 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server({**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}),
         ),
         (
+            "compiled_at_start",
+            "note",
+            "2 executables were compiled since this runtime's start: 41 s",
+            server(
+                {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)},
+                settings="runtime: {compilation_cache_dir: null}",
+            ),
+        ),
+        (
             "disk_loads",
             "warning",
             "weights of a were read from disk 9 times",

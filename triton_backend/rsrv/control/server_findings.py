@@ -329,9 +329,13 @@ def _compiled(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "compiled_at_start",
             "note",
             f"{compiled} executables were compiled since this runtime's start: {duration(seconds)}",
-            f"they were not in runtime.compilation_cache_dir ({folder or 'none'}): new models, a new jax, or a "
-            "folder that does not outlive the container",
-            "keep that folder on a volume, or ship executables (`rsrv-gen --compile-for`)",
+            "runtime.compilation_cache_dir is null, so each start compiles all models"
+            if folder is None
+            else f"they were not in {folder} (runtime.compilation_cache_dir): models or jax are new there",
+            "set runtime.compilation_cache_dir to a folder on a volume, or ship executables (`rsrv-gen --compile-for`)"
+            if folder is None
+            else "nothing, if they were new: the next start finds them. If each start compiles, the folder does not outlive "
+            "the container: keep it on a volume, or ship executables (`rsrv-gen --compile-for`)",
         )
 
 

@@ -356,6 +356,30 @@ def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table:
     assert [len(lazy.registrations) for lazy in lazies] == [1 + (expected == 0), int(expected == 1)]
 
 
+@pytest.mark.parametrize("client", ["", "it ended two runtimes"])
+def test_a_cold_model_that_its_home_rejects_starts_on_another_device(
+    program: Path, tmp_path: Path, client: str
+) -> None:
+    """Requests wait for that. A model that has ended runtimes is shown to no further one, and they get the reason."""
+    other = Lazy()
+    other.may_start.set()
+
+    def reject(connection: Connection) -> None:
+        connection.greet()
+        send(connection.sock, pack_rejected("it needs 9 GB", client))
+
+    behaviours: list[list[Behaviour]] = [[reject], [other.start]]
+    if HOME:
+        behaviours.reverse()
+    behaviours[0].insert(0, Lazy().cold)
+    with Front(program, tmp_path, *behaviours) as front:
+        front.ask("open")
+        (said,) = front.ask("send 1 1")
+        front.ask("close")
+    refused = "answer 1 4 [rsrv:RUNTIME_DOWN] the model could not be started: it needs 9 GB"
+    assert (said, len(other.registrations)) == ((refused, 0) if client else (doubled(1), 1))
+
+
 def test_a_broken_cold_frame_ends_the_connection(tmp_path: Path) -> None:
     """The next runtime is asked again."""
 

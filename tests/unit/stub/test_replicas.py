@@ -62,6 +62,7 @@ class FakeReplica:
                 start=self._start,
                 cold=False,
                 started=True,
+                rejected=False,
                 lost_at=inf,
             ),
         )
@@ -561,6 +562,31 @@ def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
     wait_until(lambda: home_of(replicas) == second)
     process.resubmission.wake()
     assert replicas._cold == {third}
+
+
+def test_a_model_that_its_home_rejects_starts_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next device is tried at once; if it rejects the model, too, nothing starts elsewhere until the pauses are over."""
+    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
+    process, fakes, begin = made_cold(2)
+    replicas = begin(start=True)
+    home, second = by_preference("m", 2)
+    session = fakes[home].session
+    session.attachment, session.started, session.rejected = None, False, True
+    fakes[home].seconds = inf
+    make, tried = replicas._make, Event()
+
+    def reject(device: int) -> ModelReplica[Any]:
+        tried.set()
+        raise Rejected("no room")
+
+    replicas._make = reject
+    assert process.resubmission.wake()
+    assert tried.wait(10)
+    wait_until(lambda: not process.resubmission.wake())
+
+    replicas._make = make
+    wait_until(process.resubmission.wake)
+    wait_until(lambda: home_of(replicas) == second)
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:

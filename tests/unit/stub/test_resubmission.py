@@ -35,8 +35,9 @@ class Outage:
     session: Any = field(
         default_factory=lambda: SimpleNamespace(attachment=None, down=DOWN, cold=False, started=True)
     )
-    #: how often a cold model was to start
+    #: how often a cold model was to start, and whether it starts on another device
     woken: int = 0
+    moves: bool = False
 
     def __post_init__(self) -> None:
         self.resubmission = Resubmission([cast(Session, self.session)], lambda: self.now)
@@ -44,8 +45,9 @@ class Outage:
         self.resubmission.wake = self._wake
         self.resubmission.place = self._place
 
-    def _wake(self) -> None:
+    def _wake(self) -> bool:
         self.woken += 1
+        return self.moves
 
     def _place(self, request: ClientRequest) -> bool:
         if self.is_back:
@@ -486,6 +488,22 @@ def test_a_failed_start_refuses_those_who_wait_with_its_reason(start: Outage) ->
 
     assert start.add().answers.empty()
     wait_until(lambda: start.woken > before)
+
+
+def test_a_model_that_one_device_rejects_is_waited_for_while_another_starts_it(start: Outage) -> None:
+    """When that one rejects it, too, requests get the reason."""
+    start.session.cold, start.session.down, start.moves = (
+        False,
+        "the model could not be started: no room",
+        True,
+    )
+    request = start.add()
+    wait_until(lambda: start.woken > 3)
+    assert request.answers.empty()
+
+    start.moves = False
+
+    assert "no room" in failure_of(request)
 
 
 def test_the_demand_names_the_earliest_deadline(start: Outage) -> None:

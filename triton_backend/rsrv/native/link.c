@@ -559,6 +559,15 @@ void link_ask(struct link* link, bool waits, int64_t first_deadline_ns) {
 
 bool link_is_reachable(const struct link* link) { return !atomic_load(&menders[link->device].fails); }
 
+bool link_rejects(struct link* link, bool* dangerous) {
+    int64_t now = now_ns();
+    pthread_mutex_lock(&link->lock);
+    bool rejects = link->down && (link->state != IS_COLD || link->due_ns > now);
+    *dangerous = rejects && link->dangerous;
+    pthread_mutex_unlock(&link->lock);
+    return rejects;
+}
+
 void link_await(struct link* link, int64_t until_ns) {
     struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
     int waited = 0;

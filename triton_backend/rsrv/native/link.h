@@ -99,6 +99,8 @@ void link_start(struct link*);                       // starts the model if it i
 // Has the runtime that starts the model know whether requests wait.
 void link_ask(struct link*, bool waits, int64_t first_deadline_ns);
 bool link_is_reachable(const struct link*);          // false: the last attempt to reach the device's runtime failed
+// The runtime does not load the model now; `dangerous`: because it ended runtimes, so no other one shall try.
+bool link_rejects(struct link*, bool* dangerous);
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
 uint32_t link_devices(struct link*);
 // Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.

@@ -140,17 +140,21 @@ void replicas_submit(
     }
 }
 
-// Returns the device on which a cold model starts: one of the table's, or the home, unless its runtime was not reached.
+// Returns the device on which a cold model starts: one of the table's, or the home, unless its runtime was not reached or
+// rejects the model.
 static struct link* starting_link(struct replicas* all) {
     uint64_t mask = placement_mask(all->digest) & ~PINNED;
     struct link* chosen = NULL;
-    bool is_best = false;
-    for (uint32_t i = 0; i < all->count && !is_best; i++) {
+    int best = -1;
+    for (uint32_t i = 0; i < all->count; i++) {
         uint32_t device = (all->home + i) % all->count;
         struct link* link = all->links[device];
+        bool dangerous = false;
         if (!link) continue;
-        is_best = (!mask || mask >> device & 1) && link_is_reachable(link);
-        if (!chosen || is_best) chosen = link;
+        int rank = link_rejects(link, &dangerous) || !link_is_reachable(link) ? 0 : !mask || mask >> device & 1 ? 2 : 1;
+        if (dangerous) return link;
+        if (rank > best) chosen = link;
+        best = rank > best ? rank : best;
     }
     return chosen;
 }
@@ -166,7 +170,7 @@ void replicas_ask(struct replicas* all, bool waits, int64_t first_deadline_ns) {
 }
 
 bool replicas_down(struct replicas* all, struct text* why, bool* starts, int64_t* ready_at_ns) {
-    bool is_down = true, is_soon = false;
+    bool is_down = true, is_soon = false, may_start = false, is_dangerous = false;
     int64_t now = now_ns();
     text_clear(why);
     *starts = true;
@@ -183,9 +187,12 @@ bool replicas_down(struct replicas* all, struct text* why, bool* starts, int64_t
         bool serves = is_cold ? link->due_ns > now : link->interface || link->asked;
         if (serves && link->down && !why->length) text_add(why, "%s", link->down);
         is_soon |= serves && !is_cold && !link->down;
+        // One that another device has rejected starts here.
+        may_start |= is_cold && !serves && link_is_reachable(link);
+        is_dangerous |= link->down && link->dangerous;
         pthread_mutex_unlock(&link->lock);
     }
     if (*ready_at_ns == INT64_MAX) *ready_at_ns = 0;
-    if (is_soon) text_clear(why);
+    if (is_soon || (may_start && !is_dangerous)) text_clear(why);
     return is_down;
 }

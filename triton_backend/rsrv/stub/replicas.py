@@ -143,6 +143,8 @@ class Replicas:
                 attempted.set()
                 return
             except UNREACHABLE as error:
+                # Requests that wait for the start get the reason.
+                self._process.wanted.discard(device)
                 log.error("device %d does not serve the model yet: %s", device, error)
             except Exception:
                 log.exception("device %d does not serve the model yet", device)
@@ -166,24 +168,33 @@ class Replicas:
                 return
         replica.close()
 
-    def _wake(self) -> None:
-        """Start a cold model where its requests go, or elsewhere if the runtime there stays down; `Resubmission.wake`."""
+    def _wake(self) -> bool:
+        """Start a cold model where its requests go, or elsewhere if the runtime there stays down or rejects it.
+
+        Returns whether it starts elsewhere; `Resubmission.wake`.
+        """
         session = self._choose().session
         session.start()
-        if not session.started or time.monotonic() - session.lost_at < _ELSEWHERE_S or self._process.wanted:
-            return
+        if self._process.wanted:
+            return True
+        stays_down = session.started and time.monotonic() - session.lost_at >= _ELSEWHERE_S
+        if not (stays_down or session.rejected):
+            return False
         with self._lock:
             sessions = {device: one.session for device, one in self._replicas.items()}
-            if any(not one.cold and not one.started for one in sessions.values()):
-                return  # it starts on one already
+            if any(not (one.cold or one.started or one.rejected) for one in sessions.values()):
+                return True
             cold = self._cold | {device for device, one in sessions.items() if one.cold}
             for device in allowed([one for one in self._preference if one in cold], self._mask)[:1]:
                 log.warning(
-                    "the runtime of device %d stays down: the model starts on device %d",
+                    "the runtime of device %d %s: the model starts on device %d",
                     session.device,
+                    "rejects the model" if session.rejected else "stays down",
                     device,
                 )
                 self._start_on(device)
+                return True
+        return False
 
     def _spread_warm(self) -> None:
         """Start a model that serves on the devices of a new table where it is cold, under the lock."""

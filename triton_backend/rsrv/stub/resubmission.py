@@ -71,7 +71,7 @@ class Resubmission:
         self._clock = clock
         #: submits a request to a runtime; False: there is none
         self.place: Callable[[ClientRequest], bool] = lambda request: False
-        #: starts a cold model
+        #: starts a cold model; True: on another device than where requests would go
         self.wake: Callable[[], object] = lambda: None
         #: gets the demand of those that wait, as `demand` returns it, whenever it may have changed
         self.tell: Callable[[Mapping[str, int]], object] = lambda demand: None
@@ -282,7 +282,7 @@ class Resubmission:
             )
         if is_down:
             reasons = [session.down for session in self.sessions if not session.cold]
-            if reasons and DOWN not in reasons:  # no device will take the model soon
+            if reasons and DOWN not in reasons and not self.wake():  # no device will take the model soon
                 return RequestFailure(Status.RUNTIME_DOWN, reasons[0])
         return None
 

@@ -160,6 +160,8 @@ class Startable:
         self.cold = False
         #: a runtime has had it ready, and it has not fallen back to cold since
         self.started = False
+        #: the runtime did not take it at the latest attempt, for a reason that others may not have
+        self.rejected = False
         #: time.monotonic of the latest death of its runtime
         self.lost_at = 0.0
         self._start_pause_s = _FIRST_START_PAUSE_S
@@ -169,7 +171,7 @@ class Startable:
         with self._lock:
             if not self.cold or self._closed.is_set():
                 return
-            self.cold = False
+            self.cold = self.rejected = False
         try:
             threading.Thread(target=self._bring_up, name="start", daemon=True).start()
         except RuntimeError:
@@ -282,7 +284,7 @@ class Session(Startable):
                 raise Closed(UNLOADED)
             # First: once the attachment is visible, execute() may use it.
             self.on_attach(attachment)
-            self.attachment, self.started, self.wanted = attachment, True, False
+            self.attachment, self.started, self.wanted, self.rejected = attachment, True, False, False
             self._latest = attachment
             self._start_pause_s = _FIRST_START_PAUSE_S
         self.starting(0.0)
@@ -359,6 +361,8 @@ class Session(Startable):
                 self.cold = True
                 return
             except Rejected as error:
+                # A model that has ended a runtime would end the others, too.
+                self.rejected = not error.client
                 if not self.started:
                     self._start_failed(error)
                     return

@@ -204,12 +204,12 @@ EXPECTED = {
     ),
     "held_back": (
         "note",
-        r"requests of single wait 1\d(\.\d)? ms for others, and 25 executions had 25 requests",
+        r"requests of single wait 1\d(\.\d)? ms for others to share an execution, but 25 executions had 25",
         "--max-delay-us 0`",
     ),
     "model_failed": ("critical", "new cannot be served", "format_version: is missing"),
     "over_pinned": ("warning", "4.61 kB of weights are pinned, 3.07 kB fit", "`rsrv unpin`"),
-    "paused": ("warning", "second paused: 25 requests wait or were refused", "`rsrv continue second`"),
+    "paused": ("warning", "second is paused: 25 requests wait or were refused", "`rsrv continue second`"),
     "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
     "runtime_restarts": ("note", "the runtime of device 0 was replaced 1 time", "`rsrv restart`"),
     "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "mend the file"),
@@ -219,7 +219,11 @@ EXPECTED = {
         "faster",
     ),
     "waits_in_triton": ("note or warning", "requests for double wait in Triton", "front: native"),
-    "weights_too_big": ("warning", "large: weights of 33.6 MB do not fit 3.07 kB", "at least 33554432 bytes"),
+    "weights_too_big": (
+        "warning",
+        "large: weights of 33.6 MB do not fit the budget of 3.07 kB",
+        "at least 33554432 bytes",
+    ),
 }
 
 

@@ -49,7 +49,7 @@ models:
 #: By finding, a pattern of the evidence, and words of the cause and the cure.
 CROWDED = {
     "overloaded": (
-        r"device 0: busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
+        r"device 0: the device is busy 9\d(\.\d)?% of the time, and (2\d|3[01]) requests wait, [2-6](\.\d+)? s at the median",
         "larger batch sizes for crowded",
     ),
     "single_rows": (

@@ -217,7 +217,7 @@ def test_the_doctor_says_what_to_do(
             assert lines[0].startswith("1 critical, by the figures of the last ")
             assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
             assert lines[3] == "  why: its executions or loads fail"
-            assert lines[4].startswith("  do:  the log has the whole reason of each")
+            assert lines[4].startswith("  do:  read the server's log, which has the whole reason of each")
             (found,) = (await rsrv("doctor", "--json")).json["findings"]
             assert (found["name"], found["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
             first = (await rsrv("status")).out.splitlines()[0]

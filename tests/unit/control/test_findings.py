@@ -159,13 +159,13 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "weights_too_big",
             "warning",
-            "a: weights of 10 MB do not fit 8 MB",
+            "a: weights of 10 MB do not fit the budget of 8 MB",
             server(counts({"a": model(0)}, budget_bytes=8 * MB)),
         ),
         (
             "overloaded",
             "warning",
-            "busy 100% of the time, and 60 requests wait",
+            "the device is busy 100% of the time, and 60 requests wait",
             server(
                 counts(
                     {
@@ -205,7 +205,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "padding",
             "note",
-            "85.7% of the rows of a are padding (4850 for 808 of requests)",
+            "85.7% of the rows of a are padding (4850 beside 808 of requests)",
             server(
                 counts(
                     {
@@ -231,7 +231,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "starved",
             "warning",
-            "b waits 120 ms on average behind a, which has 83.3% of the device by weight 1",
+            "b waits 120 ms on average behind a, which takes 83.3% of the device's time with weight 1",
             server(
                 counts(
                     {
@@ -244,7 +244,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "starved",
             "note",
-            "b waits 120 ms on average behind a, which has 83.3% of the device",
+            "b waits 120 ms on average behind a, which takes 83.3% of the device's time",
             server(
                 counts(
                     {
@@ -257,7 +257,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "held_back",
             "note",
-            "requests of a wait 5 ms for others, and 1000 executions had 1000 requests",
+            "requests of a wait 5 ms for others to share an execution, but 1000 executions had 1000 requests",
             server(
                 counts({"a": model(queue_wait=times(1000, 0.005))}), settings="models: {a: {max_delay_us: 5000}}"
             ),
@@ -332,13 +332,13 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "paused",
             "warning",
-            "a paused: 7 requests wait or were refused",
+            "a is paused: 7 requests wait or were refused",
             server(counts({"a": model(queued=7)}), entries={"a@1": entry("a", paused="hold")}),
         ),
         (
             "model_failed",
             "critical",
-            "x cannot be served for 1.0 min",
+            "x cannot be served, for 1.0 min now",
             server(counts({}), failures={"x": BundleFailure("manifest.yaml: not YAML", since=1000.0)}),
         ),
         (
@@ -361,7 +361,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server(counts({}), settings_waiting=["runtime.spare: wait for a restart"]),
         ),
         ("shm_full", "warning", "40 B of 1 kB of /dev/shm are free", server(counts({}), shm=(40, 1000))),
-        ("traces_lost", "note", "9 spans were not taken", server(counts({}), spans={"exported": 5, "failed": 9})),
+        ("traces_lost", "note", "9 spans of traces were not taken", server(counts({}), spans={"exported": 5, "failed": 9})),
         (
             "runtime_down",
             "critical",
@@ -464,7 +464,7 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     assert "replaced 2 times" in findings["runtime_restarts"].evidence
     assert findings["runtime_restarts"].severity == "warning"
     asked_for = server(counts({}), t=120.0, devices={0: replace(reborn, restarts=2)})
-    assert (one := found(asked_for, past)["runtime_restarts"]).cause == "`rsrv restart`"
+    assert (one := found(asked_for, past)["runtime_restarts"]).cause == "an operator's `rsrv restart`"
     assert one.severity == "note"
 
     before_the_first = server(counts({}), devices={0: DeviceFigures(lives=0)})
@@ -545,6 +545,16 @@ def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -
     assert one.cause.startswith("a has 95% of device 0, and ")
     assert cause in one.cause
     assert cure in one.cure
+
+
+def test_a_setting_may_be_why_rows_execute_alone() -> None:
+    """A model that is limited to one row a time needs no other bundle."""
+    now = server(
+        counts({"a": model(7000, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
+        facts={"a": ModelFacts(MB, {1: 0.004})},
+        settings="models: {a: {max_batch_size: 1}}",
+    )
+    assert found(now)["single_rows"].cure == "raise models.a.max_batch_size and `rsrv restart`"
 
 
 def test_the_severest_come_first() -> None:

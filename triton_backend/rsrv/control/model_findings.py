@@ -21,7 +21,7 @@ def _failing(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
         f"{one.name}: {failed} of {total} answers are failures of the server",
         one.failure
         or ("a function of its model.py raises or hangs" if hooks else "its executions or loads fail"),
-        "the log has the whole reason of each; mend and export the bundle again",
+        "read the server's log, which has the whole reason of each, and mend what it names",
     )
 
 
@@ -40,7 +40,7 @@ def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
-        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} for {one.rows} of requests)",
+        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} beside {one.rows} of requests)",
         f"an execution has {one.rows / one.executions:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
         f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
@@ -55,13 +55,19 @@ def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> Server
     wait = mean(one.queue_wait)
     if wait < 2 * mean(one.execute):
         return None
+    limit, limited = f"models.{one.name}.max_batch_size", case.now.policy(one.name, "max_batch_size") == 1
     return ServerFinding(
         "single_rows",
         "warning",
         f"{one.name} executes one row at a time while requests wait {duration(wait)} on average; it takes "
-        f"{percent(one.device_s / window.seconds)} of the device",
-        "its bundle has batch size 1 only, so requests cannot share an execution",
-        "export batch sizes 1, 8 and 32; costs two more compilations, and memory of the largest",
+        f"{percent(one.device_s / window.seconds)} of the device's time",
+        f"{limit} is 1, so requests cannot share an execution"
+        if limited
+        else "its bundle has batch size 1 only, so requests cannot share an execution",
+        f"raise {limit} and `rsrv restart`"
+        if limited
+        else "export batch sizes 1, 8 and 32 (`rsrv-bundle export --batch-sizes 1,8,32`); this costs two more compilations, "
+        "and the memory of the largest execution",
     )
 
 
@@ -76,7 +82,7 @@ def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
     if wait < max(0.01, 5 * mean(one.execute)):
         return None
     mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
-    evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which has {percent(rival_share)} of the device"
+    evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which takes {percent(rival_share)} of the device's time"
     if wait < 2 * mean(most.execute):
         # Weights order executions, and interrupt none.
         return ServerFinding(
@@ -84,16 +90,16 @@ def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
             "note",
             evidence,
             f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {one.name} {duration(mean(one.execute))}",
-            f"smaller batch sizes for {most.name} (a row costs it more time, and requests of more rows are refused), "
-            "or devices of their own (models.NAME.devices)",
+            f"export smaller batch sizes for {most.name} (a row then costs more time, and requests of more rows are refused), "
+            f"or give {one.name} a device of its own (models.{one.name}.devices)",
         )
     return ServerFinding(
         "starved",
         "warning",
-        f"{evidence} by weight {other:g}",
+        f"{evidence} with weight {other:g}",
         f"{one.name} has weight {mine:g} and executes {duration(mean(one.execute))} at a time",
         f"`rsrv policy {one.name} --weight {2 * max(mine, other):g}`, which takes that time from {most.name}; "
-        "models.NAME.weight keeps it",
+        f"models.{one.name}.weight in rsrv.yaml keeps it",
     )
 
 
@@ -106,10 +112,10 @@ def _held_back(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
     return ServerFinding(
         "held_back",
         "note",
-        f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others, and {one.executions} executions "
-        f"had {one.ended} requests",
+        f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others to share an execution, but "
+        f"{one.executions} executions had {one.ended} requests",
         f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
-        f"`rsrv policy {one.name} --max-delay-us 0`; later bursts share fewer executions",
+        f"`rsrv policy {one.name} --max-delay-us 0`; in later bursts, fewer requests then share an execution",
     )
 
 
@@ -144,10 +150,14 @@ def _queue_full(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
         "warning",
         f"{one.name} refused {refused} of {one.ended} requests (QUEUE_FULL); {limit} may wait",
         f"the device is busy {percent(window.busy)} of the time"
-        + (": it cannot do more" if busy else ", so a short queue meets a burst, or weights load"),
-        "more devices or slower clients; a longer queue only adds latency"
+        + (
+            ": it cannot do more"
+            if busy
+            else " only: bursts are longer than the queue, or requests wait for weights"
+        ),
+        "add devices, or let clients send less; a longer queue only adds latency"
         if busy
-        else f"`rsrv policy {one.name} --max-queue-depth {2 * limit}`; the last of a burst wait longer",
+        else f"`rsrv policy {one.name} --max-queue-depth {2 * limit}`; the last requests of a burst then wait longer",
     )
 
 
@@ -192,7 +202,7 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
     late = one.missed.get(stage, 0)
     if late < 5 or late < 0.05 * one.ended:
         return None
-    edf = case.now.schedule("discipline") == "edf"
+    edf, places = case.now.schedule("discipline") == "edf", case.now.schedule("meta_concurrency")
     cause, cure = {
         "arrival": (
             "they had passed on arrival: a slow network, a client's clock that differs, or deadlines that are too short",
@@ -200,21 +210,21 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
         ),
         "load": (
             f"requests wait for weights; a load takes {duration(mean(one.load) or None)}",
-            f"`rsrv pin {one.name}` (others have less room), or a larger weight budget",
+            f"`rsrv pin {one.name}`, which leaves the others less room, or raise runtime.weight_budget_bytes",
         ),
         "execute": (
             f"an execution takes {duration(mean(one.execute))}",
-            "smaller batch sizes (models.NAME.max_batch_size), or later deadlines",
+            f"smaller batch sizes (models.{one.name}.max_batch_size), or later deadlines",
         ),
         "gate": (
-            "runs of this meta model wait for admission",
-            f"`rsrv scheduler meta_concurrency={2 * case.now.schedule('meta_concurrency')}`; runs keep more tensors on the device",
+            f"runs of meta models wait: scheduler.meta_concurrency lets {places} run at a time",
+            f"`rsrv scheduler meta_concurrency={2 * places}`; runs then keep more tensors on the device",
         ),
     }.get(
         stage,
         (
-            f"they wait for other executions; the device is busy {percent(window.busy)}",
-            "more devices, or fewer requests"
+            f"requests wait for other executions; the device is busy {percent(window.busy)} of the time",
+            "add devices, or send fewer requests"
             if edf
             else "`rsrv scheduler discipline=edf`; requests without a deadline then wait longest",
         ),
@@ -250,7 +260,7 @@ def _meta_waits(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
         "note",
         f"{one.queued} runs of {one.name} wait while the device is idle {percent(1 - window.busy)} of the time",
         f"scheduler.meta_concurrency lets {places} run at a time",
-        f"`rsrv scheduler meta_concurrency={2 * places}`; runs keep more tensors on the device",
+        f"`rsrv scheduler meta_concurrency={2 * places}`; runs then keep more tensors on the device",
     )
 
 

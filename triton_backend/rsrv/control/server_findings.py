@@ -43,10 +43,12 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
                 "runtime_restarts",
                 "warning" if deaths > 1 else "note",
                 f"the runtime of device {number} was replaced {_count(times, 'time')} in {_span(case)}",
-                "a crash, a hang, or the kernel's out-of-memory killer" if deaths > 0 else "`rsrv restart`",
-                "the log names the model that executed; requests of that time waited for the next runtime"
+                "it crashed, hung, or was killed, as by the kernel's out-of-memory killer"
                 if deaths > 0
-                else "nothing: requests of that time waited for the next runtime",
+                else "an operator's `rsrv restart`",
+                "read the server's log, which has the reason and the model that executed; requests waited for the next runtime"
+                if deaths > 0
+                else "nothing: requests waited for the next runtime",
             )
 
 
@@ -64,7 +66,7 @@ def _process_ended(case: Case) -> Iterator[ServerFinding]:
             "note",
             f"the process of {most} in Triton ended {_count(ends[most], 'time')} in {_span(case)}, and its requests "
             f"failed until it was back{also}",
-            "a kill, as by the kernel's out-of-memory killer, or a crash in model.py or a library of it",
+            "it was killed, as by the kernel's out-of-memory killer, or model.py or one of its libraries crashed",
             "nothing, if it ended once: the model was loaded again. If it ends again and again, tritonserver's log has the "
             "reason above `its stub process is dead`",
         )
@@ -90,13 +92,13 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
         names = sorted((one for one in texts if (one in ready) == (name == "bundle_refused")), key=by_number)
         if names:
             ages = [case.now.unix_s - since[one] for one in names if one in since]
-            age = f" for {duration(max(ages))}" if ages and max(ages) > 0 else ""
+            age = f", for {duration(max(ages))} now" if ages and max(ages) > 0 else ""
             yield ServerFinding(
                 name,
                 severity,
                 f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
                 _short(texts[names[0]]) or "the log has the reason",
-                f"mend what the reason names (`rsrv-bundle check` finds more); `rsrv reload {names[0]}` tries at once",
+                f"mend the bundle (`rsrv-bundle check` lists all of its faults), then `rsrv reload {names[0]}`",
             )
 
 
@@ -129,9 +131,9 @@ def _paused(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "paused",
             "warning",
-            f"{some(names)} paused: {sum(waiting.values())} requests wait or were refused",
+            f"{some(names)} {'is' if len(names) == 1 else 'are'} paused: {sum(waiting.values())} requests wait or were refused",
             "an operator's `rsrv pause`",
-            f"`rsrv continue {names[0]}`, or --all",
+            f"`rsrv continue {names[0]}`, or `rsrv continue --all`",
         )
 
 
@@ -141,16 +143,16 @@ def _settings(case: Case) -> Iterator[ServerFinding]:
             "settings_refused",
             "warning",
             f"rsrv.yaml is not used: {_short(case.now.settings_refused)}",
-            "the file has an error; the settings before it hold",
+            "the file has an error, so the server goes on with the settings that it had before",
             "mend the file; it is read again within two seconds",
         )
     if case.now.settings_waiting:
         yield ServerFinding(
             "settings_waiting",
             "note",
-            f"changes of rsrv.yaml wait: {'; '.join(case.now.settings_waiting)}",
-            "these keys are read at a start",
-            "`rsrv restart`, which fails no request, or a new tritonserver where the line says so",
+            f"changes of rsrv.yaml are not in force yet: {'; '.join(case.now.settings_waiting)}",
+            "these keys are read only when a runtime or tritonserver starts",
+            "`rsrv restart`: requests wait a moment, and none fails. Start tritonserver again where the line says so",
         )
 
 
@@ -161,9 +163,9 @@ def _shm_full(case: Case) -> Iterator[ServerFinding]:
             "shm_full",
             "warning",
             f"{amount(free)} of {amount(total)} of /dev/shm are free",
-            "it holds the host copies of weights, and all inputs and outputs",
-            "give the container more (--shm-size), or set runtime.shared_host_weights: false, which takes as "
-            "much private memory for each device",
+            "/dev/shm holds the host copies of weights, and the inputs and outputs of all requests",
+            "give the container more of it (--shm-size), or set runtime.shared_host_weights: false, with which each device "
+            "has its own copies in private memory",
         )
 
 
@@ -173,9 +175,9 @@ def _traces_lost(case: Case) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "traces_lost",
             "note",
-            f"{lost['failed']} spans were not taken by the collector, {lost['dropped']} did not fit the buffer",
+            f"{lost['failed']} spans of traces were not taken by the collector, and {lost['dropped']} did not fit the buffer",
             "the collector of traces.endpoint is down or slow",
-            "check the collector, or sample fewer requests; requests do not wait for it",
+            "check the collector, or let clients trace fewer requests. Requests do not wait for the collector",
         )
 
 
@@ -195,8 +197,9 @@ def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
         "warning" if waits[worst] >= 0.05 else "note",
         f"the device is idle {percent(idle)} of the time while requests for {some(sorted(waits, key=by_number))} wait in "
         f"Triton, {duration(waits[worst])} on average for {worst}",
-        f"the process of {worst} in Triton takes one batch at a time, and has too little of the processors",
-        "more processors for the server, less Python in model.py, or models.NAME.front: native, which has no Python",
+        f"the process of {worst} in Triton takes one batch at a time, and gets too little processor time",
+        f"give the server more processors or do less in model.py; a model without model.py needs no Python with "
+        f"models.{worst}.front: native, from the next start of the server",
     )
 
 
@@ -280,7 +283,7 @@ def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "over_pinned",
             "warning",
             f"{amount(device['pinned_bytes'])} of weights are pinned, {amount(device['budget_bytes'])} fit",
-            "models with residency device are never evicted: executions may find no memory, and the other models are "
+            "pinned models (residency: device) are never evicted: executions may find no memory, and the other models are "
             "served one at a time, beyond the budget",
             "`rsrv unpin` the models that may wait for a load",
         )
@@ -297,9 +300,10 @@ def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         yield ServerFinding(
             "weights_too_big",
             "warning",
-            f"{some(sorted(names, key=by_number))}: weights of {amount(size)} do not fit {amount(budget)}",
+            f"{some(sorted(names, key=by_number))}: weights of {amount(size)} do not fit the budget of {amount(budget)}",
             "such a model is served alone, beyond the budget, and each of its loads evicts all others",
-            f"a budget of at least {size} bytes, a larger device, or weights of a smaller dtype",
+            f"set runtime.weight_budget_bytes to at least {size} bytes if the device has them, take a larger device, or "
+            "export weights of a smaller dtype",
         )
 
 
@@ -313,10 +317,10 @@ def _overloaded(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     yield ServerFinding(
         "overloaded",
         "warning",
-        f"busy {percent(window.busy)} of the time, and {waiting} requests wait, {duration(wait)} at the median",
-        f"more work comes than the device does; {most.name} has {percent(most.device_s / window.seconds)} of it",
-        f"more devices, fewer requests, or larger batch sizes for {most.name} if its cost per row falls "
-        f"(`rsrv status {most.name}`)",
+        f"the device is busy {percent(window.busy)} of the time, and {waiting} requests wait, {duration(wait)} at the median",
+        f"requests bring more work than the device can do; {most.name} takes {percent(most.device_s / window.seconds)} of it",
+        f"add devices, send fewer requests, or export larger batch sizes for {most.name} if a row then costs less "
+        f"(`rsrv status {most.name}` shows the cost of each size)",
     )
 
 
@@ -356,7 +360,7 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             f"weights of {some([one.name for one in read])} were read from disk {sum(one.loads for one in read)} "
             f"times; host copies take {amount(host['physical_bytes'])} of {amount(limit)}",
             "host memory has no room for their copies",
-            "raise runtime.host_memory_bytes or the container's limit",
+            "raise runtime.host_memory_bytes, or the container's limit of memory",
         )
 
 

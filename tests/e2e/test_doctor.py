@@ -192,11 +192,23 @@ EXPECTED = {
         "wrong shapes, dtypes or names",
     ),
     "bundle_refused": ("warning", "changed is served in an older version", "format_version: is missing"),
-    "deadlines_arrival": ("warning", "first missed 25 of 25 deadlines", "use gRPC's timeouts"),
-    "deadlines_execute": ("warning", r"late missed \d+ of ", "smaller batch sizes"),
-    "deadlines_gate": ("warning", r"chain missed \d+ of ", "`rsrv scheduler meta_concurrency=2`"),
-    "deadlines_load": ("warning", r"large missed \d+ of ", "`rsrv pin large`"),
-    "deadlines_queue": ("warning", r"behind missed \d+ of ", "`rsrv scheduler discipline=edf`"),
+    "deadlines_arrival": (
+        "warning",
+        "first missed the deadlines of 25 of 25 requests",
+        "use gRPC's timeouts",
+    ),
+    "deadlines_execute": ("warning", r"late missed the deadlines of \d+ of ", "smaller batch sizes"),
+    "deadlines_gate": (
+        "warning",
+        r"chain missed the deadlines of \d+ of ",
+        "`rsrv scheduler meta_concurrency=2`",
+    ),
+    "deadlines_load": ("warning", r"large missed the deadlines of \d+ of ", "`rsrv pin large`"),
+    "deadlines_queue": (
+        "warning",
+        r"behind missed the deadlines of \d+ of ",
+        "`rsrv scheduler discipline=edf`",
+    ),
     "disk_loads": (
         "warning",
         r"weights of .*second.* were read from disk \d+ times",

@@ -289,13 +289,13 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "no_memory",
             "critical",
-            "10 MB of weights found no memory; 20 MB of weights are on the device of the 100 MB that may be",
+            "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
             server(counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
         ),
         (
             "no_memory",
             "critical",
-            "10 MB of weights found no memory; 20 MB of weights are on the device",
+            "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
             server(
                 counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})}, pinned_bytes=95 * MB)
             ),
@@ -316,7 +316,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             (
                 f"deadlines_{stage}",
                 "warning",
-                "a missed 100 of 1100 deadlines",
+                "a missed the deadlines of 100 of 1100 requests",
                 server(counts({"a": model(requests=outcomes(expired=100), missed={stage: 100})})),
             )
             for stage in ("arrival", "queue", "load", "execute")
@@ -535,7 +535,7 @@ def test_findings_name_the_device_if_there_are_several() -> None:
         ("models: {a: {devices: [0]}}", "models.a.devices: [0] keeps it from device 1", "add 1 to models.a.devices"),
         ("models: {a: {replicas: 1}}", "models.a.replicas is 1", "set models.a.replicas: auto"),
         ("placement: {replicas: 1}", "placement.replicas is 1", "set placement.replicas: auto"),
-        ("models: {a: {devices: [0, 1]}}", "device 1 has no room", "`rsrv placement`"),
+        ("models: {a: {devices: [0, 1]}}", "its weights have no room on device 1", "`rsrv placement`"),
     ],
 )  # fmt: skip
 def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -> None:

@@ -135,7 +135,7 @@ def _slow_hooks(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
         "note",
         f"{one.name} spends {duration(each)} of a request's {duration(mean(one.request))} in preprocess and postprocess",
         "these run in one Python process per model, on the CPU",
-        "make them faster, move the work into the model, or send several requests at a time",
+        "make them faster, or move their work into the model",
     )
 
 
@@ -167,13 +167,13 @@ def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
         return None
     device = window.counts["memory"]["device"]
     size, budget, pinned = case.weight_bytes(one), device["budget_bytes"], device["pinned_bytes"]
-    limit = "" if budget is None else f" of the {amount(budget)} that may be"
+    limit = "" if budget is None else f" (the budget is {amount(budget)})"
     crowded = budget is not None and pinned + size > budget
     return ServerFinding(
         "no_memory",
         "critical",
-        f"{one.name} refused {refused} of {one.ended} requests: its {amount(size)} of weights found no memory; "
-        f"{amount(device['held_bytes'])} of weights are on the device{limit}",
+        f"{one.name} refused {refused} of {one.ended} requests: its {amount(size)} of weights found no memory beside the "
+        f"{amount(device['held_bytes'])} on the device{limit}",
         f"pinned weights take {amount(pinned)} and are never evicted"
         if crowded
         else "another program has the memory, or it is free in pieces that are too small",
@@ -214,7 +214,7 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
         ),
         "execute": (
             f"an execution takes {duration(mean(one.execute))}",
-            f"smaller batch sizes (models.{one.name}.max_batch_size), or later deadlines",
+            f"limit the batch size (models.{one.name}.max_batch_size), export smaller batch sizes, or set later deadlines",
         ),
         "gate": (
             f"runs of meta models wait: scheduler.meta_concurrency lets {places} run at a time",
@@ -232,7 +232,7 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
     return ServerFinding(
         f"deadlines_{stage}",
         "warning",
-        f"{one.name} missed {late} of {one.ended} deadlines",
+        f"{one.name} missed the deadlines of {late} of {one.ended} requests",
         cause,
         cure,
     )
@@ -247,7 +247,7 @@ def _bad_requests(case: Case, window: DeviceWindow, one: ModelActivity) -> Serve
         "note",
         f"{one.name} answered {invalid} of {total} requests with INVALID",
         "clients send wrong shapes, dtypes or names, or more rows than the largest batch size",
-        "the error's message names the tensor and what is allowed",
+        "correct the clients: the error's message names the tensor and what is allowed",
     )
 
 

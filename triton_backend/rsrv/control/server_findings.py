@@ -29,7 +29,7 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
                 f"`kill -CONT {pid}` if `ps {pid}` says that it is stopped (T), else `kill -9 {pid}`: the next runtime "
                 "starts by itself, and waiting requests go to it"
                 if pid
-                else "mend the cause, which the server's log has, too; the next runtime then starts by itself",
+                else "mend what the server's log names; the next runtime then starts by itself",
             )
 
 
@@ -98,7 +98,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
                 severity,
                 f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
                 _short(texts[names[0]]) or "the log has the reason",
-                f"mend the bundle (`rsrv-bundle check` lists all of its faults), then `rsrv reload {names[0]}`",
+                f"mend what the reason names (`rsrv-bundle check` lists all faults of a bundle), then `rsrv reload {names[0]}`",
             )
 
 
@@ -113,8 +113,8 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
             "critical",
             f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(max(waits.values()))}",
             "Triton could not load it, was not told to, or lost its process",
-            f"tritonserver's log has the reason. `rsrv reload {names[0]}` loads it again; that, and loads without a command, "
-            "need tritonserver's --model-control-mode=explicit --load-model=*",
+            f"read tritonserver's log, which has the reason, then `rsrv reload {names[0]}`. This needs tritonserver's "
+            "--model-control-mode=explicit --load-model=*, with which failed loads are also tried again by themselves",
         )
 
 
@@ -239,7 +239,7 @@ def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
     if replicas != "auto":
         return f"{key} is {replicas}", f"set {key}: auto in rsrv.yaml; {both}"
     return (
-        f"device {free} has no room for its weights, or a model that shares tensors with it is bound to a device",
+        f"its weights have no room on device {free}, or it stays with a model that shares its tensors or calls it",
         f"`rsrv placement` shows the weights and the budget of each device, and why {name} is where it is",
     )
 
@@ -302,7 +302,7 @@ def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
             "warning",
             f"{some(sorted(names, key=by_number))}: weights of {amount(size)} do not fit the budget of {amount(budget)}",
             "such a model is served alone, beyond the budget, and each of its loads evicts all others",
-            f"set runtime.weight_budget_bytes to at least {size} bytes if the device has them, take a larger device, or "
+            f"set runtime.weight_budget_bytes to at least {size} bytes if the device has them, use a larger device, or "
             "export weights of a smaller dtype",
         )
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rsrv.settings import load_settings
 from tests.unit.control.peers import entry
 
 MB = 1_000_000
+E2E = Path(__file__).parents[2] / "e2e"
 HELP = next(family.help for family in FAMILIES if family.name == "rsrv_findings")
 
 
@@ -107,6 +109,14 @@ def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, 
         assert one.name in re.findall(r"\w+", HELP), "the metric's help lists all names"
     assert len({one.name for one in findings}) == len(findings), "a finding is told twice"
     return {one.name: one for one in findings}
+
+
+def test_each_finding_has_a_test_with_a_real_server() -> None:
+    """Figures that no server has prove nothing: an end-to-end test makes the trouble of each finding."""
+    names = re.findall(r"\w+", HELP.partition("and name:")[2])
+    tests = "".join(path.read_text() for path in E2E.glob("test_doctor*.py"))
+    assert len(names) > 30
+    assert [name for name in names if f'"{name}"' not in tests] == []
 
 
 def test_a_server_that_is_well_has_no_findings() -> None:

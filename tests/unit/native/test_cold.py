@@ -14,6 +14,7 @@ import pytest
 from rsrv.placement.device_choice import PINNED
 from rsrv.stub.resubmission import CROWDED, MAX_REQUESTS
 from rsrv.wire import paths
+from rsrv.wire.blackbox import ASLEEP_AT, BYTES
 from rsrv.wire.frames import Kind, pack_rejected, pack_starting, unpack_json
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
@@ -276,9 +277,14 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(program: Path, tmp
         connection.register(described(retry_s=0.0))
         connection.receive_requests()
         connection.dismiss()
-        (front.directory(0) / paths.ASLEEP).write_text("1000.5")
+        box = front.directory(0) / paths.BLACKBOX
+        with box.open("r+b") as file:
+            file.seek(ASLEEP_AT)
+            file.write(b"\1")
+        box.unlink()  # the next runtime may be there before the front sees the end of this one
 
     with Front(program, tmp_path, [sleep, lazy.start]) as front:
+        (front.directory(0) / paths.BLACKBOX).write_bytes(bytes(BYTES))
         front.ask("open")
         front.tell("send 1 1")
         assert lazy.starting.wait(60)

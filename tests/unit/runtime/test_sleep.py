@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
-from rsrv.wire.paths import ASLEEP
 from rsrv.wire.socket import Closed, send
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_residency import answered
@@ -30,7 +30,6 @@ class Successor:
 
     problem: str = ""
     disk_is_full: bool = False
-    note: Path | None = None
     asked: list[str] = field(default_factory=list)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
@@ -43,8 +42,6 @@ class Successor:
     def stay_back(self) -> None:
         if self.disk_is_full:
             raise OSError("No space left on device")
-        if self.note is not None:
-            self.note.write_text("1000.5")
         self.asked.append("stay back")
 
 
@@ -157,8 +154,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
 ) -> None:
     """The next runtime may have to import its modules first, so `retry_s`, which is for deaths, is no limit."""
     settings = load_settings("stub: {in_place_ms: 0, retry_s: 0}")
-    runtime = start_runtime(settings)
-    successor.note = tmp_path / ASLEEP
+    runtime = start_runtime(settings, blackbox=BlackBox(tmp_path))
     runtime.loop.have_successor(successor)
     engine = make_engine(runtime, doubling)
     engine._process.resubmission.wake = engine.session.start  # as with `Replicas`
@@ -170,7 +166,6 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
         wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
         later = ask(engine)
 
-        successor.note.unlink()
         start_runtime(settings)
 
         assert [answered(one) for one in (*interrupted, later)] == [1, 1, 1]

@@ -80,6 +80,19 @@ def test_a_failed_loop_makes_each_execution_suspect(tmp_path: Path) -> None:
     assert reader.is_suspect("m@1")
 
 
+def test_a_device_that_sleeps_is_told_after_the_next_runtime_has_begun(tmp_path: Path) -> None:
+    """The slots are cleared as the last act of the process; an end without the mark is none."""
+    box = BlackBox(tmp_path)
+    reader = BlackBoxReader(tmp_path)
+    before = reader.sleeps
+    box.fall_asleep()
+    box.clear()
+    BlackBox(tmp_path)
+
+    assert (before, reader.sleeps, BlackBoxReader(tmp_path).sleeps) == (False, True, False)
+    assert not reader.is_suspect("m@1")
+
+
 def test_without_a_box_each_end_is_a_crash(tmp_path: Path) -> None:
     """The safe side: a request is not tried for ever. A box that was cut counts, too."""
     assert BlackBoxReader(tmp_path).is_suspect("m@1")

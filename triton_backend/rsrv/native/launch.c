@@ -74,13 +74,6 @@ bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYT
     return length < PATH_BYTES && more < PATH_BYTES;
 }
 
-bool runtime_sleeps(uint32_t device) {
-    char base[PATH_BYTES], own[PATH_BYTES], note[PATH_BYTES + 8];
-    if (!runtime_directory(device, base, own)) return false;
-    snprintf(note, sizeof note, "%s/asleep", own);
-    return access(note, F_OK) == 0;
-}
-
 // Returns a socket, or -1 and sets errno: ENOENT and ECONNREFUSED mean that no runtime listens.
 static int connect_to(const char* directory) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};

@@ -121,9 +121,8 @@ static void detach(struct link* link) {
 // Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
 static void lose(struct link* link, const char* why, const char* client) {
     struct text down;
-    bool sleeps = !client && runtime_sleeps(link->device);
     pthread_mutex_lock(&link->lock);
-    sleeps = sleeps && link->started;
+    bool sleeps = !client && link->started && board_sleeps(link->board);
     bool blames = link->first && board_blames(link->board, link->interface->key);
     struct pending* list = waiting_take_all(link);
     detach(link);

@@ -133,6 +133,16 @@ bool board_blames(const _Atomic uint64_t* memory, const char* key) {
     return blamed || !found;
 }
 
+bool board_sleeps(const _Atomic uint64_t* memory) {
+    uint8_t sleeps = 0;
+    pthread_mutex_lock(&board_lock);
+    struct board* board = boards;
+    while (board->memory != memory) board = board->next;
+    bool is_read = pread(board->blackbox, &sleeps, 1, BOX_BYTES - 1) == 1;
+    pthread_mutex_unlock(&board_lock);
+    return is_read && sleeps == 1;
+}
+
 // --- the arena ------------------------------------------------------------------------------------------------------
 
 struct arena* arena_new(void) { return calloc(1, sizeof(struct arena)); }

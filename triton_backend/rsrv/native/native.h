@@ -98,6 +98,8 @@ void arena_forget(struct arena*);
 const _Atomic uint64_t* board_map(int fd, const char* directory);
 // Tells whether executions of a model may be what ended the runtime, which is gone, by its black box; without a box, yes.
 bool board_blames(const _Atomic uint64_t*, const char* key);
+// Tells whether the runtime, which is gone, has ended so that its device sleeps.
+bool board_sleeps(const _Atomic uint64_t*);
 void board_unmap(const _Atomic uint64_t*);
 
 static inline uint64_t aligned(uint64_t bytes) { return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }
@@ -183,7 +185,6 @@ struct greeted {
 
 // The directory of the runtime of a device. False: its path is too long.
 bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYTES]);
-bool runtime_sleeps(uint32_t device);  // the last one has ended so that its device sleeps
 // Connects to the runtime of a device, which is started if there is none. False and a reason: there is none.
 // `final`: trying again is of no use until somebody mends what the reason says.
 bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct text* why, bool* final);

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.activity import Memory
 from rsrv.wire import paths
-from rsrv.wire.blackbox import BYTES, How, Phase, UnfinishedTask, read_slots
+from rsrv.wire.blackbox import ASLEEP_AT, BYTES, How, Phase, UnfinishedTask, read_slots
 
 log = logging.getLogger("rsrv.blackbox")
 
@@ -180,9 +180,13 @@ class BlackBox:
             with suppress(OSError):  # a full disk: then no model is blamed
                 os.write(self._fd, reason.encode())
 
+    def fall_asleep(self) -> None:
+        """Record that the process ends so that its device sleeps."""
+        self.memory[ASLEEP_AT] = 1
+
     def clear(self) -> None:
         """Clear the slots, so that the next runtime blames no model for the end that follows."""
-        self.memory[:] = bytes(BYTES)
+        self.memory[:ASLEEP_AT] = bytes(ASLEEP_AT)
 
     def _take(self, content: bytes, now: float) -> None:
         crash = content[BYTES:].decode(errors="replace")

@@ -97,7 +97,7 @@ class Loop:
         #: live stubs that have connected: pid -> pidfd
         self.stubs: dict[int, int] = {}
         self._board = Board()
-        blackbox = blackbox or BlackBox()
+        self._blackbox = blackbox = blackbox or BlackBox()
         self.activity = Activity(blackbox.memory)
         self._inbox = Inbox()
         #: events for the scheduler, in order
@@ -242,6 +242,8 @@ class Loop:
             if not (requests.pending or requests.sequences or self.building):
                 self._commands.fall_asleep()
         if self._commands.ends:
+            if self.sleeps:
+                self._blackbox.fall_asleep()
             self._handover.write(self._hand_over(whole=True), wait=True)
             requests.send_answers()
             self._transport.settle()

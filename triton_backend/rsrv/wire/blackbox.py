@@ -47,6 +47,8 @@ LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
 SLOTS = 7
 #: bytes of all slots; the text of a crash follows
 BYTES = SLOT_BYTES * SLOTS
+#: 1 if the runtime has ended so that its device sleeps: beyond the longest key of the last slot
+ASLEEP_AT = BYTES - 1
 #: set in the byte of the phase while a request executes alone
 ALONE_BIT = 0x80
 
@@ -111,7 +113,6 @@ class BlackBoxReader:
 
     def __init__(self, directory: Path) -> None:
         """Open the box of the runtime that serves `directory` now. Without one, each end counts as a crash."""
-        self._directory = directory
         try:
             self._fd = os.open(directory / paths.BLACKBOX, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -121,8 +122,8 @@ class BlackBoxReader:
 
     @property
     def sleeps(self) -> bool:
-        """True if the runtime has ended so that its device sleeps, and the next one is not there yet."""
-        return paths.asleep_since(self._directory) is not None
+        """True if the runtime has ended so that its device sleeps."""
+        return self._fd >= 0 and os.pread(self._fd, 1, ASLEEP_AT) == b"\1"
 
     def is_suspect(self, key: str) -> bool:
         """Return what the function `is_suspect` does, when the runtime is gone."""

@@ -9,6 +9,8 @@ import pytest
 
 from rsrv.runtime.handover import HandedModel, Handover
 from rsrv.settings import load_settings
+from rsrv_bundle.inspection import Inspector
+from tests.fakes import Gate
 from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.test_residency import answered
 from tests.unit.runtime.test_restart import ask
@@ -82,6 +84,37 @@ def test_after_a_sleep_models_return_without_a_stub(
         engine.close()
         watcher.until(lambda: watcher.of("a") is None)
         assert watcher.is_("b", state="ready")
+
+
+class Busy(Inspector):
+    """Keeps the build thread until the gate opens."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.start = gate.enter  # type: ignore[method-assign]
+
+
+def test_models_that_have_not_returned_before_the_next_sleep_return_after_it(
+    start_runtime: StartRuntime, tmp_path: Path, doublings: dict[str, Path]
+) -> None:
+    """A sleep that is forced while they wait for their turn leaves them to the runtime after."""
+    note, gate = tmp_path / "note", Gate()
+    first = start_runtime(SETTINGS, handover=Handover(note))
+    engines = [make_engine(first, doublings[name], name=name) for name in "ab"]
+    with Operator(first) as operator:
+        assert operator.do("sleep", drain_s=30, force=True) == {}
+    wait_until(lambda: not first.alive)
+    for engine in engines:
+        engine.close()
+    left = note.read_text()
+    gate.clear()
+    second = start_runtime(SETTINGS, handover=Handover(note), slept=True, inspector=Busy(gate))
+    with Operator(second) as operator:
+        assert operator.do("sleep", drain_s=0, force=True) == {}
+    wait_until(lambda: not second.alive)
+    gate.set()
+
+    assert note.read_text() == left
 
 
 def test_another_version_takes_the_place_of_one_that_returned(

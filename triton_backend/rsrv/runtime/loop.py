@@ -143,12 +143,16 @@ class Loop:
             self._registry.start(one.name, one.bundle, Demand())
 
     def _hand_over(self, *, whole: bool) -> list[HandedModel]:
-        """Return the models for the next runtime; `whole`: also those without weights on the device."""
+        """Return the models for the next runtime; `whole`: also those without weights on the device, and those that start."""
         models = [
             HandedModel(entry.key, entry.name, str(entry.model.bundle.path), entry.weights == "resident")
             for entry in self._catalog.entries.values()
             if entry.model is not None and not entry.ending and (whole or entry.weights == "resident")
         ]
+        if whole:
+            starting, returned = self._registry.starting(), {one.key for one in models}
+            before = self._handover.before or ()
+            models += [one for one in before if one.name in starting and one.key not in returned]
         place, last_used = self._handover.place, self._scheduler.last_used
         # Those that no request has come for since stay in their order.
         return sorted(models, key=lambda one: (-last_used(one.key), place(one.key)))

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables
+from rsrv_bundle.export import export_bundle
 from rsrv_gen.cli import main as rsrv_gen
 from tests.gpu.fake_gpu import INSTALLED, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -61,6 +64,29 @@ def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     assert "doubling: 3 modules" in runtime("compile_for", repository, "h100")
     assert gpu.run(start, repository, tmp_path / "second cache") == (0, 4)
     assert "3 kept" in runtime("compile_for", repository, "h100")
+
+
+def export_convolution(path: Path) -> None:
+    """Write a bundle with a convolution, which XLA gives to cuDNN."""
+
+    def convolve(params: Any, x: jax.Array) -> dict[str, jax.Array]:
+        return {"y": jax.lax.conv(x, params["w"], (1, 1), "SAME")}
+
+    weights = {"w": np.ones((4, 3, 3, 3), np.float32)}
+    export_bundle(convolve, weights, {"x": np.ones((1, 3, 8, 8), np.float32)}, batch_sizes=[1], out_dir=path)
+
+
+def test_a_convolution_is_not_stored_without_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Its engine is unknown, and a real cuDNN refused to execute it: CUDNN_STATUS_BAD_PARAM."""
+    repository = tmp_path / "gen"
+    export_convolution(tmp_path / "convolution")
+    assert rsrv_gen([str(tmp_path / "convolution"), "-o", str(repository)]) == 0
+
+    assert "convolution: 0 modules" in runtime("compile_for", repository, "h100")
+
+    with StoredExecutables(repository / "h100.executables") as stored:
+        assert len(stored.contents.left) == 1
+        assert set(stored.contents.models["convolution"].values()) == set(stored.contents.left)
 
 
 def test_the_profile_of_a_card_brings_its_tuning_to_another_machine(

@@ -31,6 +31,9 @@ class FakeCompiler:
     def entry(self, compiled: bytes, seconds: float) -> bytes:
         return compiled
 
+    def lacks_engine(self, compiled: bytes) -> bool:
+        return compiled == b"convolve"
+
     def work(self, module: bytes, signature: Signature, compiled: bytes) -> tuple[float, float, int]:
         raise AttributeError("module 'jaxlib._jax' has no attribute 'hlo_module_cost_analysis'")
 
@@ -73,6 +76,23 @@ def test_an_executable_without_an_estimate_is_written(
     assert stored(repository) == {"cats": b"miaow"}
     with StoredExecutables(repository / "l4.executables") as found:
         assert found.contents.seconds == {}
+
+
+def test_a_convolution_that_only_a_card_can_tune_is_left_to_the_server(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cuDNN on a real card refuses such an executable. The next run knows it, and compiles nothing again."""
+    have(monkeypatch, {"cats": b"miaow", "dogs": b"convolve"})
+
+    assert compile_for.main([str(repository), "l4"]) == 0
+
+    said = capsys.readouterr().out
+    assert "1 left to the server" in said
+    assert "`rsrv gpu profile` on such a card has the tuning" in said
+    assert stored(repository) == {"cats": b"miaow", "dogs": None}
+    monkeypatch.setattr(FakeCompiler, "compile", None)
+    assert compile_for.main([str(repository), "l4"]) == 0
+    assert stored(repository) == {"cats": b"miaow", "dogs": None}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("a bundle is gone")])

@@ -170,8 +170,8 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path, content: bytes) -> None:
 
 def test_a_file_of_a_later_format_is_refused(stored: Path) -> None:
     """Its index may mean something else."""
-    change_index(stored, format=2)
-    with pytest.raises(StoredExecutablesError, match="its format is 2, not 1"):
+    change_index(stored, format=3)
+    with pytest.raises(StoredExecutablesError, match="its format is 3, not 2"):
         StoredExecutables(stored)
 
 

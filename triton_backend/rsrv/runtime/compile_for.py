@@ -10,6 +10,7 @@ import hashlib
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,14 @@ from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
 from rsrv_bundle.precision import Treatment, treat
 
+#: what became of a module
+_COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
+    "compiled",
+    "of them not in the profile and not tuned",
+    "kept",
+    "left to the server",
+)
+_NO_ENGINE = "cuDNN executes their convolutions only as tuned on a card. `rsrv gpu profile` on such a card has the tuning"
 #: (variant, batch size), the module as it is compiled, and its signature
 Module = tuple[tuple[int, int], bytes, Signature]
 #: stands in the place of a model
@@ -102,64 +111,92 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     path = repository / f"{card.name}{SUFFIX}"
     # Another profile may bring other kernels.
     earlier = None if card.tuned else _earlier(path, target)
-    entries: dict[str, bytes] = {}
-    seconds: dict[str, float] = {}
+    work = _Work(compiler, card, settings.runtime.numerics != "f32", earlier)
     models: dict[str, dict[str, str]] = {}
-    rates = next((one for one in CARDS.values() if one.kind == target.card), None)
-    tf32 = settings.runtime.numerics != "f32"
     failed, finished = 0, False
     put(f"compiling for {target.card} ({target.versions}): {card.note}")
     try:
         for model, modules in models_of(repository, settings, compiler.hardware):
-            started, compiled, kept, untuned = time.perf_counter(), 0, 0, 0
+            started, counts = time.perf_counter(), Counter[str]()
             try:
                 for key, module, signature in modules:
                     digest = hashlib.sha256(module).hexdigest()
                     if model != PROBE:
                         models.setdefault(model, {})["{}/{}".format(*key)] = digest
-                    if digest in entries:
-                        continue
-                    entry = earlier.get(digest) if earlier is not None else None
-                    if entry is None:
-                        began = time.perf_counter()
-                        executable, complete = _compiled(compiler, card, module, signature)
-                        entries[digest] = compiler.entry(executable, time.perf_counter() - began)
-                        untuned += card.tuned and not complete
-                        compiled += 1
-                        if rates is not None:
-                            # jaxlib's analysis is private, and may be gone in another version: then there is no estimate.
-                            with suppress(Exception):
-                                work = compiler.work(module, signature, executable)
-                                seconds[digest] = rates.seconds(*work, tf32=tf32)
-                    else:
-                        entries[digest] = entry
-                        kept += 1
-                        if earlier is not None and digest in earlier.contents.seconds:
-                            seconds[digest] = earlier.contents.seconds[digest]
+                    # Callees, which several meta models carry, and modules that several models share are compiled once.
+                    if digest not in work.entries and digest not in work.left:
+                        counts[work.do(digest, module, signature)] += 1
             except (BundleError, InspectorError, RuntimeError, ValueError) as error:
                 failed += 1
                 _complain(f"{model}: {error}")
             else:
-                took = time.perf_counter() - started
-                # Callees, which several meta models carry, and modules that several models share are compiled once.
-                if compiled or kept:
-                    missing = f", {untuned} of them not in the profile and not tuned" if untuned else ""
-                    put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {kept} kept{missing}")
+                if counts:
+                    compiled, took = counts[_COMPILED] + counts[_NOT_TUNED], time.perf_counter() - started
+                    rest = "".join(f", {counts[one]} {one}" for one in (_NOT_TUNED, _LEFT) if counts[one])
+                    put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {counts[_KEPT]} kept{rest}")
         finished = True
     finally:
         if earlier is not None:
             if not finished:
                 # Of the models that were not reached, the next run is to keep these.
-                for digest in earlier.contents.digests.keys() - entries.keys():
+                for digest in earlier.contents.digests.keys() - work.entries.keys():
                     if (entry := earlier.get(digest)) is not None:
-                        entries[digest] = entry
-                seconds = {**earlier.contents.seconds, **seconds}
+                        work.entries[digest] = entry
+                work.seconds = {**earlier.contents.seconds, **work.seconds}
                 models = {**{name: dict(sizes) for name, sizes in earlier.contents.models.items()}, **models}
             earlier.close()
-        if entries:
-            write_executables(path, target, card.tuned, entries, seconds, models)
-            put(f"wrote      {path}: {len(entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
+        if work.entries or work.left:
+            write_executables(path, target, card.tuned, work.entries, work.seconds, models, sorted(work.left))
+            put(f"wrote      {path}: {len(work.entries)} executables, {path.stat().st_size / 1e6:.1f} MB")
+        if work.left:
+            put(
+                f"{len(work.left)} modules are left to the server, which compiles them when it starts: {_NO_ENGINE}"
+            )
     return int(failed > 0)
+
+
+class _Work:
+    """Modules that were compiled for a card so far, by digest."""
+
+    def __init__(
+        self, compiler: AheadCompiler, card: _Order, tf32: bool, earlier: StoredExecutables | None
+    ) -> None:
+        """`tf32`: products may be in it. `earlier`: executables that still hold."""
+        self._compiler = compiler
+        self._card = card
+        self._tf32 = tf32
+        self._earlier = earlier
+        self._rates = next((one for one in CARDS.values() if one.kind == compiler.target().card), None)
+        self.entries: dict[str, bytes] = {}
+        #: as in `Contents`
+        self.left: set[str] = set()
+        self.seconds: dict[str, float] = {}
+
+    def do(self, digest: str, module: bytes, signature: Signature) -> str:
+        """Compile a module, unless the earlier run did; return what became of it."""
+        if self._earlier is not None:
+            known = self._earlier.contents
+            if digest in known.seconds:
+                self.seconds[digest] = known.seconds[digest]
+            if digest in known.left:
+                self.left.add(digest)
+                return _LEFT
+            if (entry := self._earlier.get(digest)) is not None:
+                self.entries[digest] = entry
+                return _KEPT
+        began = time.perf_counter()
+        executable, complete = _compiled(self._compiler, self._card, module, signature)
+        took = time.perf_counter() - began
+        if self._rates is not None:
+            # jaxlib's analysis is private, and may be gone in another version: then there is no estimate.
+            with suppress(Exception):
+                figures = self._compiler.work(module, signature, executable)
+                self.seconds[digest] = self._rates.seconds(*figures, tf32=self._tf32)
+        if self._compiler.lacks_engine(executable):
+            self.left.add(digest)
+            return _LEFT
+        self.entries[digest] = self._compiler.entry(executable, took)
+        return _COMPILED if complete or not self._card.tuned else _NOT_TUNED
 
 
 def _compiled(compiler: AheadCompiler, card: _Order, module: bytes, signature: Signature) -> tuple[Any, bool]:

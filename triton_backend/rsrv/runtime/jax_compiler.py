@@ -21,6 +21,8 @@ log = logging.getLogger("rsrv.device")
 #: options of a compilation that leave products to cuBLAS, which chooses a kernel by itself. XLA's own kernels
 #: have small tiles unless they are tuned on a card, and of some products it finds no tiling at all (jaxlib 0.10.2)
 LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+#: algorithm of a convolution, in a compiled module, that was not tuned on a card: cuDNN on a card knows no such engine
+_NO_ENGINE = '"algo_id":"-1"'
 #: an instruction of a compiled module that is a kernel, or a library's
 _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
 
@@ -69,6 +71,11 @@ class AheadCompiler:
         compiled = self._lowered(module, signature).compile(dict(options or {}))
         self._jax.clear_caches()
         return compiled
+
+    @staticmethod
+    def lacks_engine(compiled: Any) -> bool:
+        """Return whether cuDNN refuses one of its convolutions: without a card or its tuning, XLA names no engine for it."""
+        return _NO_ENGINE in compiled.as_text()
 
     def work(self, module: bytes, signature: Signature, compiled: Any) -> tuple[float, float, int]:
         """Return the FLOP of an execution, an estimate of the bytes that it moves, and the number of its kernels.

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,7 +23,7 @@ log = logging.getLogger("rsrv.executables")
 
 SUFFIX = ".executables"
 _INDEX = "index.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class StoredExecutablesError(Exception):
@@ -65,6 +65,8 @@ class Contents:
     seconds: Mapping[str, float]
     #: model -> "variant/size" -> module
     models: Mapping[str, Mapping[str, str]]
+    #: modules without an executable: only a server on the card can compile them
+    left: Sequence[str] = ()
 
 
 class StoredExecutables:
@@ -94,6 +96,7 @@ class StoredExecutables:
                     index["digests"],
                     index["seconds"],
                     index["models"],
+                    index["left"],
                 )
             except StoredExecutablesError:
                 raise
@@ -132,12 +135,13 @@ def write_executables(
     entries: Mapping[str, bytes],
     seconds: Mapping[str, float] = MappingProxyType({}),
     models: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    left: Sequence[str] = (),
 ) -> None:
     """Write a file of executables in one step, in place of an earlier one; see `Contents`. Raises OSError."""
     digests = {module: hashlib.sha256(entry).hexdigest() for module, entry in entries.items()}
     index: dict[str, Any] = {
         "format": _FORMAT,
-        **asdict(Contents(target, tuned, digests, dict(seconds), dict(models))),
+        **asdict(Contents(target, tuned, digests, dict(seconds), dict(models), list(left))),
     }
     fd, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

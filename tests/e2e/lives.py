@@ -132,10 +132,6 @@ class Living:
         status = self._stub.GetStatus(pb.GetStatusRequest(), timeout=20)
         return {failure.name: failure.text for failure in status.failures}
 
-    def diagnose(self) -> pb.DiagnoseResponse:
-        found: pb.DiagnoseResponse = self._stub.Diagnose(pb.DiagnoseRequest(), timeout=20)
-        return found
-
     @property
     def serves(self) -> bool:
         """Return whether the server as a whole is healthy."""

@@ -359,6 +359,23 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         ),
         ("not_served", "critical", "a has not been served for 30 s", server(counts({}), missing={"a": 30.0, "b": 1.0})),
         (
+            "not_served",
+            "note",
+            "b has not been served for 50 s",
+            server(
+                counts({}),
+                starting=True,
+                missing={"a": 50.0, "b": 50.0},
+                entries={"a@1": entry("a", state="loading")},
+            ),
+        ),
+        (
+            "not_served",
+            "warning",
+            "b has not been served for 15.0 min",
+            server(counts({}), starting=True, missing={"b": 900.0}),
+        ),
+        (
             "settings_refused",
             "warning",
             "rsrv.yaml is not used: line 3",

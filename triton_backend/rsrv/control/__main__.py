@@ -124,11 +124,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     file = SettingsFile(options.settings, settings, len(devices))
     file.refused = broken
     spans = {} if exporting is None else exporting.counts
-
-    def missing() -> set[str]:
-        return readiness.missing() if reconciler.reached else set()
-
-    diagnosis = Diagnosis(runtimes, file, reconciler, missing, spans, triton.queues)
+    diagnosis = Diagnosis(runtimes, file, reconciler, readiness.missing, spans, triton.queues)
     metrics = Metrics(runtimes, lambda: reconciler.failures.keys(), spans, lambda: diagnosis.findings)
     live = Live(
         runtimes,

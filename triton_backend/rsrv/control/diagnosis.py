@@ -73,6 +73,10 @@ class Bundles(Protocol):
         """Models that are not as their bundles say."""
 
     @property
+    def reached(self) -> bool:
+        """True once Triton has loaded its first models, or cannot be asked."""
+
+    @property
     def process_ends(self) -> Mapping[str, int]:
         """How often the process of a model in Triton was found dead."""
 
@@ -95,7 +99,7 @@ class Diagnosis:
             runtimes: of the server.
             file: rsrv.yaml.
             bundles: what is known of models from outside of the runtimes.
-            missing: returns the names of the models that should serve and do not; none while Triton loads its first models.
+            missing: returns the names of the models that should serve and do not.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
@@ -108,7 +112,7 @@ class Diagnosis:
         self._shared: dict[int, list[tuple[int, frozenset[str]]]] = {}
         #: The runtimes' count of changes, when the facts were read.
         self._facts_of = -1
-        #: Model that should serve and does not -> time of the first look at it.
+        #: Model that should serve and does not -> time of the first look at it after Triton's first loads.
         self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
 
@@ -142,7 +146,9 @@ class Diagnosis:
                 answers, at = await runtimes.metrics(max_age_s)
                 await self._read_facts()
         overrides = runtimes.overrides
-        self._missing_since = {name: self._missing_since.get(name, at) for name in self._missing()}
+        missing, starting = self._missing(), not self._bundles.reached
+        since = dict.fromkeys(missing, self._began) if starting else self._missing_since
+        self._missing_since = {} if starting else {name: since.get(name, at) for name in missing}
         return ServerFigures(
             t=at,
             unix_s=time(),
@@ -170,7 +176,8 @@ class Diagnosis:
             settings_refused=file.refused,
             settings_waiting=file.waiting,
             facts=self._facts,
-            missing={name: at - since for name, since in self._missing_since.items()},
+            missing={name: at - since.get(name, at) for name in missing},
+            starting=starting,
             cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),

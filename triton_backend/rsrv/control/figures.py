@@ -70,6 +70,8 @@ class ServerFigures:
     facts: Mapping[str, ModelFacts] = field(default_factory=dict)
     #: Seconds since each model that should serve does not; and the models that start with their next request.
     missing: Mapping[str, float] = field(default_factory=dict)
+    #: True while Triton loads its first models, one after the other.
+    starting: bool = False
     cold: frozenset[str] = frozenset()
     #: By model, how often its process in Triton was found dead.
     process_ends: Mapping[str, int] = field(default_factory=dict)

@@ -10,6 +10,8 @@ from rsrv.text import amount, by_number, duration, percent, some
 #: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less, and so does
 #: the return of hundreds of stubs to a new runtime.
 _DOWN_S, _UNSERVED_S = 10.0, 30.0
+#: Seconds after which models that wait for the server's start are more than a note.
+_LONG_START_S = 600.0
 
 
 # --- of the server --------------------------------------------------------------------------------------------
@@ -106,12 +108,24 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
     starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
     others = starting | case.now.failures.keys()
     waits = {name: s for name, s in case.now.missing.items() if s >= _UNSERVED_S and name not in others}
-    if waits and any(one.instance for one in case.now.devices.values()):
-        names = sorted(waits, key=by_number)
+    if not waits or not any(one.instance for one in case.now.devices.values()):
+        return
+    names, longest = sorted(waits, key=by_number), max(waits.values())
+    evidence = f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(longest)}"
+    if case.now.starting:
+        yield ServerFinding(
+            "not_served",
+            "warning" if longest >= _LONG_START_S else "note",
+            evidence,
+            "Triton still loads its first models, one after the other",
+            "wait, or read in tritonserver's log what takes long; tritonserver's --model-load-thread-count=N loads N models "
+            "at a time",
+        )
+    else:
         yield ServerFinding(
             "not_served",
             "critical",
-            f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(max(waits.values()))}",
+            evidence,
             "Triton could not load it, was not told to, or lost its process",
             f"read tritonserver's log, which has the reason, then `rsrv reload {names[0]}`. This needs tritonserver's "
             "--model-control-mode=explicit --load-model=*, with which failed loads are also tried again by themselves",

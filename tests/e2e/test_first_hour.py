@@ -54,3 +54,26 @@ def test_a_served_model_answers_as_a_plain_one(tmp_path: Path, monkeypatch: pyte
     ]
     assert {one["verdict"] for one in measured} == {"MEASURED"}
     assert all(one["figures"]["ratio"] > 0 for one in measured)
+
+
+@pytest.mark.long
+def test_no_request_fails_while_the_runtime_dies_restarts_and_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of several clients are checked before, meanwhile and after."""
+    monkeypatch.setenv("PATH", f"{INSTALLATION.launcher.parent}:{os.environ['PATH']}")
+    file = tmp_path / "found.json"
+
+    assert main(["gpu", "first-hour", "--cpu", "--parts", "interruptions", f"--json={file}"]) == 0
+
+    found = {
+        one["what"]: one["verdict"]
+        for one in json.loads(file.read_text())["parts"]["interruptions"]["findings"]
+    }
+    assert found == {
+        "SIGKILL of the runtime": "PASS",
+        "SIGSEGV of the runtime": "PASS",
+        "rsrv restart": "PASS",
+        "rsrv sleep": "MEASURED",
+        "a request after it": "PASS",
+    }

@@ -125,7 +125,7 @@ def numerics(given: PartInput, tell: Tell) -> None:
 
 def _judge(what: str, found: Array, expected: Array, allowed: float, computes: str | None) -> Finding:
     _, error = difference(found, expected)
-    said = "" if computes is None else f", and the runtime's probe says {computes}"
+    said = "" if computes is None else f"; left to itself, the device multiplies in {computes}"
     return check(
         what,
         error <= allowed and computes != "indeterminate",

@@ -30,7 +30,7 @@ def budget(given: PartInput, tell: Tell) -> None:
     if given.on_cpu:
         tell(Finding("memory", "SKIPPED", reason=_NO_LIMIT))
         return
-    free, total = _nvml()
+    free, total = card_memory()
     device = JaxDevice(given.device.platform)
     limit = device.memory_limit
     if limit is None:
@@ -45,7 +45,7 @@ def budget(given: PartInput, tell: Tell) -> None:
             {"free": free, "total": total, "bytes_limit": limit},
         )
     )
-    left, _ = _nvml()
+    left, _ = card_memory()
     outside = free - left - limit
     tell(
         Finding(
@@ -127,7 +127,7 @@ def _refusal(what: str, action: Callable[[], object]) -> Finding:
     )
 
 
-def _nvml() -> tuple[int, int]:
+def card_memory() -> tuple[int, int]:
     """Return the free and the total bytes of the first card that CUDA sees. Raises pynvml.NVMLError."""
     driver, bus = Driver(0), ctypes.create_string_buffer(32)
     driver.call("cuDeviceGetPCIBusId", bus, len(bus), driver.device)

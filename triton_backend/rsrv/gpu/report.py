@@ -48,6 +48,8 @@ class Amounts:
     clients: int = 8
     many: int = 200
     many_each: int = 1_000_000
+    #: before and after each interruption
+    pause_s: float = 8.0
     comparison_s: float = 10.0
 
 
@@ -63,6 +65,7 @@ QUICK = Amounts(
     clients=2,
     many=4,
     many_each=1 << 16,
+    pause_s=4.0,
     comparison_s=0.5,
 )
 
@@ -117,9 +120,10 @@ PARTS: Mapping[str, PlannedPart] = {
     "overlap": PlannedPart("transfers", "overlap", 180, on_device=True),
     "budget": PlannedPart("memory", "budget", 180, on_device=True),
     "out-of-memory": PlannedPart("memory", "out_of_memory", 240, on_device=True),
-    "latency": PlannedPart("serving", "latency", 600),
+    "latency": PlannedPart("serving", "latency", 420),
     "eviction": PlannedPart("serving", "eviction", 300),
     "many": PlannedPart("serving", "many", 420),
+    "interruptions": PlannedPart("interruptions", "interruptions", 240),
     "comparison": PlannedPart("comparison", "comparison", 420),
 }
 

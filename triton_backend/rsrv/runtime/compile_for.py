@@ -111,7 +111,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     path = repository / f"{card.name}{SUFFIX}"
     # Another profile may bring other kernels.
     earlier = None if card.tuned else _earlier(path, target)
-    work = _Work(compiler, card, settings.runtime.numerics != "f32", earlier)
+    work = _CardModules(compiler, card, settings.runtime.numerics != "f32", earlier)
     models: dict[str, dict[str, str]] = {}
     failed, finished = 0, False
     put(f"compiling for {target.card} ({target.versions}): {card.note}")
@@ -155,7 +155,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     return int(failed > 0)
 
 
-class _Work:
+class _CardModules:
     """Modules that were compiled for a card so far, by digest."""
 
     def __init__(

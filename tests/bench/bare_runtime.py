@@ -1,4 +1,4 @@
-"""A process with the real loop on the CPU, and no Triton: for figures of the runtime alone."""
+"""A process with the real loop on the GPU, or the CPU if there is none, and no Triton: for figures of the runtime alone."""
 
 import multiprocessing
 import os
@@ -37,4 +37,6 @@ def bare_runtime() -> Iterator[tuple[Path, int]]:
 
 
 def _serve(path: Path) -> None:
-    Loop(listen(path), os.getppid(), load_settings(), lambda: JaxDevice("cpu", WORK / "xla")).run()
+    settings = load_settings()
+    platform = settings.runtime.platform
+    Loop(listen(path), os.getppid(), settings, lambda: JaxDevice(platform, WORK / "xla")).run()

@@ -2,7 +2,7 @@
 
     make bench-generations
 
-A server process has the real loop and the CPU. The clients' process makes no tokens itself.
+A server process has the real loop and the device. The clients' process makes no tokens itself.
 """
 
 from __future__ import annotations

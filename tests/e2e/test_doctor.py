@@ -223,7 +223,7 @@ EXPECTED = {
     "over_pinned": ("warning", "4.61 kB of weights are pinned, 3.07 kB fit", "`rsrv unpin`"),
     "paused": ("warning", "second is paused: 25 requests wait or were refused", "`rsrv continue second`"),
     "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
-    "runtime_restarts": ("note", "the runtime of device 0 was replaced 1 time", "`rsrv restart`"),
+    "runtime_restarts": ("note", "`rsrv restart` replaced the runtime of device 0 1 time", "`rsrv restart`"),
     "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "mend the file"),
     "slow_hooks": (
         "note",

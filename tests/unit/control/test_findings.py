@@ -488,8 +488,13 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     )
     findings = found(server(counts({}), t=120.0, devices={0: reborn}), past)
     assert "30 of 1030" in findings["requests_fail"].evidence
-    assert "replaced 2 times" in findings["runtime_restarts"].evidence
+    assert "the runtime of device 0 died 2 times, in" in findings["runtime_restarts"].evidence
     assert findings["runtime_restarts"].severity == "warning"
+    both = found(server(counts({}), t=120.0, devices={0: replace(reborn, restarts=1)}), past)[
+        "runtime_restarts"
+    ]
+    assert "died 1 time, and `rsrv restart` replaced the runtime of device 0 1 time, in" in both.evidence
+    assert both.severity == "note"
     asked_for = server(counts({}), t=120.0, devices={0: replace(reborn, restarts=2)})
     assert (one := found(asked_for, past)["runtime_restarts"]).cause == "an operator's `rsrv restart`"
     assert one.severity == "note"

@@ -40,16 +40,25 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
         old = case.before.devices.get(number)
         times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
         if times > 0:
-            deaths = times - device.restarts + (0 if old is None else old.restarts)
+            planned = device.restarts - (0 if old is None else old.restarts)
+            deaths = times - planned
+            told = [
+                *([f"the runtime of device {number} died {_count(deaths, 'time')}"] if deaths else []),
+                *(
+                    [f"`rsrv restart` replaced the runtime of device {number} {_count(planned, 'time')}"]
+                    if planned
+                    else []
+                ),
+            ]
             yield ServerFinding(
                 "runtime_restarts",
                 "warning" if deaths > 1 else "note",
-                f"the runtime of device {number} was replaced {_count(times, 'time')} in {_span(case)}",
+                f"{', and '.join(told)}, in {_span(case)}",
                 "it crashed, hung, or was killed, as by the kernel's out-of-memory killer"
-                if deaths > 0
+                if deaths
                 else "an operator's `rsrv restart`",
                 "read the server's log, which has the reason and the model that executed; requests waited for the next runtime"
-                if deaths > 0
+                if deaths
                 else "nothing: requests waited for the next runtime",
             )
 

@@ -56,9 +56,13 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
 
 @pytest.mark.parametrize("command", [["check"], ["show"], ["diff", "."], ["upgrade", "-o", "new"]])
 def test_a_directory_that_is_not_there_is_wrong_usage(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A missing directory is an error of the command line, and no bundle is reported as broken."""
+    monkeypatch.chdir(tmp_path)
     assert cli.main([*command, "none"]) == 2
     assert capsys.readouterr().err == "rsrv-bundle: none: there is no such file or directory\n"
 

@@ -198,15 +198,6 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server({**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}),
         ),
         (
-            "compiled_at_start",
-            "note",
-            "2 executables were compiled since this runtime's start: 41 s",
-            server(
-                {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)},
-                settings="runtime: {compilation_cache_dir: null}",
-            ),
-        ),
-        (
             "disk_loads",
             "warning",
             "weights of a were read from disk 9 times",
@@ -215,7 +206,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "padding",
             "note",
-            "85.7% of the rows of a are padding (4850 beside 808 of requests)",
+            "85.7% of the rows of a are padding (4850, beside 808 rows of requests)",
             server(
                 counts(
                     {
@@ -303,14 +294,6 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server(counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
         ),
         (
-            "no_memory",
-            "critical",
-            "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
-            server(
-                counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})}, pinned_bytes=95 * MB)
-            ),
-        ),
-        (
             "not_resident",
             "warning",
             "its weights are not on the device",
@@ -395,12 +378,6 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "the runtime of device 0 has not answered for 30 s",
             server(devices={0: DeviceFigures(down_s=30.0)}),
         ),
-        (
-            "runtime_down",
-            "critical",
-            "the runtime of device 0 has not answered for 30 s",
-            server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
-        ),
     ],
 )  # fmt: skip
 def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: ServerFigures) -> None:
@@ -412,6 +389,47 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
     assert findings[name].severity == severity
     assert words in findings[name].evidence
     assert {one.name for one in findings.values() if one.severity != "note"} <= {name}
+
+
+def refused_for_memory(size: int, pinned: int) -> ServerFigures:
+    """Return the figures of a server that refused a model of this size, beside so many pinned bytes."""
+    counted = counts(
+        {"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})}, pinned_bytes=pinned
+    )
+    return server(counted, facts={"a": ModelFacts(size, {1: 0.004})})
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "cure", "now"),
+    [
+        ("no_memory", "pinned weights take 95 MB", "rsrv unpin", refused_for_memory(10 * MB, 95 * MB)),
+        ("no_memory", "another program has the memory", "rsrv compact", refused_for_memory(10 * MB, 20 * MB)),
+        ("no_memory", "another program has the memory", "rsrv compact", refused_for_memory(200 * MB, 0)),
+        (
+            "runtime_down",
+            "its process 7 lives",
+            "kill -CONT 7",
+            server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
+        ),
+        ("runtime_down", "", "", server(devices={0: DeviceFigures(down_s=30.0)})),
+        (
+            "compiled_at_start",
+            "runtime.compilation_cache_dir is null",
+            "set runtime.compilation_cache_dir",
+            server(
+                {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)},
+                settings="runtime: {compilation_cache_dir: null}",
+            ),
+        ),
+    ],
+)
+def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: ServerFigures) -> None:
+    """One trouble may have several causes, each with a cure of its own."""
+    one = found(now, replace(now, t=0.0, unix_s=1000.0, devices={}, spans={}, queues={}))[name]
+
+    assert cause in one.cause
+    assert cure in one.cure
+    assert ("kill -CONT" in one.cure) == ("kill -CONT" in cure)
 
 
 @pytest.mark.parametrize(

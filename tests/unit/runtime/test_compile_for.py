@@ -100,7 +100,7 @@ def test_an_interrupted_run_loses_no_executable(
     repository: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """It writes those that it has, and those of an earlier run that it did not reach."""
-    have(monkeypatch, {"cats": b"miaow", "dogs": b"woof"})
+    have(monkeypatch, {"cats": b"miaow", "dogs": b"woof", "bats": b"convolve"})
     assert compile_for.main([str(repository), "l4"]) == 0
     have(monkeypatch, {"birds": b"tweet", "cats": b"miaow"}, error)
 
@@ -110,7 +110,9 @@ def test_an_interrupted_run_loses_no_executable(
         with pytest.raises(OSError, match="gone"):
             compile_for.main([str(repository), "l4"])
 
-    assert stored(repository) == {"birds": b"tweet", "cats": b"miaow", "dogs": b"woof"}
+    assert stored(repository) == {"birds": b"tweet", "cats": b"miaow", "dogs": b"woof", "bats": None}
+    with StoredExecutables(repository / "l4.executables") as found:
+        assert len(found.contents.left) == 1
 
 
 def test_a_folder_that_is_no_repository_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def test_padding(troubled: Any) -> None:
     server.ask(40, count=2)
     found = server.findings({1: 0.001, 4: 0.004, 8: 0.008})
     assert found.keys() == {"padding"}
-    assert found["padding"].evidence == "50% of the rows of a are padding (80 beside 80 of requests)"
+    assert found["padding"].evidence == "50% of the rows of a are padding (80, beside 80 rows of requests)"
     assert found["padding"].cure.startswith(
         "export batch size 2 as well, `rsrv-bundle export --batch-sizes 1,2,4,8` (saves up to 50% of its device time"
     )

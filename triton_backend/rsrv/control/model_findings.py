@@ -40,7 +40,7 @@ def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
-        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding} beside {one.rows} of requests)",
+        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding}, beside {one.rows} rows of requests)",
         f"an execution has {one.rows / one.executions:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
         f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
@@ -168,7 +168,7 @@ def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
     device = window.counts["memory"]["device"]
     size, budget, pinned = case.weight_bytes(one), device["budget_bytes"], device["pinned_bytes"]
     limit = "" if budget is None else f" (the budget is {amount(budget)})"
-    crowded = budget is not None and pinned + size > budget
+    crowded = budget is not None and pinned > 0 and pinned + size > budget
     return ServerFinding(
         "no_memory",
         "critical",

@@ -18,7 +18,7 @@ from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import SharedMemoryError, read_document
-from rsrv.wire.paths import FAILURE, NO_DEVICE, asleep_since
+from rsrv.wire.paths import FAILURE, NO_DEVICE, asleep_since, start_time
 
 log = logging.getLogger("rsrv.control")
 
@@ -267,7 +267,10 @@ class RuntimeLink:
     @property
     def silent_pid(self) -> int:
         """Process id of a runtime that takes connections and does not answer; 0: there is none."""
-        return 0 if self.up or self._connection is None else self._connection.pid
+        if self.up or self._connection is None:
+            return 0
+        # A socket that a spare holds still has the name of the runtime that listened on it last.
+        return self._connection.pid if start_time(self._connection.pid) else 0
 
     @property
     def ready(self) -> frozenset[str]:

@@ -40,7 +40,8 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
         old = case.before.devices.get(number)
         times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
         if times > 0:
-            planned = device.restarts - (0 if old is None else old.restarts)
+            # A restart counts when the old runtime ends, a life when the next one answers.
+            planned = min(times, device.restarts - (0 if old is None else old.restarts))
             deaths = times - planned
             told = [
                 *([f"the runtime of device {number} died {_count(deaths, 'time')}"] if deaths else []),

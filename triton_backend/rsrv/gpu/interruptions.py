@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from rsrv.gpu.memory import card_memory
 from rsrv.gpu.report import Finding, PartInput, Tell, check
-from rsrv.gpu.runtimes import WIDTH, Model, make_models
+from rsrv.gpu.runtimes import WIDTH, Model, in_threads, make_models
 from rsrv.gpu.server import BUNDLES, ServedModels, ask, serving, tritonserver_for
 from rsrv.text import amount, duration
 
@@ -72,15 +73,21 @@ def _killing(served: ServedModels, number: signal.Signals) -> Callable[[], None]
 def _sleep(served: ServedModels, before: int | None) -> Finding:
     """Have the device sleep; `before`: free bytes of the card before the server started."""
     started = time.perf_counter()
-    thread = threading.Thread(target=served.rsrv, args=("sleep",))
-    thread.start()
     if before is None:
-        thread.join()
+        served.rsrv("sleep")
         return Finding("rsrv sleep", "MEASURED", f"done after {duration(time.perf_counter() - started)}")
-    while (free := card_memory()[0]) < before - _OF_SERVER and time.perf_counter() < started + _FREE_S:
-        time.sleep(0.01)
-    took = time.perf_counter() - started
-    thread.join()
+    free, took = 0, 0.0
+
+    def sleep_or_watch(number: int) -> None:
+        nonlocal free, took
+        if number == 0:
+            served.rsrv("sleep")
+            return
+        while (free := card_memory()[0]) < before - _OF_SERVER and time.perf_counter() < started + _FREE_S:
+            time.sleep(0.01)
+        took = time.perf_counter() - started
+
+    in_threads(2, sleep_or_watch)
     return check(
         "rsrv sleep",
         free >= before - _OF_SERVER,
@@ -94,25 +101,26 @@ class _Load:
     """Answers that the clients got so far."""
 
     def __init__(self) -> None:
-        self.ended: list[float] = []
+        #: times of the right ones
+        self.right: list[float] = []
+        #: models of the wrong ones
+        self.wrong: list[str] = []
         self.failed: list[str] = []
-        self.wrong = 0
 
     def through(self, what: str, act: Callable[[], object], pause_s: float) -> Finding:
         """Interrupt the runtime amid requests; return how long no answer came, and whether any failed."""
         time.sleep(pause_s)
-        count = len(self.ended)
+        began = time.perf_counter()
         act()
+        acted = time.perf_counter()
         time.sleep(pause_s)
-        ended = sorted(self.ended)[max(0, count - 1) :]
-        gap = max((later - one for one, later in itertools.pairwise(ended)), default=pause_s)
-        reason = f"{len(self.ended)} answers" + (f", {self.wrong} wrong" if self.wrong else "")
-        reason += (
-            f", {len(self.failed)} requests failed: {self.failed[0]}"
-            if self.failed
-            else ", no request failed"
-        )
-        passed = bool(self.ended) and not self.wrong and not self.failed
+        ended, now = sorted(self.right), time.perf_counter()
+        # From the last answer before it on, until now.
+        since = ended[max(0, bisect_left(ended, began) - 1) :]
+        gap = max(later - one for one, later in itertools.pairwise([*since, now])) if since else now - began
+        reason = f"{len(ended)} right answers, {len(self.wrong)} wrong, {len(self.failed)} requests failed"
+        reason += f": {self.failed[0]}" if self.failed else ""
+        passed = bool(ended) and ended[-1] > acted and not self.wrong and not self.failed
         return check(what, passed, f"no answer for {duration(gap)}", reason, {"gap_s": gap})
 
 
@@ -128,10 +136,11 @@ def _asking(served: ServedModels, models: Sequence[Model], clients: int) -> Iter
                 model = models[int(rng.integers(len(models)))]
                 x = rng.integers(-100, 100, (1, WIDTH)).astype(np.float32)
                 try:
-                    load.wrong += not np.array_equal(
-                        ask(client, model.name, x), x + np.float32(model.constant)
-                    )
-                    load.ended.append(time.perf_counter())
+                    right = np.array_equal(ask(client, model.name, x), x + np.float32(model.constant))
+                    if right:
+                        load.right.append(time.perf_counter())
+                    else:
+                        load.wrong.append(model.name)
                 except InferenceServerException as error:
                     load.failed.append(str(error))
 

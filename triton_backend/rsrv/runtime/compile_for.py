@@ -142,6 +142,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
                 for digest in earlier.contents.digests.keys() - work.entries.keys():
                     if (entry := earlier.get(digest)) is not None:
                         work.entries[digest] = entry
+                work.left |= set(earlier.contents.left) - work.entries.keys()
                 work.seconds = {**earlier.contents.seconds, **work.seconds}
                 models = {**{name: dict(sizes) for name, sizes in earlier.contents.models.items()}, **models}
             earlier.close()

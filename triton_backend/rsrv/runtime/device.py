@@ -23,7 +23,7 @@ Pools = NewType("Pools", object)
 
 
 class DeviceError(Exception):
-    """The device refused or failed; the message is for the log, not for clients."""
+    """The device refused or failed. The message may reach clients, so it has no paths."""
 
 
 class OutOfMemory(DeviceError):

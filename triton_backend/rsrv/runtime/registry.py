@@ -86,7 +86,13 @@ class Registry:
         """Return what the start of each model waits for."""
         building = (self.catalog.entries[key] for key in self.catalog.building)
         steps = {entry.name: entry.state.value for entry in building}
-        return {**steps, **dict.fromkeys(self._builder.waiting(), "waits for its turn")}
+        # Those whose bundle is read are in no queue, and have no life yet.
+        reading = (name for name, keys in self._held.items() if not keys)
+        return {
+            **dict.fromkeys(reading, "reading"),
+            **steps,
+            **dict.fromkeys(self._builder.waiting(), "waits for its turn"),
+        }
 
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""

@@ -562,7 +562,7 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
         case ev.Outcome.CANCELLED:
             return Status.CANCELLED, _CANCELLED
         case ev.Outcome.FAILED if finish.reason is ev.Reason.NOT_LOADED:
-            text = f"the model's weights could not be loaded: {finish.error}; they are tried again in {finish.retry_after:.1f} s"
+            text = f"the model's weights could not be loaded: {finish.error}; send the request again after {finish.retry_after:.1f} s"
             return Status.INTERNAL, text
         case ev.Outcome.FAILED:
             return Status.INTERNAL, "the model failed to execute; the server's log says why"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore, Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from rsrv.stub.session import Session
 from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @dataclass
@@ -63,6 +63,7 @@ class FakeReplica:
                 cold=False,
                 started=True,
                 rejected=False,
+                dangerous=False,
                 lost_at=inf,
             ),
         )
@@ -564,29 +565,165 @@ def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
     assert replicas._cold == {third}
 
 
-def test_a_model_that_its_home_rejects_starts_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next device is tried at once; if it rejects the model, too, nothing starts elsewhere until the pauses are over."""
-    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
+class Pauses(Event):
+    """Pauses between attempts: each takes no time, and lasts until the test ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._ended = Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        self._ended.acquire(timeout=PATIENCE_S)
+        return self.is_set()
+
+    def end(self) -> None:
+        self._ended.release()
+
+    def begin(self, count: int) -> None:
+        """Wait for the beginning of the pause of this number."""
+        wait_until(lambda: len(self.seconds) == count, what=f"pause {count}")
+
+
+def reject(fake: FakeReplica) -> None:
+    """Have the device's runtime reject the model, which was cold there."""
+    fake.session.attachment, fake.session.started, fake.session.rejected = None, False, True
+    fake.seconds = inf
+
+
+def reject_for(fake: FakeReplica, client: str, *, started: bool) -> Pauses:
+    """Have the device's next runtime reject the model; `client` is the text for clients. Return the session's pauses."""
+
+    def refuse() -> Any:
+        raise Rejected("the log's reason", client)
+
+    session = Session(refuse, "m", "/models/m", device=fake.device)
+    session._closed = pauses = Pauses()
+    session.started, session.lost_at = started, -inf
+    fake.session, fake.seconds = session, inf
+    Thread(target=session._bring_up, daemon=True).start()
+    pauses.begin(1)
+    return pauses
+
+
+@pytest.mark.parametrize("error", [Rejected("no room"), ValueError("a fault")])
+def test_a_model_that_its_home_rejects_starts_on_another_device(error: Exception) -> None:
+    """The next device is tried at once, and again after pauses that double, in which requests get the reason."""
     process, fakes, begin = made_cold(2)
     replicas = begin(start=True)
     home, second = by_preference("m", 2)
-    session = fakes[home].session
-    session.attachment, session.started, session.rejected = None, False, True
-    fakes[home].seconds = inf
-    make, tried = replicas._make, Event()
+    reject(fakes[home])
+    replicas._closed = pauses = Pauses()
+    make, waits = replicas._make, list[bool]()
 
-    def reject(device: int) -> ModelReplica[Any]:
-        tried.set()
-        raise Rejected("no room")
+    def fail(device: int) -> ModelReplica[Any]:
+        make(device)
+        waits.append(bool(process.resubmission.wake()))
+        raise error
 
-    replicas._make = reject
+    replicas._make = fail
     assert process.resubmission.wake()
-    assert tried.wait(10)
-    wait_until(lambda: not process.resubmission.wake())
+    for number in range(1, 9):
+        pauses.begin(number)
+        assert not process.resubmission.wake()
+        if number == 8:
+            replicas._make = make
+        pauses.end()
 
-    replicas._make = make
-    wait_until(process.resubmission.wake)
     wait_until(lambda: home_of(replicas) == second)
+    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert waits == [True] * 8
+
+
+@pytest.mark.parametrize("error", [Closed("it ended"), ValueError("a fault")])
+def test_a_device_of_the_table_that_fails_is_tried_again(
+    table: PlacementWriter, reader: PlacementReader, error: Exception
+) -> None:
+    """The same table has the model start there after the pause."""
+    home, second = by_preference("m", 2)
+    table.write({"m": 1 << home})
+    _, _, begin = made_cold(2, reader)
+    replicas = begin(start=True)
+    replicas._closed = pauses = Pauses()
+    make, errors = replicas._make, [error]
+
+    def fail_once(device: int) -> ModelReplica[Any]:
+        if errors:
+            raise errors.pop()
+        return make(device)
+
+    replicas._make = fail_once
+    table.write({"m": 1 << home | 1 << second})
+    replicas.execute([object()])
+    pauses.begin(1)
+    pauses.end()
+
+    wait_until(lambda: second in replicas._replicas)
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("client", ["", "the model has crashed two runtimes"])
+def test_a_model_that_has_crashed_runtimes_starts_on_no_other_device(client: str, started: bool) -> None:
+    """Requests get the reason. A model that is rejected for another reason starts on the next device."""
+    process, fakes, begin = made_cold(2)
+    replicas = begin(start=True)
+    home, second = by_preference("m", 2)
+    reject_for(fakes[home], client, started=started)
+
+    assert process.resubmission.wake() == (not client)
+
+    assert replicas._cold == ({second} if client else set())
+
+
+def test_a_model_that_has_crashed_another_device_starts_there_alone() -> None:
+    """Requests get the reason while that device pauses, and wait for its next attempt."""
+    process, fakes, begin = made_cold(3)
+    replicas = begin(start=True)
+    home, second, third = by_preference("m", 3)
+    reject(fakes[home])
+    assert process.resubmission.wake()
+    wait_until(lambda: second in replicas._replicas)
+    pauses = reject_for(fakes[second], "the model has crashed two runtimes", started=False)
+    assert not process.resubmission.wake()
+
+    pauses.end()
+    wait_until(lambda: fakes[second].session.cold)
+    assert process.resubmission.wake()
+
+    pauses.begin(2)
+    assert not process.resubmission.wake()
+    assert pauses.seconds == [1, 2]
+    assert replicas._cold == {third}
+
+
+@pytest.mark.parametrize("client", ["", "the model has crashed two runtimes"])
+def test_a_further_device_that_rejects_the_model_for_crashes_is_the_last_one(client: str) -> None:
+    """A third device does not start the model then, also if the second one's runtime ends; otherwise it does."""
+    process, fakes, begin = made_cold(3)
+    replicas = begin(start=True)
+    home, second, third = by_preference("m", 3)
+    reject(fakes[home])
+    replicas._closed = pauses = Pauses()
+    make, errors = replicas._make, iter([Rejected("the log's reason", client), Closed("it ended")])
+
+    def fail(device: int) -> ModelReplica[Any]:
+        if device == second:
+            raise next(errors)
+        return make(device)
+
+    replicas._make = fail
+    assert process.resubmission.wake()
+    pauses.begin(1)
+    if client:
+        assert not process.resubmission.wake()
+        pauses.end()
+        pauses.begin(2)
+
+    assert process.resubmission.wake() == (not client)
+
+    assert replicas._cold == ({third} if client else set())
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:

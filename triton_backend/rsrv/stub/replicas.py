@@ -63,6 +63,10 @@ class Replicas:
         self._closed = threading.Event()
         #: devices on which the model is cold and has no replica
         self._cold: set[int] = set()
+        #: further devices whose latest attempt failed, until the next one
+        self._refused: set[int] = set()
+        #: further devices that rejected the model for crashes
+        self._crashed: set[int] = set()
         #: devices of the table, and whether live ones elsewhere are out of the question
         self._mask = 0
         self._pinned = False
@@ -135,24 +139,29 @@ class Replicas:
         """Add the replica of a further device as soon as its runtime serves the model."""
         pause = _FIRST_PAUSE_S
         while not self._closed.is_set():
+            self._refused.discard(device)
             try:
                 replica = self._make(device)
             except Cold:
                 with self._lock:
+                    self._process.wanted.discard(device)
                     self._cold.add(device)
                 attempted.set()
                 return
             except UNREACHABLE as error:
-                # Requests that wait for the start get the reason.
-                self._process.wanted.discard(device)
+                if isinstance(error, Rejected):
+                    (self._crashed.add if _is_dangerous(error) else self._crashed.discard)(device)
                 log.error("device %d does not serve the model yet: %s", device, error)
             except Exception:
                 log.exception("device %d does not serve the model yet", device)
             else:
                 self._process.wanted.discard(device)
+                self._crashed.discard(device)
                 self._add(device, replica)
                 attempted.set()
                 return
+            # Requests that wait for the start get the reason until the next attempt.
+            self._refused.add(device)
             attempted.set()
             self._closed.wait(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
@@ -171,20 +180,23 @@ class Replicas:
     def _wake(self) -> bool:
         """Start a cold model where its requests go, or elsewhere if the runtime there stays down or rejects it.
 
-        Returns whether it starts elsewhere; `Resubmission.wake`.
+        A model that has crashed runtimes of a device starts on no further one. Returns whether a device starts the model
+        elsewhere, so that requests wait for it; `Resubmission.wake`.
         """
         session = self._choose().session
         session.start()
-        if self._process.wanted:
-            return True
-        stays_down = session.started and time.monotonic() - session.lost_at >= _ELSEWHERE_S
-        if not (stays_down or session.rejected):
-            return False
         with self._lock:
+            if self._process.wanted - self._refused:
+                return True
+            stays_down = session.started and time.monotonic() - session.lost_at >= _ELSEWHERE_S
+            if not (stays_down or session.rejected):
+                return False
             sessions = {device: one.session for device, one in self._replicas.items()}
             if any(not (one.cold or one.started or one.rejected) for one in sessions.values()):
                 return True
             cold = self._cold | {device for device, one in sessions.items() if one.cold}
+            if crashed := self._crashed | {device for device, one in sessions.items() if one.dangerous}:
+                cold &= crashed
             for device in allowed([one for one in self._preference if one in cold], self._mask)[:1]:
                 log.warning(
                     "the runtime of device %d %s: the model starts on device %d",

@@ -71,7 +71,7 @@ class Resubmission:
         self._clock = clock
         #: submits a request to a runtime; False: there is none
         self.place: Callable[[ClientRequest], bool] = lambda request: False
-        #: starts a cold model; True: on another device than where requests would go
+        #: starts a cold model; True: another device starts it, so requests wait
         self.wake: Callable[[], object] = lambda: None
         #: gets the demand of those that wait, as `demand` returns it, whenever it may have changed
         self.tell: Callable[[Mapping[str, int]], object] = lambda demand: None

@@ -160,8 +160,10 @@ class Startable:
         self.cold = False
         #: a runtime has had it ready, and it has not fallen back to cold since
         self.started = False
-        #: the runtime did not take it at the latest attempt, for a reason that others may not have
+        #: the runtime rejected it at the latest attempt
         self.rejected = False
+        #: the latest rejection was for crashes: the model would crash other devices' runtimes, too
+        self.dangerous = False
         #: time.monotonic of the latest death of its runtime
         self.lost_at = 0.0
         self._start_pause_s = _FIRST_START_PAUSE_S
@@ -284,7 +286,8 @@ class Session(Startable):
                 raise Closed(UNLOADED)
             # First: once the attachment is visible, execute() may use it.
             self.on_attach(attachment)
-            self.attachment, self.started, self.wanted, self.rejected = attachment, True, False, False
+            self.attachment, self.started, self.wanted = attachment, True, False
+            self.rejected = self.dangerous = False
             self._latest = attachment
             self._start_pause_s = _FIRST_START_PAUSE_S
         self.starting(0.0)
@@ -361,8 +364,9 @@ class Session(Startable):
                 self.cold = True
                 return
             except Rejected as error:
-                # A model that has ended a runtime would end the others, too.
-                self.rejected = not error.client
+                # Only a model that has crashed runtimes has a text for clients.
+                self.dangerous = bool(error.client)
+                self.rejected = True  # last: it has the model start elsewhere
                 if not self.started:
                     self._start_failed(error)
                     return

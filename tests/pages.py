@@ -48,6 +48,8 @@ NOT_RUN = {
 #: Placeholders in commands, and the tests' values for them.
 PLACEHOLDERS = {
     "MODEL": "classify",
+    "'team-*'": "'digi*'",
+    "v7=95 v8=5": "digits",
     "SCENARIO.yaml": "docs/scenarios/bursts.yaml",
     "FLEET.yaml": "docs/scenarios/together.yaml",
 }

@@ -94,7 +94,8 @@ def _explain(error: Any, address: str, server: "Server") -> str:
         case grpc.StatusCode.NOT_FOUND if model := getattr(server.options, "model", ""):
             if targets := server.targets(model):
                 return f"{text}; the name is an alias of {', '.join(targets)}: name one of these"
-            return f"{text}{nearest(model, server.models())}"
+            # The service itself names the nearest model for a pattern.
+            return text if "; " in text else f"{text}{nearest(model, server.models())}"
     return text
 
 

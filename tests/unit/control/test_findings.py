@@ -412,15 +412,6 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
             server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
         ),
         ("runtime_down", "", "", server(devices={0: DeviceFigures(down_s=30.0)})),
-        (
-            "compiled_at_start",
-            "runtime.compilation_cache_dir is null",
-            "set runtime.compilation_cache_dir",
-            server(
-                {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)},
-                settings="runtime: {compilation_cache_dir: null}",
-            ),
-        ),
     ],
 )
 def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: ServerFigures) -> None:
@@ -430,6 +421,18 @@ def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: Se
     assert cause in one.cause
     assert cure in one.cure
     assert ("kill -CONT" in one.cure) == ("kill -CONT" in cure)
+
+
+def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a folder, it says that models or jax are new there."""
+    monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
+    compiled = {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}
+    for settings, cause in (
+        ("runtime: {compilation_cache_dir: null}", "runtime.compilation_cache_dir is null"),
+        ("runtime: {compilation_cache_dir: /cache}", "they were not in /cache"),
+    ):
+        now = server(compiled, settings=settings)
+        assert cause in found(now, replace(now, t=0.0, devices={}))["compiled_at_start"].cause
 
 
 @pytest.mark.parametrize(

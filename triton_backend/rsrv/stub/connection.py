@@ -52,6 +52,11 @@ class Rejected(Exception):
         super().__init__(reason)
         self.client = client
 
+    @property
+    def dangerous(self) -> bool:
+        """True if the model has crashed runtimes; only then it has a text for clients."""
+        return self.client != ""
+
 
 class Cold(Exception):
     """The runtime starts the model when a request waits for it, and needs no connection until then."""

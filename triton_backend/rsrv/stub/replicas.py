@@ -123,7 +123,7 @@ class Replicas:
                 replica = self._make(device)
             except UNREACHABLE as error:
                 failures[device] = error
-                if _is_dangerous(error):
+                if isinstance(error, Rejected) and error.dangerous:
                     break  # a model that has ended a runtime would end the others, too
             else:
                 for number, failure in failures.items():
@@ -150,7 +150,7 @@ class Replicas:
                 return
             except UNREACHABLE as error:
                 if isinstance(error, Rejected):
-                    (self._crashed.add if _is_dangerous(error) else self._crashed.discard)(device)
+                    (self._crashed.add if error.dangerous else self._crashed.discard)(device)
                 log.error("device %d does not serve the model yet: %s", device, error)
             except Exception:
                 log.exception("device %d does not serve the model yet", device)
@@ -415,11 +415,6 @@ def _one_after_another(devices: Callable[[], int]) -> Iterator[int]:
     """Yield the numbers of the server's devices, whose count is known after an attempt at the first one."""
     yield 0
     yield from range(1, devices())
-
-
-def _is_dangerous(failure: Exception) -> bool:
-    """Tell whether a runtime refuses a model because of crashes; only then it has a text for clients."""
-    return isinstance(failure, Rejected) and failure.client != ""
 
 
 def _cut(

@@ -364,8 +364,7 @@ class Session(Startable):
                 self.cold = True
                 return
             except Rejected as error:
-                # Only a model that has crashed runtimes has a text for clients.
-                self.dangerous = bool(error.client)
+                self.dangerous = error.dangerous
                 self.rejected = True  # last: it has the model start elsewhere
                 if not self.started:
                     self._start_failed(error)

@@ -91,11 +91,13 @@ def _explain(error: Any, address: str, server: "Server") -> str:
                 f"{address} does not know this command: it is not the control service, or not of this version "
                 f"({rsrv.__version__})"
             )
-        case grpc.StatusCode.NOT_FOUND if model := getattr(server.options, "model", ""):
+        # Of several models or patterns, the service names the nearest.
+        case grpc.StatusCode.NOT_FOUND if (
+            isinstance(model := getattr(server.options, "model", ""), str) and model
+        ):
             if targets := server.targets(model):
                 return f"{text}; the name is an alias of {', '.join(targets)}: name one of these"
-            # The service itself names the nearest model for a pattern.
-            return text if "; " in text else f"{text}{nearest(model, server.models())}"
+            return f"{text}{nearest(model, server.models())}"
     return text
 
 

@@ -139,7 +139,9 @@ def _prefetch(server: Server) -> int:
         return _warm(server)
     if options.all or len(options.model) != 1:
         raise CommandLineError("name one model, or start several with --warm")
-    (model,), wait = options.model, options.wait
+    # The one name from now on, as other commands have it: an error names the nearest.
+    (options.model,) = options.model
+    model, wait = options.model, options.wait
     call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait, devices=_devices(server))
     answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
     return server.done(answer, f"{model}: the weights {'are on the device' if wait else 'will be loaded'}")

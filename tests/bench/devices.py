@@ -25,7 +25,7 @@ from rsrv.wire.socket import read_status
 from tests.bench import models
 from tests.bench.load import Side
 from tests.bench.phases import EXECUTION_MS, say, served
-from tests.bench.places import HERE, WORK
+from tests.bench.places import WORK, paced
 from tests.bench.processes import STUB, memory, server_processes
 from tests.bench.verify import verify
 
@@ -45,12 +45,9 @@ def main() -> int:
         say(f"p50, one client: {one:.0f} us with one device, {two:.0f} us with two: {two / one:.3f}")
         for side in sides:
             say(f"{side.name}: {footprint(side)}")
-    paced = {
-        "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
-        "RSRV_BENCH_PYTHON": sys.executable,
-        "RSRV_BENCH_EXECUTION_MS": str(EXECUTION_MS),
-    }
-    with both("devices-paced", [mlp], f"models: {{{models.MLP}: {{max_batch_size: 1}}}}\n", paced) as sides:
+    with both(
+        "devices-paced", [mlp], f"models: {{{models.MLP}: {{max_batch_size: 1}}}}\n", paced(EXECUTION_MS)
+    ) as sides:
         one, two = (statistics.median(each) for each in throughput(sides))
         say(
             f"executions of {EXECUTION_MS:.0f} ms: {one:.0f}/s with one device, {two:.0f}/s with two: {two / one:.2f}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from local_triton import TritonServer
 from tests.bench import models
 from tests.bench.figures import Sample
 from tests.bench.load import Side, measure
-from tests.bench.places import HERE, ROOT, WORK
+from tests.bench.places import ROOT, WORK, paced
 from tests.bench.processes import Memory, memory, server_processes, shared_memory
 from tests.bench.verify import verify
 
@@ -121,16 +120,13 @@ def busy(rounds: int, window_s: float) -> list[Sample]:
     """Measure the device's busy share under large inputs, with the stub's ways of answering in turns."""
     samples = []
     repository = models.images_repository()
-    paced = {
-        "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
-        "RSRV_BENCH_PYTHON": sys.executable,
-        "RSRV_BENCH_EXECUTION_MS": str(EXECUTION_MS),
-    }
     with contextlib.ExitStack() as servers:
         sides = []
         for name, value in IN_PLACE_MS.items():
-            env = paced if value is None else {**paced, "RSRV_STUB__IN_PLACE_MS": value}
-            side = servers.enter_context(served(f"busy-{name}", repository, has_runtime=True, env=env))
+            own = {} if value is None else {"RSRV_STUB__IN_PLACE_MS": value}
+            side = servers.enter_context(
+                served(f"busy-{name}", repository, has_runtime=True, env={**paced(EXECUTION_MS), **own})
+            )
             count = verify(side.server.grpc_url, models.images_case())
             say(f"in_place_ms {name}: {count} answers right")
             sides.append(Side(name, side.server, has_runtime=True))

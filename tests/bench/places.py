@@ -1,5 +1,6 @@
-"""The folders of the benchmark's products. Standard library only."""
+"""The folders of the benchmark's products, and its runtime of known speed. Standard library only."""
 
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -9,3 +10,14 @@ WORK = ROOT / "build" / "bench"
 RESULT = WORK / "result.json"
 #: The environment of the plain model, beside other fetched files.
 PLAIN_ENVIRONMENT = ROOT / ".triton" / "bench-plain"
+
+
+def paced(execution_ms: float = 0, row_ms: float = 0, compile_ms: float = 0) -> dict[str, str]:
+    """Return the variables of a server whose runtimes take these times; see paced_runtime.py."""
+    return {
+        "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
+        "RSRV_BENCH_PYTHON": sys.executable,
+        "RSRV_BENCH_EXECUTION_MS": str(execution_ms),
+        "RSRV_BENCH_ROW_MS": str(row_ms),
+        "RSRV_BENCH_COMPILE_MS": str(compile_ms),
+    }

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,10 @@ import pytest
 from rsrv.cli import main as rsrv
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.socket import read_status
+from tests.bench.places import paced
 from tests.e2e import bundles, metas
 from tests.e2e.calls import assert_same, caller, random_u32
-from tests.e2e.harness import ROOT, RunningTriton, StartTriton, make_repository, running_triton
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.test_control import SERVING, Control
 from tests.waiting import wait_until
 
@@ -32,12 +32,7 @@ models:
   right: {devices: [1]}
 """
 #: executions of a row last 20 ms, of eight rows 160 ms
-PACED = {
-    "RSRV_RUNTIME_PYTHON": str(ROOT / "tests" / "bench" / "paced_python.sh"),
-    "RSRV_BENCH_PYTHON": sys.executable,
-    "RSRV_BENCH_EXECUTION_MS": "0",
-    "RSRV_BENCH_ROW_MS": "20",
-}
+PACED = paced(row_ms=20)
 CUT = """
 runtime: {devices: [cpu, cpu]}
 placement: {mode: least_outstanding}

@@ -15,12 +15,12 @@ import pytest
 
 from rsrv.control import find
 from rsrv.wire.socket import read_status
+from tests.bench.places import paced
 from tests.e2e import bundles
 from tests.e2e.calls import Refused, caller, outcome
 from tests.e2e.harness import (
     EXPLICIT,
     HURRY,
-    ROOT,
     RunningTriton,
     StartTriton,
     aborted_by_a_lock,
@@ -35,12 +35,8 @@ from tests.waiting import wait_until
 Findings = Mapping[str, Mapping[str, str]]
 #: Seconds until a window of a minute has no figures of before.
 _LATER_S = 120.0
-#: An execution takes 100 ms, whatever its batch size.
-PACED = {
-    "RSRV_RUNTIME_PYTHON": str(ROOT / "tests" / "bench" / "paced_python.sh"),
-    "RSRV_BENCH_PYTHON": sys.executable,
-    "RSRV_BENCH_EXECUTION_MS": "100",
-}
+#: milliseconds of an execution of any batch size
+EXECUTION_MS = 100
 BOUND = """
 runtime: {devices: [cpu, cpu]}
 lifecycle: {look_s: 0.1}
@@ -109,7 +105,7 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
     write_scale(tmp_path / "all", 2)
     bundles.with_sizes(tmp_path / "all", tmp_path / "bundles" / "crowded", [1])
     repository = make_repository(tmp_path, settings=BOUND)
-    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=PACED, expected=None)
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=paced(EXECUTION_MS), expected=None)
     troubles = CROWDED.keys()
 
     with asked(server, {"crowded": (1, 32)}):
@@ -243,8 +239,7 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
     write_scale(tmp_path / "bundles" / "good", 2)
     repository = make_repository(tmp_path)
     env = {
-        **PACED,
-        "RSRV_BENCH_COMPILE_MS": "4000",
+        **paced(EXECUTION_MS, compile_ms=4000),
         "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
     }
     server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)

@@ -393,11 +393,20 @@ class House:
         self._generate(self.bundles / model)
 
     def remove(self, model: str) -> None:
-        """Unload a model and remove it."""
+        """Unload a model and remove it; return when the runtime has let go of it, so that its next load is a first one."""
         shutil.rmtree(self.bundles / model, ignore_errors=True)
         if self.alive and self.ready(model):
             self.unload_model(model)
+            # Triton ends the stub later than it answers: until then, the model's next stub would find it warm.
+            wait_until(lambda: self._lacks(model), what=f"the runtime to let go of {model}")
         shutil.rmtree(self.gen / model, ignore_errors=True)
+
+    def _lacks(self, model: str) -> bool:
+        """Return whether a runtime answers that does not have the model."""
+        try:
+            return model not in self.status()["models"]
+        except (OSError, Closed):
+            return False
 
     def ready(self, model: str) -> bool:
         return bool(self.server.grpc.is_model_ready(model))

@@ -8,10 +8,12 @@ The compiler is Zig's, a wheel of 100 MB from PyPI, so that neither a compiler n
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rsrv.native import LIBRARY
@@ -33,9 +35,20 @@ OPTIONS = (
 def ensure() -> Path:
     """Return the library, built again if a source or this file is younger."""
     sources = [*SOURCES.glob("*.[ch]"), Path(__file__)]
-    if not LIBRARY.is_file() or LIBRARY.stat().st_mtime < max(path.stat().st_mtime for path in sources):
-        build(LIBRARY)
+    with one_builds():
+        if not LIBRARY.is_file() or LIBRARY.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+            build(LIBRARY)
     return LIBRARY
+
+
+@contextmanager
+def one_builds() -> Iterator[None]:
+    """Let one process install the compiler and build, and others wait for what it makes."""
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    with (folder / "native.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def build(

@@ -71,6 +71,9 @@ def preprocess(inputs):
 """
 #: Flags of a server that loads only the model `late`.
 ONE = ("--model-control-mode=explicit", "--load-model=late", HURRY)
+#: Of a model with such hooks.
+IMPORTING = r"^late's model.py has been importing for [3-9]\d(\.\d)? s; "
+WAITS = "of its model.py waits or loops"
 UNSERVED = r"^other has not been served for [3-9]\d(\.\d)? s"
 SILENT = r"the runtime of device 0 has not answered for \d\d(\.\d)? s"
 #: The runtime's Python, as a file that a test can break.
@@ -122,19 +125,25 @@ def test_a_device_that_gets_all_the_work_is_found(tmp_path: Path, start_triton: 
 
 @pytest.mark.long
 def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """While Triton loads one model for long, the others are a note; one that it is not told to load is critical until a reload."""
+    """An import of model.py keeps Triton's ports closed, which is critical; a model that it is not told to load is, afterwards."""
     gate = tmp_path / "gate"
     write_scale(tmp_path / "bundles" / "late", 2, hooks=LATE_HOOKS.format(gate=str(gate)))
     write_scale(tmp_path / "bundles" / "other", 2)
-    repository = make_repository(tmp_path, settings="lifecycle: {mode: static}")
+    repository = make_repository(
+        tmp_path, settings="{lifecycle: {mode: static}, stub: {hook_timeout_s: null}}"
+    )
     server = start_triton(repository, extra_args=ONE, wait_ready=False, expected=None)
     wait_until(
         lambda: any(one.server_pid == server.pid for one in find.running()), what="the control process"
     )
 
-    found = wait_until(lambda: all_of({"not_served"}, findings(server)))
+    found = wait_until(lambda: all_of({"not_served", "slow_import"}, findings(server)))
     check(found["not_served"], "note", UNSERVED, "Triton still loads its first models")
+    check(
+        found["slow_import"], "critical", f"{IMPORTING}Triton opens its ports after all first models", WAITS
+    )
     gate.touch()
+    wait_until(lambda: "slow_import" not in findings(server))
     found = wait_until(lambda: critical(findings(server)))
     check(found["not_served"], "critical", UNSERVED, "`rsrv reload other`")
 
@@ -142,6 +151,46 @@ def test_a_model_that_triton_did_not_load_is_found(tmp_path: Path, start_triton:
     wait_until(lambda: "not_served" not in findings(server))
     with caller(server) as call:
         call("other", rows(1))
+
+
+@pytest.mark.long  # a load may take a minute
+def test_an_import_that_hangs_is_found_until_its_load_fails(
+    tmp_path: Path, start_triton: StartTriton
+) -> None:
+    """Another load waits behind an import that holds Triton's only load thread; a minute later the model has failed, at its line."""
+    gate = tmp_path / "gate"
+    write_scale(tmp_path / "bundles" / "good", 2)
+    settings = (
+        f"{{stub: {{hook_timeout_s: 1}}, lifecycle: {{bundles: [{tmp_path / 'bundles'}], look_s: 0.1}}}}"
+    )
+    repository = make_repository(tmp_path, settings=settings)
+    flags = [*EXPLICIT, HURRY, "--model-load-thread-count=1"]
+    server = start_triton(repository, extra_args=flags, expected=None)
+    assert "slow_import" not in findings(server)
+
+    late = write_scale(tmp_path / "late", 2, hooks=LATE_HOOKS.format(gate=str(gate)))
+    place(late, tmp_path / "bundles" / "late")
+    wait_until(lambda: server.stub_pids("late"), what="the load of late")
+    place(write_scale(tmp_path / "other", 2), tmp_path / "bundles" / "other")
+    found = wait_until(lambda: all_of({"slow_import"}, findings(server)))
+    check(
+        found["slow_import"],
+        "critical",
+        f"{IMPORTING}other loads wait behind it: imports hold 1 of Triton's 1 load thread$",
+        WAITS,
+    )
+    assert not server.grpc.is_model_ready("other")
+
+    found = wait_until(lambda: all_of({"model_failed"}, findings(server)))
+    check(
+        found["model_failed"],
+        "critical",
+        "^late cannot be served",
+        "model.py has been importing for 6",
+    )
+    gate.touch()
+    wait_until(lambda: all(server.grpc.is_model_ready(name) for name in ("other", "late")))
+    wait_until(lambda: {"slow_import", "model_failed"}.isdisjoint(findings(server)))
 
 
 @pytest.mark.long

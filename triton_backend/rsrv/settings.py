@@ -231,7 +231,7 @@ class StubSection(Section):
         gt=0,
         allow_inf_nan=False,
         description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and its process is "
-        "replaced. null: no limit.",
+        "replaced. An import of model.py that takes longer than this, and than 60 s, fails its model's load. null: no limit.",
     )
     memory_limit_bytes: int | None = Field(
         None,

@@ -310,6 +310,7 @@ class FakeLifecycle:
     def __init__(self) -> None:
         self.failures: dict[str, BundleFailure] = {}
         self.process_ends: dict[str, int] = {}
+        self.load_threads = 4
         self.reached = True
         self.loading: set[str] = set()
         self.unwanted: set[str] = set()

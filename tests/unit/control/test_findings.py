@@ -124,6 +124,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
     busy = server(counts({"a": model(8000), "b": model()}))
     assert found(busy) == {}
     assert found(replace(busy, t=120.0), busy) == {}
+    assert found(server({**counts({"a": model()}), "importing": {"a": [29.0, 7]}}, starting=True)) == {}
     assert found(server(counts({}))) == {}
     assert found(replace(busy, t=0.1)) == {}
 
@@ -340,6 +341,55 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "a is served in an older version",
             server(counts({"a": model()}), failures={"a": BundleFailure("torn", since=1000.0)}),
         ),
+        (
+            "slow_import",
+            "critical",
+            "b's model.py has been importing for 45 s; other models load beside it: imports hold 2 of Triton's 4 load threads; also a",
+            server({**counts({"a": model(), "b": model()}), "importing": {"a": [31.0, 0], "b": [45.0, 7]}}, loading=frozenset("abc")),
+        ),
+        (
+            "slow_import",
+            "critical",
+            "a's model.py has been importing for 45 s; its requests wait for it",
+            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}),
+        ),
+        (
+            "slow_import",
+            "critical",
+            "a's model.py has been importing for 45 s; Triton opens its ports after all first models, so none is served",
+            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}, starting=True),
+        ),
+        (
+            "slow_import",
+            "critical",
+            "an older version is served; other loads wait behind it: imports hold 1 of Triton's 1 load thread",
+            server(
+                {**counts({"a": model()}), "importing": {"a": [45.0, 7]}},
+                entries={"a@1": entry("a"), "a@2": entry("a", stubs=[101])},
+                loading=frozenset("ab"),
+                load_threads=1,
+                missing={"b": 40.0},
+            ),
+        ),
+        (
+            "slow_import",
+            "warning",
+            "a's model.py has been importing for 45 s, and an older version is served; other models load beside it",
+            server(
+                {**counts({"a": model()}), "importing": {"a": [45.0, 7]}},
+                entries={"a@1": entry("a", stubs=[100, 101])},
+                loading=frozenset("a"),
+            ),
+        ),
+        (
+            "model_failed",  # in each further attempt, its stub is connected while it imports
+            "critical",
+            "a cannot be served, for 1.0 min now",
+            server(
+                {**counts({"a": model()}), "importing": {"a": [2.0, 7]}},
+                failures={"a": BundleFailure("model.py has been importing for 60 s", since=1000.0)},
+            ),
+        ),
         ("not_served", "critical", "a has not been served for 30 s", server(counts({}), missing={"a": 30.0, "b": 1.0})),
         (
             "not_served",
@@ -412,6 +462,21 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
             server(devices={0: DeviceFigures(down_s=30.0, silent_pid=7)}),
         ),
         ("runtime_down", "", "", server(devices={0: DeviceFigures(down_s=30.0)})),
+        (
+            "slow_import",
+            "line 7 of its model.py waits or loops",
+            "the import fails at 1.0 min (stub.hook_timeout_s)",
+            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}),
+        ),
+        (
+            "slow_import",
+            "its model.py waits or loops",
+            "with a number for stub.hook_timeout_s",
+            server(
+                {**counts({"a": model()}), "importing": {"a": [45.0, 0]}},
+                settings="stub: {hook_timeout_s: null}",
+            ),
+        ),
     ],
 )
 def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: ServerFigures) -> None:

@@ -26,6 +26,8 @@ from rsrv.control.triton import TritonEndpoint, _reason, read_endpoint
         ("tritonserver --model-control-mode=explicit -- --grpc-port=7", TritonEndpoint(mode="explicit")),
         ("tritonserver --exit-on-error=false", TritonEndpoint(exits_on_error=False)),
         ("tritonserver --exit-on-error true", TritonEndpoint()),
+        ("tritonserver --model-load-thread-count=32", TritonEndpoint(load_threads=32)),
+        ("tritonserver --model-load-thread-count=many", TritonEndpoint()),
         ("", TritonEndpoint()),
     ],
 )

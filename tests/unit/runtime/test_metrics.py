@@ -16,7 +16,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.metrics import Reporting
+from rsrv.stub.metrics import Meters, Reporting
 from rsrv.wire.frames import Kind, Status, pack_json
 from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
@@ -249,6 +249,29 @@ def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: 
     engine.close()
 
 
+def test_an_import_counts_until_its_connection_says_otherwise(
+    runtime: Runtime, doublings: dict[str, Path]
+) -> None:
+    """A stub reports the seconds and the line of an import of model.py on a connection, and then none, or closes it."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    attachment = engine.session.attachment
+    assert attachment is not None
+    lanes = [engine.session.open_connection(attachment.key) for _ in range(2)]
+    assert metrics(runtime)["importing"] == {}
+
+    for lane, importing in zip(lanes, ([7, 2], [45.0, 3]), strict=True):
+        lane.report({**Meters().take(), "importing": importing}, 10)
+    ((name, (seconds, line)),) = metrics(runtime)["importing"].items()
+    assert (name, line) == ("a", 3)
+    assert seconds >= 45.0
+    lanes[1].report(Meters().take(), 10)
+    assert metrics(runtime)["importing"]["a"][1] == 2
+    lanes[0].close()
+    wait_until(lambda: metrics(runtime)["importing"] == {})
+    lanes[1].close()
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -259,6 +282,8 @@ def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: 
         {"requests": [0, 0], "responses": {"ok": -1}, "hooks": {}},
         {"requests": [0, 0], "responses": {}, "hooks": {"b": {"pre": [0, 0]}}},
         {"requests": [0, 0], "responses": {}, "hooks": {"a": {"other": [0, 0]}}},
+        {"requests": [0, 0], "responses": {}, "hooks": {}, "importing": 3},
+        {"requests": [0, 0], "responses": {}, "hooks": {}, "importing": [1.0, None]},
     ],
     ids=json.dumps,
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.hooks.loader import HookError, load_hooks
+from rsrv.hooks.loader import HookError, import_limit_s, load_hooks
 
 
 def write(directory: Path, text: str) -> Path:
@@ -41,3 +41,8 @@ def test_a_file_without_hooks_is_refused(tmp_path: Path, text: str, message: str
     """Silence would hide a misspelt name."""
     with pytest.raises(HookError, match=message):
         load_hooks(write(tmp_path, text))
+
+
+def test_an_import_may_take_a_minute_however_short_the_limit_of_hooks_is() -> None:
+    """Hooks take milliseconds, and importing their libraries seconds."""
+    assert [import_limit_s(limit) for limit in (None, 0.5, 90.0)] == [None, 60.0, 90.0]

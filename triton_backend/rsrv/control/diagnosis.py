@@ -77,6 +77,14 @@ class Bundles(Protocol):
         """True once Triton has loaded its first models, or cannot be asked."""
 
     @property
+    def loading(self) -> Collection[str]:
+        """Models that Triton is loading or unloading."""
+
+    @property
+    def load_threads(self) -> int:
+        """Models that Triton loads at a time."""
+
+    @property
     def process_ends(self) -> Mapping[str, int]:
         """How often the process of a model in Triton was found dead."""
 
@@ -178,6 +186,8 @@ class Diagnosis:
             facts=self._facts,
             missing={name: at - since.get(name, at) for name in missing},
             starting=starting,
+            loading=frozenset(self._bundles.loading),
+            load_threads=self._bundles.load_threads,
             cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),

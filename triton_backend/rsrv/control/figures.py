@@ -73,6 +73,9 @@ class ServerFigures:
     #: True while Triton loads its first models, one after the other.
     starting: bool = False
     cold: frozenset[str] = frozenset()
+    #: Models that Triton is told to load or unload now, and how many it loads at a time.
+    loading: frozenset[str] = frozenset()
+    load_threads: int = 4
     #: By model, how often its process in Triton was found dead.
     process_ends: Mapping[str, int] = field(default_factory=dict)
     #: Bytes of /dev/shm that are free, and all of its bytes; None: not known.
@@ -81,6 +84,25 @@ class ServerFigures:
     spans: Mapping[str, int] = field(default_factory=dict)
     #: By model, requests that have left Triton's queue, and their seconds there; empty if Triton does not tell.
     queues: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def importing(self) -> dict[str, tuple[float, int]]:
+        """The models whose model.py is being imported: the seconds so far, and the line where that is (0: elsewhere)."""
+        found: dict[str, tuple[float, int]] = {}
+        for device in self.devices.values():
+            for name, (seconds, line) in device.counts.get("importing", {}).items():
+                found[name] = max(found.get(name, (0.0, 0)), (seconds, line))
+        return found
+
+    @property
+    def imports_hold_loads(self) -> bool:
+        """True if loads wait for an import of model.py: such imports hold all of Triton's load threads."""
+        return len(self.importing.keys() & self.loading) >= self.load_threads
+
+    def waits_for_import(self, model: str) -> bool:
+        """Return whether a model is served only when its model.py has been imported: no other stub has it ready."""
+        versions = (one for one in self.entries.values() if one["name"] == model and one["state"] == "ready")
+        return model in self.importing and len({pid for one in versions for pid in one["stubs"]}) < 2
 
     def policy(self, model: str, key: str) -> Any:
         """Return a setting of a model."""

@@ -251,8 +251,8 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "bundle_refused, compiled_at_start, deadlines_arrival, deadlines_execute, deadlines_gate, deadlines_load, "
         "deadlines_queue, disk_loads, held_back, meta_waits, model_failed, no_memory, not_resident, not_served, "
         "over_pinned, overloaded, padding, paused, process_ended, queue_full, requests_fail, runtime_down, "
-        "runtime_restarts, settings_refused, settings_waiting, shm_full, single_rows, slow_hooks, starved, traces_lost, "
-        "uneven_devices, waits_in_triton, weights_thrash, weights_too_big.",
+        "runtime_restarts, settings_refused, settings_waiting, shm_full, single_rows, slow_hooks, slow_import, starved, "
+        "traces_lost, uneven_devices, waits_in_triton, weights_thrash, weights_too_big.",
     ),
     MetricFamily(
         "rsrv_trace_spans_total",

@@ -141,6 +141,11 @@ class Reconciler:
         return self._states.busy
 
     @property
+    def load_threads(self) -> int:
+        """Models that Triton loads at a time."""
+        return self._triton.load_threads
+
+    @property
     def unwanted(self) -> Collection[str]:
         """Models of the repository that need not serve: unloaded by an operator, or being unloaded and removed."""
         return self._stubs.dismissed | self._states.unloading

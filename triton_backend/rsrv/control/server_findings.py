@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator
 from rsrv.control.figures import DeviceWindow, ModelActivity, merged
 from rsrv.control.findings import FEW, Case, ServerFinding, Severity
 from rsrv.histogram import LONG_SECONDS, SECONDS, Histogram
+from rsrv.hooks.loader import import_limit_s
 from rsrv.text import amount, by_number, duration, percent, some
 
 #: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less, and so does
 #: the return of hundreds of stubs to a new runtime.
 _DOWN_S, _UNSERVED_S = 10.0, 30.0
+#: Seconds after which an import of model.py is more than large libraries on a slow disk.
+_IMPORT_S = 30.0
 #: Seconds after which models that wait for the server's start are more than a note.
 _LONG_START_S = 600.0
 
@@ -91,6 +94,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
     }
     # A cold model serves with its next request, unless the latest one could not start it.
     ready = named["ready"] | case.now.cold - named["failed"]
+    ready -= {name for name in ready if case.now.waits_for_import(name)}
     texts = {name: one.text for name, one in case.now.failures.items()}
     for one in entries:
         if one["state"] == "failed" and one["name"] not in ready:
@@ -114,12 +118,47 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             )
 
 
+def _slow_import(case: Case) -> Iterator[ServerFinding]:
+    importing, threads = case.now.importing, case.now.load_threads
+    slow = [name for name, (seconds, _) in importing.items() if seconds >= _IMPORT_S]
+    if not slow:
+        return
+    longest, *others = sorted(slow, key=lambda name: (-importing[name][0], by_number(name)))
+    seconds, line = importing[longest]
+    where = f"line {line} of its model.py" if line else "its model.py"
+    held = f"imports hold {len(importing.keys() & case.now.loading)} of Triton's {_count(threads, 'load thread')}"
+    blocked = case.now.starting or case.now.imports_hold_loads
+    if case.now.starting:
+        effect = "Triton opens its ports after all first models, so none is served"
+    elif longest in case.now.loading:
+        effect = f"other {'loads wait behind' if blocked else 'models load beside'} it: {held}"
+    else:
+        effect = "its requests wait for it"
+    alone = case.now.waits_for_import(longest)
+    limit = import_limit_s(case.now.settings.stub.hook_timeout_s)
+    yield ServerFinding(
+        "slow_import",
+        "critical" if blocked or alone else "warning",
+        f"{longest}'s model.py has been importing for {duration(seconds)}"
+        f"{'' if alone else ', and an older version is served'}; {effect}{f'; also {some(others)}' if others else ''}",
+        f"{where} waits or loops: for a download, a lock, or another process",
+        "end what it waits for, or put what it downloads into the bundle; "
+        + (
+            f"the import fails at {duration(limit)} (stub.hook_timeout_s), and the log has the stack"
+            if limit is not None
+            else "with a number for stub.hook_timeout_s, such an import fails instead"
+        ),
+    )
+
+
 def _not_served(case: Case) -> Iterator[ServerFinding]:
     starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
     others = starting | case.now.failures.keys()
     waits = {name: s for name, s in case.now.missing.items() if s >= _UNSERVED_S and name not in others}
     if not waits or not any(one.instance for one in case.now.devices.values()):
         return
+    if case.now.imports_hold_loads:
+        return  # slow_import has the cause
     names, longest = sorted(waits, key=by_number), max(waits.values())
     evidence = f"{some(names)} {'has' if len(names) == 1 else 'have'} not been served for {duration(longest)}"
     if case.now.starting:
@@ -424,6 +463,7 @@ _DeviceRule = Callable[[Case, DeviceWindow], Iterator[ServerFinding]]
 SERVER_RULES: tuple[_ServerRule, ...] = (
     _runtime_down,
     _model_failed,
+    _slow_import,
     _not_served,
     _runtime_restarts,
     _process_ended,

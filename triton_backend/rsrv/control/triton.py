@@ -52,6 +52,8 @@ class TritonEndpoint:
     mode: Mode = "none"
     #: True if it ends when a model can't be loaded at its start, instead of serving the others.
     exits_on_error: bool = True
+    #: Models that it loads at a time.
+    load_threads: int = 4
     #: Headers that a restricted repository API requires. A secret: do not show them.
     metadata: tuple[tuple[str, str], ...] = ()
     #: Reason why it can't be called; empty if it can.
@@ -76,6 +78,7 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
         _reached(options, "grpc", "8001"),
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
         options.is_on("exit-on-error", default=True),
+        int(threads) if (threads := options.last("model-load-thread-count", "")).isdecimal() else 4,
         tuple(_restrictions(options.values("grpc-restricted-protocol"))),
         trouble,
         _reached(options, "http", "8000") if options.is_on("allow-http", default=True) else "",
@@ -152,6 +155,7 @@ class Triton:
         self.address, self.http = endpoint.address, endpoint.http
         self.trouble = endpoint.trouble
         self.exits_on_error = endpoint.exits_on_error
+        self.load_threads = endpoint.load_threads
         self._metadata = endpoint.metadata
         self._channel = grpc.aio.insecure_channel(
             endpoint.address,

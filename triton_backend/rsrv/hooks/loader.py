@@ -13,6 +13,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 Hook = Callable[[Arrays], Arrays]
 
 
+#: Seconds that an import may take, however short the limit of hooks is: large libraries take some.
+_IMPORT_S = 60.0
+
+
 class HookError(Exception):
     """model.py or the tokeniser is wrong; the message names the fault and the remedy."""
 
@@ -44,6 +48,11 @@ def load_run(path: Path) -> Callable[..., Any]:
     if run is None:
         raise HookError("model.py: a meta model defines run(inputs, call)")
     return run
+
+
+def import_limit_s(hook_timeout_s: float | None) -> float | None:
+    """Return the limit of an import of `model.py`, by `stub.hook_timeout_s`; None: there is none."""
+    return None if hook_timeout_s is None else max(hook_timeout_s, _IMPORT_S)
 
 
 def _execute(path: Path) -> types.ModuleType:

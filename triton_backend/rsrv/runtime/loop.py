@@ -387,6 +387,7 @@ class Loop:
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("REPORT before REGISTERED")
         self._reports.take(group, report)
+        connection.note_import(report.get("importing"), self._clock())
         shown = self._reports.figures(group) if report.get("figures") is True else {}
         connection.send(pack_json(Kind.REPORTED, shown))
 

@@ -98,6 +98,15 @@ class Registry:
         """Return all meta models that a stub serves."""
         return [group for group in self._groups().values() if group.counts is not None]
 
+    def importing(self, now: float) -> dict[str, tuple[float, int]]:
+        """Return the models whose stubs import a model.py that takes long: the seconds so far, and the line where it is."""
+        found: dict[str, tuple[float, int]] = {}
+        for one in self._transport.connections:
+            if one.group is not None and one.importing is not None:
+                since, line = one.importing
+                found[one.group.name] = max(found.get(one.group.name, (0.0, 0)), (now - since, line))
+        return found
+
     def _groups(self) -> dict[str, Registration]:
         """Return all registrations by key."""
         groups = (connection.group for connection in self._transport.connections)

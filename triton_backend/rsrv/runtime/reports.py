@@ -338,6 +338,7 @@ class Reports:
             "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
             "compile": counts.seconds.to_json(),
             "loop_bans": self._bans.count,
+            "importing": self._registry.importing(self._clock()),
         }
 
     def overview(self) -> dict[str, Any]:

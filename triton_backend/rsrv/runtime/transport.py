@@ -88,6 +88,8 @@ class PeerConnection:
         self.group: Registration | None = None  # None: not registered
         #: of the requests that wait for the registration's answer
         self.demand = Demand()
+        #: when its stub began to import a model.py that takes long, and the line where it is; None: it does not
+        self.importing: tuple[float, int] | None = None
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
         #: tokens of generations, with the connection's numbers of these
@@ -105,6 +107,16 @@ class PeerConnection:
             return self._receiver.receive()
         except BlockingIOError:
             return None
+
+    def note_import(self, said: Any, now: float) -> None:
+        """Note a stub's word on its import of model.py: `importing` of REPORT, None without one."""
+        self.importing = None
+        if said is not None:
+            try:
+                seconds, line = said
+                self.importing = now - float(seconds), int(line)
+            except (TypeError, ValueError) as error:
+                raise ProtocolError(f"a REPORT of an import that cannot be read: {error}") from None
 
     def add_segment(self, id: int, fds: list[int]) -> None:
         if len(fds) != 1:

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from rsrv.limits import can_have, lift_limit, limit_private_bytes, stack_bytes, total_memory
@@ -38,7 +38,7 @@ CHECKS = 10
 #: seconds between two checks, at least
 _MIN_CHECK_PERIOD_S = 0.01
 #: timeouts after which the backstop ends a process without checks
-_BACKSTOP_TIMEOUTS = 2.0
+BACKSTOP_TIMEOUTS = 2.0
 #: share of the hooks' memory that must be free again after a hook got MemoryError
 _MIN_FREE_SHARE = 1 / 8
 
@@ -138,6 +138,16 @@ def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
     return None
 
 
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread, None if it has ended."""
+    # A garbage collection inside the call would wait for a lock that the call holds (CPython before 3.12).
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        gc.enable()
+
+
 class HookGuard:
     """The guard of one process. Until it is started, it only notes which thread is in which hook."""
 
@@ -224,12 +234,7 @@ class HookGuard:
                 return
 
     def _end_hung(self, thread: int, interval: HookInterval) -> None:
-        # A garbage collection inside the call would wait for a lock that the call holds (CPython before 3.12).
-        gc.disable()
-        try:
-            frame = sys._current_frames().get(thread)
-        finally:
-            gc.enable()
+        frame = frame_of(thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
         del frame
         log.error(
@@ -254,7 +259,7 @@ class HookGuard:
 
     def _arm(self) -> None:
         if not self._closed.is_set():
-            self._backstop.put_off(_BACKSTOP_TIMEOUTS * self._timeout)
+            self._backstop.put_off(BACKSTOP_TIMEOUTS * self._timeout)
         self._armed = True
 
 

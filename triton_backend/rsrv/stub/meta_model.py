@@ -3,11 +3,11 @@
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from rsrv.hooks.loader import HookError, Hooks, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
+from rsrv.stub.hook_import import HookImport
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.model import ModelStub, ServedModel, Setup
 from rsrv.stub.replica import StubProcess
@@ -35,10 +35,11 @@ class MetaModelStub(ModelStub):
                 shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
             return shared[0]
 
-        @cache
-        def functions() -> tuple[Callable[..., Any], dict[str, Hooks]]:
-            run = load_run(setup.bundle / "model.py")
-            return run, {path.name: load_hooks(path / "model.py") for path in callees}
+        def load() -> tuple[Callable[..., Any], dict[str, Hooks]]:
+            return load_run(file), {path.name: load_hooks(path / "model.py") for path in callees}
+
+        file = setup.bundle / "model.py"
+        functions = HookImport(file, load)
 
         def make(device: int) -> MetaEngine:
             with setup.session(process, device, {path.name: str(path) for path in callees}) as session:
@@ -46,7 +47,7 @@ class MetaModelStub(ModelStub):
                     tensors,
                     session,
                     process,
-                    *functions(),
+                    *functions.result(session, process.begin(session)),
                     json.loads(external["string_value"]),
                     setup.outputs,
                     setup.batched,

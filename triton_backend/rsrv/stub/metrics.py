@@ -28,7 +28,7 @@ _REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
 #: requests of a report that took longest
 _SLOWEST = 32
 #: seconds that the runtime may take to answer
-_REPORT_TIMEOUT_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 #: seconds that `close` waits for the thread
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -208,7 +208,7 @@ class Reporting:
             if self._connection is None:
                 self._connection, self._attachment = self._session.open_connection(attachment.key), attachment
             self._report_spans(self._connection)
-            return self._connection.report({**report, "figures": self._mirror is not None}, _REPORT_TIMEOUT_S)
+            return self._connection.report({**report, "figures": self._mirror is not None}, REPORT_TIMEOUT_S)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
@@ -217,7 +217,7 @@ class Reporting:
     def _report_spans(self, connection: RuntimeConnection) -> None:
         while (taken := self._meters.spans.take()) != ([], 0):
             try:
-                connection.report_spans(*taken, _REPORT_TIMEOUT_S)
+                connection.report_spans(*taken, REPORT_TIMEOUT_S)
             except Exception:
                 spans, dropped = taken
                 self._meters.spans.lost(len(spans) + dropped)

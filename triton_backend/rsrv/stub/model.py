@@ -7,18 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from rsrv import logs
-from rsrv.hooks.loader import HookError, Hooks, load_hooks
+from rsrv.hooks.loader import HookError, load_hooks
 from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.generation import GenerationEngine
+from rsrv.stub.hook_import import HookImport
 from rsrv.stub.metrics import make_mirror
 from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replicas import Replicas
@@ -93,22 +94,21 @@ def serve_model(
     if batching := setup.config.get("sequence_batching"):
         process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
     prompts = cache(setup.prompts)
-
-    @cache
-    def hooks() -> Hooks:
-        return load_hooks(setup.bundle / "model.py")
+    hooks = HookImport(file := setup.bundle / "model.py", partial(load_hooks, file))
 
     def make(device: int) -> ModelReplica[Any]:
         with setup.session(process, device) as session:
-            facts = process.begin(session).models[0].generate
+            attachment = process.begin(session)
+            facts = attachment.models[0].generate
             replica: Engine | GenerationEngine
             if facts is not None:
                 made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
                 replica = GenerationEngine(tensors, session, process, made)
             else:
                 internal = "rsrv_internal" in setup.config["parameters"]
+                found = hooks.result(session, attachment)
                 replica = Engine(
-                    tensors, session, process, hooks(), setup.outputs, setup.batched, internal=internal
+                    tensors, session, process, found, setup.outputs, setup.batched, internal=internal
                 )
             replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
             return replica

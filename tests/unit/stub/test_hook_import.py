@@ -1,0 +1,115 @@
+"""The import of a bundle's model.py: it ends, raises, or hangs, and the runtime is told of one that takes long."""
+
+import os
+import queue
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rsrv.hooks.loader import HookError, Hooks, load_hooks
+from rsrv.stub import hook_import
+from rsrv.stub.connection import Rejected
+from rsrv.stub.hook_import import HookImport
+from rsrv.stub.session import Attachment, Session
+from tests.fakes import FakeBackstop
+
+#: The third line waits until the test opens the pipe for writing.
+WAITS = (
+    "from pathlib import Path\n\nPath({pipe!r}).read_text()\n\n\ndef preprocess(inputs):\n    return inputs\n"
+)
+
+
+class FakeSession:
+    """Records reports and connections; `rejects` to open one, as a runtime that is another one now."""
+
+    def __init__(self, *, rejects: bool = False) -> None:
+        self.rejects = rejects
+        self.reports: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self.opened = self.closed = 0
+
+    def open_connection(self, key: str) -> "FakeSession":
+        self.opened += 1
+        if self.rejects:
+            raise Rejected(f"{key} is not loaded")
+        return self
+
+    def report(self, report: Mapping[str, Any], patience: float) -> None:
+        self.reports.put(report)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
+    (file := folder / "model.py").write_text(text)
+    backstop = FakeBackstop()
+    return HookImport(file, partial(load_hooks, file), backstop), backstop
+
+
+def result(found: HookImport[Hooks], session: FakeSession, timeout: float | None = 90.0) -> Hooks:
+    attachment = SimpleNamespace(key="a@1", settings={"stub": {"hook_timeout_s": timeout}})
+    return found.result(cast("Session", session), cast("Attachment", attachment))
+
+
+def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
+    """Replicas share the functions; the runtime hears of the import before it begins, and the backstop stands by."""
+    found, backstop = imported("def preprocess(inputs):\n    return {'x': inputs['x'] + 1}\n", tmp_path)
+    session = FakeSession()
+
+    hooks = result(found, session)
+
+    assert hooks.preprocess is not None
+    assert hooks.preprocess({"x": np.ones(1)})["x"] == 2
+    assert result(found, session, timeout=None) is hooks
+    assert (session.opened, session.closed) == (1, 1)
+    assert session.reports.get(timeout=30)["importing"][1] == 0
+    assert session.reports.empty()
+    assert [backstop.told.get(timeout=30) for _ in range(2)] == [180.0, "cancel"]
+    assert backstop.told.empty()
+
+
+def test_a_model_without_the_file_has_no_hooks(tmp_path: Path) -> None:
+    """There is nothing to execute, and nothing to wait for."""
+    file, session = tmp_path / "model.py", FakeSession()
+    assert result(HookImport(file, partial(load_hooks, file), FakeBackstop()), session) == Hooks()
+    assert session.opened == 0
+
+
+@pytest.mark.parametrize("statement", ["raise OSError('away')", "import sys; sys.exit('away')"])
+def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_again(
+    statement: str, tmp_path: Path
+) -> None:
+    """Also sys.exit() ends the import, not the thread that waits for it in vain."""
+    found, _ = imported(statement, tmp_path)
+    with pytest.raises((OSError, SystemExit), match="away"):
+        result(found, FakeSession())
+    (tmp_path / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
+    assert result(found, FakeSession()).preprocess is not None
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+def test_an_import_that_hangs_fails_the_load_with_its_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rejects: bool
+) -> None:
+    """The runtime hears of it while it goes on, if there is one; the next attempt waits for the same import."""
+    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    session = FakeSession(rejects=rejects)
+
+    with pytest.raises(HookError, match="importing for 0 s and is at line 3"):
+        result(found, session, timeout=0.1)
+
+    assert "Path(" in caplog.text
+    assert (session.opened, session.closed) == (1, 0 if rejects else 1)
+    if not rejects:
+        reports = [session.reports.get(timeout=30)["importing"] for _ in range(11)]
+        assert [line for _, line in reports] == [0, *[3] * 10]
+        assert all(0 <= seconds < 30 for seconds, _ in reports)
+    pipe.write_text("")
+    assert result(found, session).preprocess is not None

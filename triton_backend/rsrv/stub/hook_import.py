@@ -1,0 +1,134 @@
+"""The import of a bundle's `model.py`, which may hang: it runs on a thread of its own, so that its model's load can fail.
+
+The runtime is told of an import that takes seconds: Triton shows nothing of it, and opens its ports only when all of its
+first models are loaded.
+"""
+
+import itertools
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rsrv.hooks.loader import HookError, import_limit_s
+from rsrv.stub.connection import RuntimeConnection
+from rsrv.stub.hook_guard import BACKSTOP_TIMEOUTS, CHECKS, Backstop, Faulthandler, frame_of
+from rsrv.stub.metrics import REPORT_TIMEOUT_S, Meters
+from rsrv.stub.session import UNREACHABLE, Attachment, Session
+
+log = logging.getLogger("rsrv.stub")
+
+T = TypeVar("T")
+
+#: seconds between two reports of an import that goes on, at most
+_REPORT_PERIOD_S = 5.0
+
+
+class HookImport(Generic[T]):
+    """Import of a `model.py` by `load`, once for all replicas of the model.
+
+    Python cannot end a thread, so an import that hangs goes on, and the next attempt waits for the same one.
+    """
+
+    def __init__(self, path: Path, load: Callable[[], T], backstop: Backstop | None = None) -> None:
+        """`path` is the file: without one there is nothing to wait for."""
+        self._path = path
+        self._load = load
+        self._backstop = backstop or Faulthandler()
+        self._lock = threading.Lock()
+        self._result: Future[T] | None = None
+        self._thread = 0
+        self._began = 0.0
+
+    def result(self, session: Session, attachment: Attachment) -> T:
+        """Return the functions of the file, which the first call executes.
+
+        Raises HookError, also if the import takes longer than it may, and any error of the file.
+        """
+        if not self._path.exists():
+            return self._load()
+        if (result := self._result) is not None and result.done() and result.exception() is None:
+            return result.result()
+        timeout = import_limit_s(attachment.settings["stub"]["hook_timeout_s"])
+        with ExitStack() as stack:
+            report = self._reporting(session, attachment.key, stack)
+            if timeout is not None:
+                stack.callback(self._backstop.cancel)
+                self._backstop.put_off(BACKSTOP_TIMEOUTS * timeout)
+            result = self._begin(report)
+            for period in _periods(timeout):
+                wait([result], period)
+                if result.done():
+                    return result.result()
+                report()
+        raise self._hang()
+
+    def _reporting(self, session: Session, key: str, stack: ExitStack) -> Callable[[], None]:
+        """Return a function that tells the runtime of the import until the stack is closed, if there is a runtime."""
+        connection: RuntimeConnection | None = None
+        with suppress(*UNREACHABLE):
+            connection = session.open_connection(key)
+            stack.callback(connection.close)
+
+        def report() -> None:
+            if connection is not None:
+                with suppress(TimeoutError, *UNREACHABLE):
+                    importing = [time.monotonic() - self._began, self._place()[0]]
+                    connection.report({**Meters().take(), "importing": importing}, REPORT_TIMEOUT_S)
+
+        return report
+
+    def _begin(self, report: Callable[[], None]) -> "Future[T]":
+        """Return the result of the import that goes on, or of a new one, which is reported first."""
+        with self._lock:
+            result = self._result
+            if result is None or (result.done() and result.exception() is not None):
+                self._began = time.monotonic()
+                # A library may hang while it holds the interpreter's lock.
+                report()
+                result = Future()
+                threading.Thread(target=self._execute, args=(result,), name="import", daemon=True).start()
+                self._result = result
+            return result
+
+    def _execute(self, result: "Future[T]") -> None:
+        self._thread = threading.get_ident()
+        try:
+            result.set_result(self._load())
+        except BaseException as error:  # noqa: BLE001 - also sys.exit(), as on the thread that waits
+            result.set_exception(error)
+
+    def _hang(self) -> HookError:
+        """Log where the import is, and return the error of the load."""
+        line, stack = self._place()
+        log.error("model.py is still being imported. It is here:\n%s", stack)
+        return HookError(
+            f"model.py has been importing for {time.monotonic() - self._began:.0f} s and is at line {line}. End what that "
+            "line waits for, or put what it downloads into the bundle; if the import needs longer, set "
+            "stub.hook_timeout_s above that"
+        )
+
+    def _place(self) -> tuple[int, str]:
+        """Return the line of model.py at which the import is, 0 if it is not there, and its whole stack."""
+        frame = frame_of(self._thread)
+        if frame is None:
+            return 0, "(it has ended)"
+        frames = traceback.walk_stack(frame)
+        lines = (line for one, line in frames if one.f_code.co_filename.endswith("/model.py"))
+        return next(lines, 0), "".join(traceback.format_stack(frame))
+
+
+def _periods(timeout: float | None) -> Iterable[float]:
+    """Yield the seconds until each check of an import that may take so long.
+
+    Checks are counted, not seconds, as in `HookGuard`: a process that was stopped is not blamed for that time.
+    """
+    if timeout is None:
+        return itertools.repeat(_REPORT_PERIOD_S)
+    period = min(_REPORT_PERIOD_S, timeout / CHECKS)
+    return itertools.repeat(period, round(timeout / period))

@@ -98,6 +98,7 @@ def test_a_recurrent_layer_is_exported(tmp_path: Path, cell: Any) -> None:
     assert bundle.manifest.outputs[0].dims == (-1, 5, 4)
 
 
+@pytest.mark.long
 def test_a_cell_keeps_its_carry_as_state(tmp_path: Path) -> None:
     """A recurrent cell is a step: its carry is the state of a sequence, and its variables are the weights."""
     graph, weights = nnx.split(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)), nnx.Param, ...)[:2]

@@ -137,6 +137,7 @@ def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
     assert bundle.manifest.outputs[0].dims == (-1, 4)
 
 
+@pytest.mark.long
 def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
     """Fourier transforms and matrix inverses are exported; complex numbers stay inside the module."""
     matrix = torch.eye(3) * 2

@@ -31,6 +31,7 @@ def close(found: dict[int, float], expected: list[float]) -> bool:
     )
 
 
+@pytest.mark.long
 def test_temperature_scales_the_probabilities() -> None:
     """At temperature 1 tokens come by their probabilities; at 0.5 by their squares."""
     assert close(draws(1, 0, 1), [0.4, 0.3, 0.2, 0.06, 0.04])
@@ -38,6 +39,7 @@ def test_temperature_scales_the_probabilities() -> None:
     assert close(draws(0.5, 0, 1), (squares / squares.sum()).tolist())
 
 
+@pytest.mark.long
 def test_a_model_of_64_bits_can_be_sampled() -> None:
     """With jax_enable_x64, tokens have 32 bits as without it."""
     settings = np.array([[1, 0, 1, 7]], np.float32)
@@ -113,6 +115,7 @@ def row(logits: Any, settings: list[float], position: int, place: int = 0, rows:
     return int(choose(batch, others, positions)[place])
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_token_in_any_batch() -> None:
     """A token depends on logits, settings, seed and position, and not on place, batch size or neighbours."""
     logits = np.random.default_rng(0).standard_normal(5).astype(np.float32)

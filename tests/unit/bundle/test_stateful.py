@@ -71,6 +71,7 @@ def test_a_sequence_begins_with_what_init_gives(tmp_path: Path) -> None:
     assert (total.tolist(), int(steps[3])) == ([[0, 0, 0]], 11)
 
 
+@pytest.mark.long
 def test_a_step_copies_no_pool(tmp_path: Path) -> None:
     """The compiled step of one row, which XLA handles as slices, and that of several write the pools where they are."""
 
@@ -89,6 +90,7 @@ def test_equal_exports_with_state_have_equal_digests(tmp_path: Path) -> None:
     assert export(tmp_path / "a" / "m").digest == export(tmp_path / "b" / "m").digest
 
 
+@pytest.mark.long
 def test_chunks_are_compared_with_the_whole_sequence(tmp_path: Path) -> None:
     """With the time as its variable axis, a module in chunks must agree with the whole sequence at once."""
 
@@ -253,6 +255,7 @@ def test_a_language_model_generates(model: Path) -> None:
     assert np.asarray(pools[0]).tolist() == [7, 4, 4, 7]
 
 
+@pytest.mark.long
 def test_a_model_that_ignores_lengths_is_refused(tmp_path: Path) -> None:
     """A step whose padding changes its answer is refused: chunks would differ from the whole prompt."""
 
@@ -266,6 +269,7 @@ def test_a_model_that_ignores_lengths_is_refused(tmp_path: Path) -> None:
         export_model(tmp_path / "model", careless, batch_sizes=[1])
 
 
+@pytest.mark.long
 def test_a_model_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Path) -> None:
     """A mask by a share of zero lets NaN through, which an earlier sequence may leave in its slot."""
     with pytest.raises(BundleError, match=r"output 'token': its logits are not finite\. A slot holds what"):
@@ -325,6 +329,7 @@ def test_a_bundle_with_state_is_upgraded(model: Path, tmp_path: Path) -> None:
     assert new.manifest.format_version == "3.2"
 
 
+@pytest.mark.long
 def test_the_documented_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example on the page is exported as it stands."""
     page = (Path(__file__).parents[3] / "docs" / "state.md").read_text(encoding="utf-8")

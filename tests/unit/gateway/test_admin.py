@@ -114,6 +114,7 @@ def _spoilt(draw: st.DrawFn) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.long
 @given(st.just("own 1\n"), st.lists(st.tuples(st.text(), st.one_of(st.text(), _ODD, _spoilt())), max_size=5))
 def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]) -> None:
     """For any text of workers, the merged result parses, and each sample names its worker."""

@@ -177,6 +177,7 @@ def test_gateways_that_disagree_come_together() -> None:
     assert set(Counter(at for at in homes(first.table).values()).values()) == {2}
 
 
+@pytest.mark.long
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_no_move_makes_a_warm_model_cold(seed: int) -> None:

@@ -114,6 +114,7 @@ def test_any_problem(
         assert not again.oversubscribed
 
 
+@pytest.mark.long
 @FEW_EXAMPLES
 @given(problems, st.floats(0, 1))
 def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:

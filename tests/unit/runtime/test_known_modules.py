@@ -60,6 +60,7 @@ print(counts()[0])
 """
 
 
+@pytest.mark.long
 def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
     """The answers are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
     (tmp_path / "cache").mkdir(mode=0o700)

@@ -244,6 +244,7 @@ def test_watching_again_sends_another_snapshot(runtime: Runtime, doublings: dict
     lane.close()
 
 
+@pytest.mark.long
 def test_a_watcher_that_does_not_read_is_cut_off(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """A watcher that does not read is disconnected, and others see every change."""
     lane = register(runtime, "a", doublings["a"])

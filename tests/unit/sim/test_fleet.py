@@ -144,6 +144,7 @@ def test_devices_that_cannot_be_divided_are_refused() -> None:
         parse_scenario("devices: 6\nservers: 4\nmodels: {a: {cost: {1: 0.1}}}\narrivals: []")
 
 
+@pytest.mark.long
 @FEW_EXAMPLES
 @given(
     st.sampled_from(MODES),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from examples import mlp
 from rsrv.stub.deferred import SENDER_THREADS
+from rsrv.wire import paths
 from rsrv.wire.socket import Closed, read_status
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
@@ -86,6 +88,15 @@ def new_runtime(server: RunningTriton, old: int) -> int | None:
 
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def connections(pid: int) -> int:
+    """Return a stub's connections to the living runtime, each of which has its black box open."""
+    found = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += link.readlink().name == paths.BLACKBOX
+    return found
 
 
 def check_exact(call: Caller) -> None:
@@ -267,6 +278,10 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
         inputs = {"x": u, "steps": np.full((1, 1), 100, np.int32)}
         assert_same(call("elastic", inputs), {"y": bundles.stepped(u, 100 + bundles.LEAST_STEPS)})
 
+    def connected() -> bool:
+        # For answers inside and after execute(), and for reports, of which there is one a second.
+        return all(connections(pid) == 3 for pid in stubs.values())
+
     def resources() -> tuple[int, ...]:
         # The stub that starts the runtime has more files open than the other one.
         files = sum(descriptors(pid) for pid in stubs.values())
@@ -282,6 +297,7 @@ def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., Run
             wait_until(lambda old=old: new_runtime(server, old), what="another runtime")  # type: ignore[misc]
             wait_until(lambda: not isinstance(outcome(lambda: use_both(call)), Refused))
             if round_ == 0:
+                wait_until(connected, what="three connections of each stub")
                 first = resources()
         wait_until(lambda: resources() == first, what=f"{resources()} to be {first}")
     assert server.stub_pids("exact") == [stubs["exact"]]

@@ -35,7 +35,8 @@ _GROWN = 0.3
 
 
 class _Catalogue(Fault):
-    load = clients("catalogue", grpc=4, http=2, pause=0.01)
+    #: A start may wait for one that compiles.
+    load = clients("catalogue", grpc=4, http=2, pause=0.01, patience=_PATIENCE_S)
     expected = Expected(())
     patience = 60.0
     house = "catalogue"

@@ -40,18 +40,22 @@ class Client(NamedTuple):
     model: str
     protocol: str
     pause: float
+    #: Seconds that it waits for an answer.
+    patience: float = PATIENCE
 
     def __str__(self) -> str:
-        return f"{self.model}/{self.protocol}/{self.pause:g}"
+        return f"{self.model}/{self.protocol}/{self.pause:g}/{self.patience:g}"
 
     @classmethod
     def parse(cls, text: str) -> Client:
-        model, protocol, pause = text.split("/")
-        return cls(model, protocol, float(pause))
+        model, protocol, pause, patience = text.split("/")
+        return cls(model, protocol, float(pause), float(patience))
 
 
-def clients(model: str, *, grpc: int = 0, http: int = 0, pause: float) -> list[Client]:
-    return [Client(model, "grpc", pause)] * grpc + [Client(model, "http", pause)] * http
+def clients(
+    model: str, *, grpc: int = 0, http: int = 0, pause: float, patience: float = PATIENCE
+) -> list[Client]:
+    return [Client(model, "grpc", pause, patience)] * grpc + [Client(model, "http", pause, patience)] * http
 
 
 class Connection:
@@ -163,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
 
     def work(number: int, client: Client) -> None:
         rng = np.random.default_rng([int(seed), number])
-        connection = Connection(client.protocol, urls[client.protocol])
+        connection = Connection(client.protocol, urls[client.protocol], client.patience)
         while not stop.wait(client.pause):
             question = QUESTIONS[client.model](rng)
             sent = time.monotonic()
@@ -193,9 +197,10 @@ def main(arguments: Sequence[str]) -> None:
 class Load:
     """A running load and its records so far."""
 
-    def __init__(self, process: subprocess.Popen[str], models: frozenset[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], clients: Sequence[Client]) -> None:
         self._process = process
-        self.models = models
+        self.models = frozenset(client.model for client in clients)
+        self._patience = max(client.patience for client in clients)
         self.records: list[Record] = []
         self._beside: list[threading.Thread] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -235,7 +240,7 @@ class Load:
         """End it; return when the last request has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(2 * PATIENCE)
+        self._process.wait(PATIENCE + self._patience)
         for thread in (self._reader, *self._beside):
             thread.join()
 
@@ -253,7 +258,7 @@ def load(grpc_url: str, http_url: str, wanted: Sequence[Client], seed: int) -> I
     """Run clients beside the block."""
     command = [sys.executable, "-m", "tests.chaos.load", grpc_url, http_url, str(seed), *map(str, wanted)]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    made = Load(process, frozenset(client.model for client in wanted))
+    made = Load(process, wanted)
     try:
         yield made
     finally:

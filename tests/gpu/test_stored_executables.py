@@ -15,9 +15,11 @@ import numpy as np
 
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.stateful import export_stateful
 from rsrv_gen.cli import main as rsrv_gen
 from tests.gpu.fake_gpu import INSTALLED, FakeGpu
 from tests.unit.runtime.conftest import build_here
@@ -25,16 +27,26 @@ from tests.unit.runtime.conftest import build_here
 
 def start(repository: Path, cache: Path) -> tuple[int, int]:
     """Start on the card as a server does; return how many modules were compiled, and how many were loaded."""
-    device = JaxDevice("cuda", cache, repository=repository)
-    # Not executed: the fake cuBLAS multiplies nothing.
-    for module, signature in probes("auto"):
-        device.compile(module, signature)
-    model = build_here(repository / "doubling" / "1" / "bundle", device)
+    device, model = started(repository, "doubling", cache)
     assert model.weights is not None
     for (_, size), executable in model.executables.items():
         (y,), _ = run(device, executable, model.weights, [np.ones((size, 3), np.float32)])
         assert y.shape == (size, 3)
     return device.cache_counts.compiled, device.cache_counts.from_cache
+
+
+def start_with_state(repository: Path, cache: Path) -> tuple[int, int]:
+    """Start a model with state; return as `start` does. Nothing is executed, because the pools are the server's."""
+    device, _ = started(repository, "sums", cache)
+    return device.cache_counts.compiled, device.cache_counts.from_cache
+
+
+def started(repository: Path, name: str, cache: Path) -> tuple[JaxDevice, CompiledModel]:
+    device = JaxDevice("cuda", cache, repository=repository)
+    # Not executed: the fake cuBLAS multiplies nothing.
+    for module, signature in probes("auto"):
+        device.compile(module, signature)
+    return device, build_here(repository / name / "1" / "bundle", device)
 
 
 #: of a process that compiles without the card
@@ -64,6 +76,29 @@ def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     assert "doubling: 3 modules" in runtime("compile_for", repository, "h100")
     assert gpu.run(start, repository, tmp_path / "second cache") == (0, 4)
     assert "3 kept" in runtime("compile_for", repository, "h100")
+
+
+def export_sums(path: Path) -> None:
+    """Write a bundle whose sequences each have a sum."""
+
+    def add(params: Any, state: Any, x: jax.Array) -> Any:
+        return {"y": state + x}, state + x
+
+    inputs = {"x": np.ones((1, 3), np.float32)}
+    export_stateful(
+        add, jax.ShapeDtypeStruct((3,), np.float32), {}, inputs, slots=8, batch_sizes=[1, 4], out_dir=path
+    )
+
+
+def test_modules_with_state_are_stored_as_others_are(gpu: FakeGpu, tmp_path: Path) -> None:
+    """A step that writes its sequences' state in place is compiled without a card, and loaded by the server."""
+    repository = tmp_path / "gen"
+    export_sums(tmp_path / "sums")
+    assert rsrv_gen([str(tmp_path / "sums"), "-o", str(repository)]) == 0
+
+    assert "sums: 2 modules" in runtime("compile_for", repository, "h100")
+
+    assert gpu.run(start_with_state, repository, tmp_path / "cache") == (0, 3)
 
 
 def export_convolution(path: Path) -> None:

@@ -112,7 +112,8 @@ def test_text_streams_over_http(server: RunningTriton) -> None:
     with Stream(server, "teller", text_input="hello", max_tokens=40) as stream:
         pieces = list(stream)
     assert "".join(one["text_output"] for one in pieces) == told(b"hello", 40)
-    assert len(pieces) > 5
+    # A busy server sends several tokens in a piece.
+    assert len(pieces) > 1
     last = pieces[-1]
     assert (last["finish_reason"], last["prompt_tokens"], last["completion_tokens"]) == ("length", 5, 40)
     assert not any("finish_reason" in one for one in pieces[:-1])

@@ -66,6 +66,14 @@ class Deaths:
     def come_back(self, box: BlackBox | None = None) -> None:
         self.runtime = self._start(self._settings, blackbox=box)
 
+    def replace(self, engine: MetaEngine) -> None:
+        """Have the next runtime serve the engine's model after the death of this one."""
+        self.die()
+        # Until the engine notices the death it counts as ready.
+        wait_until(lambda: not engine.ready)
+        self.come_back()
+        wait_until(lambda: engine.ready)
+
 
 @pytest.fixture
 def deaths(start_runtime: StartRuntime) -> Deaths:
@@ -109,9 +117,7 @@ def test_a_run_between_calls_goes_on_with_its_results(deaths: Deaths, start_meta
     one = request(value=3)
     assert engine.execute([one]) is None
     pause.reached()
-    deaths.die()
-    deaths.come_back()
-    wait_until(lambda: engine.ready)
+    deaths.replace(engine)
     before = len(deaths.runtime.device.executed)
 
     pause.go()
@@ -273,9 +279,7 @@ def test_a_restartable_run_that_uses_another_runs_tensor_does_not_begin_again(
     one, late = request(), request()
     assert engine.execute([one]) is None
     assert_y(answer_of(one), rows(1, 8))
-    deaths.die()
-    deaths.come_back()
-    wait_until(lambda: engine.ready)
+    deaths.replace(engine)
     assert engine.execute([late]) is None
 
     assert_fails(answer_of(late), FakeError.INTERNAL, "by another request, which is over")
@@ -343,9 +347,7 @@ def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
     assert engine.execute([one]) is None
     pause.reached()
     for _ in range(3):
-        deaths.die()
-        deaths.come_back()
-        wait_until(lambda: engine.ready)
+        deaths.replace(engine)
     pause.go()
 
     assert_y(answer_of(one), rows(1, 16))
@@ -358,9 +360,7 @@ def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, 
     assert engine.execute([one]) is None
     for _ in range(times):
         pause.reached()
-        deaths.die()
-        deaths.come_back()
-        wait_until(lambda: engine.ready)
+        deaths.replace(engine)
         now[0] += 1000.0
         pause.go()
     pause.reached()

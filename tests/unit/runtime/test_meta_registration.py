@@ -75,7 +75,9 @@ def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
             thread.join()
 
         assert len(reasons) == 3
-        assert all(f"model '{bad[0]}', which it calls" in reason for reason in reasons), reasons
+        # Of two broken ones, either may fail first.
+        named = [f"model '{name}', which it calls" for name in bad]
+        assert all(any(name in reason for name in named) for reason in reasons), reasons
         wait_until(lambda: models().keys() == {"b", "c"})
         assert read_status(os.getpid())["metas"].keys() == {"other"}
     wait_until(lambda: not models())

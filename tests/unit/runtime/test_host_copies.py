@@ -22,6 +22,7 @@ from rsrv.runtime.host_weights import HostStore
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
+from rsrv_bundle import BundleError
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError, Gate
 from tests.runtime_commands import command, set_residency
@@ -327,35 +328,114 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
         assert house.ask("b") == 2
 
 
-@pytest.mark.parametrize("house", [f"weight_budget_bytes: {2 * _BYTES}"], indirect=True)
-def test_a_disk_that_stalls_delays_other_loads_until_it_goes_on_and_no_executions(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The link takes one load at a time; models on the device, and copies that are being dropped, do not wait."""
-    house.serve("a", "b", "c")
-    set_residency(os.getpid(), "a", "unpinned")
-    house.spread("b", "c")
-    command(os.getpid(), {"command": "evict", "model": "b"})
-    assert house.ask("c") == 3
-    disk, real = Gate(), WeightsFile.read_into
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Return a gate that every read of a weights file waits at while it is clear."""
+    gate, real = Gate(), WeightsFile.read_into
 
     def read(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
-        disk.enter()
+        gate.enter()
         real(file, index, out, digest=digest)
 
     monkeypatch.setattr(WeightsFile, "read_into", read)
-    command(os.getpid(), {"command": "evict", "model": "a"})
+    yield gate
+    gate.set()
+
+
+three_models = pytest.mark.parametrize("house", [f"weight_budget_bytes: {3 * _BYTES}"], indirect=True)
+
+
+def stall(house: House, disk: Gate) -> Any:
+    """Stall the disk while it reads the weights of `a` for a request, which is returned; `b` is only on the host."""
+    house.serve("a", "b", "c")
+    set_residency(os.getpid(), "a", "unpinned")
+    house.spread("b", "c")
+    for name in "ab":
+        command(os.getpid(), {"command": "evict", "model": name})
     disk.clear()
     slow = ask(house.engines["a"])
     assert disk.waiting.wait(10)
-    behind = ask(house.engines["b"])
+    return slow
 
-    assert house.ask("c") == 3
-    set_residency(os.getpid(), "c", "unpinned")
-    house.spread("b")
+
+@three_models
+def test_a_disk_that_stalls_delays_no_load_from_host_memory(house: House, disk: Gate) -> None:
+    """Models whose weights are in host memory are loaded and answered meanwhile, and copies are dropped."""
+    slow = stall(house, disk)
+
+    assert house.status()["models"]["a"]["weights_state"] == "reading"
+    assert [house.ask(name) for name in "bcb"] == [2, 3, 2]
+    set_residency(os.getpid(), "c", "device")
+    wait_until(lambda: house.status()["models"]["c"]["weights"] == "resident")
     disk.set()
 
-    assert (answered(slow), answered(behind)) == (1, 2)
+    assert answered(slow) == 1
+
+
+@three_models
+def test_weights_that_were_read_for_a_load_leave_host_memory_with_it(house: House, disk: Gate) -> None:
+    """An unpinned model takes host memory from its read to its load only."""
+    slow = stall(house, disk)
+    host = house.runtime.loop._weights.mover
+    assert host is not None
+    wait_until(lambda: host.host.taken == 3 * _BYTES)
+    disk.set()
+
+    assert answered(slow) == 1
+    wait_until(lambda: host.host.taken == 2 * _BYTES)
+    assert house.kept() == {"b", "c"}
+
+
+@three_models
+def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house: House, disk: Gate) -> None:
+    """Its requests end at once, and the next model on disk is read after it."""
+    slow = stall(house, disk)
+    house.engines.pop("a").close()
+    wait_until(lambda: house.status()["models"].get("a", {}).get("state") != "ready")
+    assert house.ask("b") == 2
+    disk.set()
+
+    wait_until(lambda: "a" not in house.status()["models"])
+    assert slow.answers.get(timeout=10).error is not None
+    house.serve("a")
+    assert house.ask("a") == 1
+
+
+@three_models
+def test_a_read_that_fails_fails_its_own_requests(
+    house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets the reason, further requests are refused for a while, and others are served."""
+    slow = stall(house, disk)
+
+    def fail(file: WeightsFile, *args: Any) -> bool:
+        raise BundleError("weights.safetensors: cannot be read: Input/output error")
+
+    monkeypatch.setattr(WeightsFile, "_fill", fail)
+    disk.set()
+
+    why = "could not be loaded: weights.safetensors: cannot be read: Input/output error"
+    assert refused(slow.answers.get(timeout=10), FakeError.INTERNAL, why)
+    assert house.status()["models"]["a"]["weights_state"] == "backoff"
+    assert house.ask("b") == 2
+
+
+@three_models
+def test_weights_that_no_request_needs_any_more_do_not_stay_read(
+    house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read for a request that is cancelled meanwhile is freed at the next look at host memory."""
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    slow = stall(house, disk)
+    slow.cancelled = True
+    wait_until(lambda: house.status()["models"]["a"]["queued"] == 0)
+    disk.set()
+
+    mover = house.runtime.loop._weights.mover
+    assert mover is not None
+    wait_until(lambda: house.status()["models"]["a"]["weights_state"] == "on disk")
+    wait_until(lambda: mover.host.taken == 2 * _BYTES)
+    assert house.ask("a") == 1
 
 
 @two_copies

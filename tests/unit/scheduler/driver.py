@@ -16,6 +16,7 @@ from rsrv.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
     Admit,
+    CopyChanged,
     Event,
     Evict,
     EvictWeights,
@@ -36,6 +37,7 @@ from rsrv.scheduler.events import (
     PolicyChanged,
     Prefetch,
     Program,
+    ReadWeights,
     Reason,
     Request,
     RequestsArrived,
@@ -48,6 +50,7 @@ from rsrv.scheduler.events import (
     WarmUp,
     WarmUpEnded,
     WeightsLoaded,
+    WeightsRead,
     WindDown,
     WoundDown,
 )
@@ -130,9 +133,11 @@ class Driver:
         self.winding_down = False
         #: Models to be evicted, which may still be resident.
         self.leaving: set[str] = set()
-        #: model -> epoch of its present load.
+        #: model -> epoch of its present load, and of its present read; and the models whose weights are on disk only.
         self.loading: dict[str, int] = {}
-        #: Models whose load is to be abandoned, that warm up, and whose load was abandoned.
+        self.reading: dict[str, int] = {}
+        self.on_disk: set[str] = set()
+        #: Models whose load or read is to be abandoned, that warm up, and whose load was abandoned.
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
@@ -178,6 +183,11 @@ class Driver:
             (self.generative.add if event.program.feeds_back else self.generative.discard)(
                 event.program.model
             )
+        if isinstance(event, ModelAdded | CopyChanged):
+            name = event.program.model if isinstance(event, ModelAdded) else event.model
+            absent = event.on_disk if isinstance(event, ModelAdded) else not event.present
+            if name not in self.reading:  # the end of the read says it
+                (self.on_disk.add if absent else self.on_disk.discard)(name)
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
         if isinstance(event, Paused):
@@ -207,6 +217,14 @@ class Driver:
         ):
             del self.loading[event.model]
             self.abandoning.discard(event.model)
+        if (
+            isinstance(event, WeightsRead | LoadFailed | LoadAbandoned)
+            and self.reading.get(event.model) == event.epoch
+        ):
+            del self.reading[event.model]
+            self.abandoning.discard(event.model)
+            if isinstance(event, WeightsRead):
+                self.on_disk.discard(event.model)
         idle = self._idle_evictions()
         out = self.scheduler.handle(event, self.now)
         if isinstance(event, RequestsArrived):
@@ -227,9 +245,14 @@ class Driver:
         assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())
         return out
 
-    def add(self, *programs: Program, resident: bool = True, warm_up: bool = False) -> None:
+    def add(
+        self, *programs: Program, resident: bool = True, warm_up: bool = False, on_disk: bool = False
+    ) -> None:
         for one in programs:
-            self.send(ModelAdded(one, resident, warm_up))
+            self.send(ModelAdded(one, resident, warm_up, on_disk=on_disk))
+
+    def read(self, model: str, seconds: float = 0.0) -> list[Instruction]:
+        return self.send(WeightsRead(model, self.reading[model], seconds), after=seconds)
 
     def load(self, model: str, seconds: float = 0.0) -> list[Instruction]:
         return self.send(WeightsLoaded(model, self.loading[model], seconds), after=seconds)
@@ -237,7 +260,7 @@ class Driver:
     def fail_load(
         self, model: str, error: str = "no such file", *, out_of_memory: bool = False
     ) -> list[Instruction]:
-        return self.send(LoadFailed(model, self.loading[model], error, out_of_memory))
+        return self.send(LoadFailed(model, (self.loading | self.reading)[model], error, out_of_memory))
 
     def warm_up_ends(
         self, model: str, cost: float | None = 0.001, *, out_of_memory: bool = False
@@ -248,7 +271,7 @@ class Driver:
         return self.send(WarmUpEnded(model, new, out_of_memory))
 
     def abandon_load(self, model: str) -> list[Instruction]:
-        return self.send(LoadAbandoned(model, self.loading[model]))
+        return self.send(LoadAbandoned(model, (self.loading | self.reading)[model]))
 
     def pause(self, mode: Pause | None, *models: str) -> list[Instruction]:
         """Pause models; None resumes them."""
@@ -343,7 +366,9 @@ class Driver:
     def settle(self) -> None:
         """Let loads and executions end, at most a hundred: more would mean that one undoes another."""
         for _ in range(100):
-            if self.loading:
+            if self.reading:
+                self.read(next(iter(self.reading)))
+            elif self.loading:
                 self.load(next(iter(self.loading)))
             elif self.executing:
                 self.finish()
@@ -378,9 +403,14 @@ class Driver:
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
                 assert not any(one.alone for one in self.executing.values())
+                assert instruction.model not in self.on_disk
                 self.loading[instruction.model] = instruction.epoch
+            case ReadWeights():
+                assert not self.reading
+                assert instruction.model in self.on_disk - self.resident - self.loading.keys()
+                self.reading[instruction.model] = instruction.epoch
             case AbandonLoad():
-                assert self.loading[instruction.model] == instruction.epoch
+                assert (self.loading | self.reading)[instruction.model] == instruction.epoch
                 assert instruction.model not in self.abandoning
                 self.abandoning.add(instruction.model)
             case WarmUp():

@@ -24,6 +24,7 @@ from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     Admit,
     Compact,
+    CopyChanged,
     Event,
     Evict,
     LoadAbandoned,
@@ -42,6 +43,7 @@ from rsrv.scheduler.events import (
     RunsAsked,
     SettingsChanged,
     WeightsLoaded,
+    WeightsRead,
 )
 from rsrv.scheduler.eviction import POLICIES
 from rsrv.scheduler.scheduler import Scheduler
@@ -172,11 +174,26 @@ class RandomEvents(RuleBasedStateMachine):
 
     # --- models --------------------------------------------------------------------------------------
 
-    @rule(program=programs, pause=pauses, resident=st.booleans(), warm_up=st.booleans())
-    def add(self, program: Program, pause: float, resident: bool, warm_up: bool) -> None:
+    @rule(
+        program=programs, pause=pauses, resident=st.booleans(), warm_up=st.booleans(), on_disk=st.booleans()
+    )
+    def add(self, program: Program, pause: float, resident: bool, warm_up: bool, on_disk: bool) -> None:
         if program.model not in self.driver.scheduler.snapshot().models:
             self.programs[program.model] = program
-            self.driver.send(ModelAdded(program, resident, warm_up), after=pause)
+            self.driver.send(ModelAdded(program, resident, warm_up, on_disk=on_disk), after=pause)
+
+    @rule(model=st.sampled_from((*MODELS, "nobody")), present=st.booleans())
+    def copy_changes(self, model: str, present: bool) -> None:
+        self.driver.send(CopyChanged(model, present))
+
+    @precondition(lambda self: self.driver.reading)
+    @rule(pause=pauses, how=st.sampled_from(["good", "good", "bad"]))
+    def read_ends(self, pause: float, how: str) -> None:
+        (model,) = self.driver.reading
+        if how == "good":
+            self.driver.read(model, pause)
+        else:
+            self.driver.fail_load(model)
 
     @rule(model=st.sampled_from(MODELS), pinned=st.booleans())
     def pin(self, model: str, pinned: bool) -> None:
@@ -252,20 +269,21 @@ class RandomEvents(RuleBasedStateMachine):
             self.driver.fail_load(model, out_of_memory=out_of_memory)
 
     @precondition(lambda self: self.driver.abandoning)
-    @rule()
-    def abandon_load(self) -> None:
-        (model,) = self.driver.abandoning
-        self.driver.abandon_load(model)
+    @rule(data=st.data())
+    def abandon_load(self, data: st.DataObject) -> None:
+        self.driver.abandon_load(data.draw(st.sampled_from(sorted(self.driver.abandoning))))
 
     @precondition(lambda self: self.driver.loading)
-    @rule(data=st.data(), how=st.sampled_from(["good", "bad", "abandoned"]))
+    @rule(data=st.data(), how=st.sampled_from(["good", "bad", "abandoned", "read"]))
     def late_end_of_a_load(self, data: st.DataObject, how: str) -> None:
         latest = max(self.driver.loading.values())
         epoch = data.draw(st.integers(1, latest))
         model = data.draw(st.sampled_from(MODELS))
-        if self.driver.loading.get(model) != epoch:
-            late: WeightsLoaded | LoadFailed | LoadAbandoned = LoadAbandoned(model, epoch)
-            if how != "abandoned":
+        if epoch not in (self.driver.loading.get(model), self.driver.reading.get(model)):
+            late: WeightsRead | WeightsLoaded | LoadFailed | LoadAbandoned = LoadAbandoned(model, epoch)
+            if how == "read":
+                late = WeightsRead(model, epoch, 0.1)
+            elif how != "abandoned":
                 good = how == "good"
                 late = WeightsLoaded(model, epoch, 0.1) if good else LoadFailed(model, epoch, "late")
             ended, running = len(self.driver.ended), len(self.driver.executing)
@@ -501,8 +519,17 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                 driver.abandon_load(model)
             else:
                 driver.load(model, pause)
+        case "model" if model in driver.reading:
+            if model in driver.abandoning:
+                driver.abandon_load(model)
+            elif chance.random() < 0.2:
+                driver.fail_load(model)
+            else:
+                driver.read(model, pause)
         case "model" if model in driver.warming:
             driver.warm_up_ends(model)
+        case "model" if chance.random() < 0.1:
+            driver.send(CopyChanged(model, chance.random() < 0.5))
         case "model" if chance.random() < 0.05:
             driver.send(Compact())
         case "model" if chance.random() < 0.02:
@@ -553,7 +580,9 @@ def _drain_and_replay(driver: Driver) -> None:
     driver.pause(None, *loaded)
     driver.wind_down(None)
     for _ in range(10_000):
-        if driver.loading:
+        if driver.reading:
+            driver.read(next(iter(driver.reading)))
+        elif driver.loading:
             driver.load(next(iter(driver.loading)))
         elif driver.warming:
             driver.warm_up_ends(min(driver.warming))

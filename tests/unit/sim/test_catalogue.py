@@ -77,7 +77,7 @@ def test_an_idle_model_falls_back_step_by_step() -> None:
     )
 
     assert [one.ended for one in record.requests] == [3.6, 20.6, 121.6, 903.6]
-    assert [(one.started, one.read_bytes) for one in record.loads] == [(3, 0), (20, 0), (120, 100), (903, 0)]
+    assert [(one.started, one.read_bytes) for one in record.loads] == [(3, 0), (20, 0), (121, 100), (903, 0)]
     assert record.evictions == [("a", 13.6), ("a", 30.6), ("a", 131.6), ("a", 913.6)]
     assert [one.began for one in record.starts] == [0, 900]
     assert record.host[:4] == [(0, 100), (80.6, 0), (120, 100), (181.6, 0)]

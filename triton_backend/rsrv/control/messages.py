@@ -39,7 +39,9 @@ _SUMS = frozenset(
 )
 _COUNTS = frozenset({"outcomes", "sizes", "sequences"})
 #: Precedence among the states of a model's weights on several devices.
-_WEIGHT_STATES = ("resident", "evicting", "reserved", "loading", "queued", "backoff", "absent", "on disk")
+_WEIGHT_STATES = (
+    *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk"),
+)
 #: Fields with the same name and another form in both.
 _TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 

@@ -222,6 +222,8 @@ def life(state: str, weights: str, step: str = "") -> str:
         return state
     if weights in ("resident", "reserved", "evicting"):
         return "resident"
+    if weights == "reading":
+        return "warm, reading its weights from disk"
     return "warm" if weights == "absent" else f"warm, weights {weights}"
 
 

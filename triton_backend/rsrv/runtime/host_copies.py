@@ -2,11 +2,11 @@
 
 A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for those of
 models that are loaded, and leave when the machine, or the container, is short of memory, or after `idle.host`. A model
-without one stays ready: its loads read the file.
+without one stays ready: before each load, its file is read. What the host has is told to the scheduler, which decides that.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +15,7 @@ from math import inf
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.weight_mover import CopiesDropped, CopyMade, HostMemoryMeasured, WeightMover
+from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.host")
@@ -65,9 +66,10 @@ def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) 
 class HostCopies:
     """Decisions about the host copies of all models. Belongs to the loop; the weight mover carries them out."""
 
-    def __init__(self, catalog: Catalog, scheduler: Scheduler) -> None:
+    def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: deque[ev.Event]) -> None:
         self._catalog = catalog
         self._scheduler = scheduler
+        self._outbox = outbox
         self._mover: WeightMover | None = None
         #: models without a copy that were loaded and should have one, the first to get it first
         self._wanting: dict[str, None] = {}
@@ -83,6 +85,7 @@ class HostCopies:
 
     def loaded(self, model: CompiledModel) -> None:
         """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
+        self._tell(model)
         if model.residency == "system" and not model.host.kept:
             self._wanting[model.key] = None
             if self._mover is not None and not (self._drops or self._makes):
@@ -100,7 +103,26 @@ class HostCopies:
             self._reviews = False
             lacking = self._review(message.spare, now)
         self._make(message.spare)
+        self._tell_all()
         return lacking
+
+    def _tell_all(self) -> None:
+        """Tell the scheduler which copies have come or gone; free what was read for loads that are not needed any more."""
+        for key, entry in self._catalog.entries.items():
+            model = entry.model
+            if model is None or entry.ending:
+                continue
+            at_rest = self._scheduler.idle_since(key) < inf
+            if at_rest and model.host.read_ahead_bytes and self._mover is not None:
+                self._mover.end_read_ahead(model.host)
+            # Weights that were read ahead of a load count as copied until its end.
+            if at_rest or model.host.kept or entry.weights == "resident":
+                self._tell(model)
+
+    def _tell(self, model: CompiledModel) -> None:
+        if self._scheduler.on_disk(model.key) is model.host.kept:
+            self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
+            self._catalog.moves.add(model.key)
 
     def measure(self, now: float, states: int) -> None:
         """Have the memory measured, if there are copies to drop, or `states`: bytes of sequences' state in host memory."""

@@ -1,8 +1,9 @@
 """Host copies of weights: one copy of each tensor, shared by all models that contain it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from rsrv.limits import spare_memory
 from rsrv.runtime.allocation import Bytes, PageLock, PageLocks
+from rsrv.runtime.device import Abandoned
 from rsrv.runtime.host_memory import HostMemory, HostMemoryError, MemoryLimit, TensorBytes, fresh
 from rsrv_bundle import Bundle
 from rsrv_bundle.spec import WeightSpec
@@ -72,7 +74,7 @@ class HostStore:
         self._kept: set[HostWeights] = set()
         self._logical = 0
         self._physical = 0
-        #: bytes that copies will take that are being made
+        #: bytes that copies will take that are being made, and those of weights that were read ahead
         self._reading = 0
         #: bytes of sequences' state in host memory, when the loop last looked
         self.states = 0
@@ -128,7 +130,7 @@ class HostStore:
 
     @property
     def taken(self) -> int:
-        """Bytes of the copies, each tensor once, of those that are being made, and of sequences' state beside them."""
+        """Bytes of the copies, each tensor once, of those that are being made or read ahead, and of sequences' state."""
         return self._physical + self._reading + self.states
 
     @property
@@ -149,16 +151,24 @@ class HostStore:
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[_Room | None]:
         """Count bytes as taken while they are read; None: there is no room."""
-        spare = 0 if self.limit is None else spare_memory()
-        with self._lock:
-            fits = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
-            room = _Room(nbytes if fits else 0)
-            self._reading += room.nbytes
+        fits = self._reserve(nbytes)
+        room = _Room(nbytes if fits else 0)
         try:
             yield room if fits else None
         finally:
-            with self._lock:
-                self._reading -= room.nbytes
+            self._end_reserve(room.nbytes)
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Count bytes as taken until `_end_reserve`; return False if there is no room."""
+        spare = 0 if self.limit is None else spare_memory()
+        with self._lock:
+            fits = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
+            self._reading += nbytes if fits else 0
+        return fits
+
+    def _end_reserve(self, nbytes: int) -> None:
+        with self._lock:
+            self._reading -= nbytes
 
     def leave(self) -> None:
         """End, and leave the shared tensors to the next runtime of the server, which reads nothing that it finds there.
@@ -266,6 +276,8 @@ class HostWeights:
         self._store = store
         self._file = file
         self._closed = False
+        #: digest -> bytes of tensors that were read for the next load
+        self._ahead: dict[str, Bytes] = {}
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
@@ -326,17 +338,64 @@ class HostWeights:
 
     def drop(self) -> None:
         """Drop the host copy; the memory of tensors that no other model keeps returns to the system."""
-        if self._store._drops(self):
-            self._store._give(self.tensors)
+        self.detach()()
+
+    def detach(self) -> Callable[[], None]:
+        """Forget the host copy at once; return what frees its memory, which may take long."""
+        had = self._store._drops(self)
+        return partial(self._store._give, self.tensors if had else ())
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        """Bytes that `read_ahead` keeps."""
+        return sum(raw.nbytes for raw in self._ahead.values())
+
+    def read_ahead(self, indices: Iterable[int], abandoned: Callable[[], bool]) -> None:
+        """Read weights that the host keeps no copy of, so that the next load does not wait for storage.
+
+        They stay in memory until `end_read_ahead`. Without room for them, the file is read all the same if the kernel may
+        keep it in its cache. Raises Abandoned, HostMemoryError, and BundleError if a weight in the file has changed.
+        """
+        self.end_read_ahead()
+        held = self._store._held
+        missing = {
+            key.digest: index for index in indices if (key := self.tensors[index].key).digest not in held
+        }
+        nbytes = sum(self.tensors[index].nbytes for index in missing.values())
+        fits = self._store._reserve(nbytes)
+        if not fits and spare_memory() < nbytes:
+            return
+        ahead: dict[str, Bytes] = {}
+        try:
+            for digest, index in missing.items():
+                if abandoned():
+                    raise Abandoned
+                raw = fresh(self.tensors[index].nbytes)
+                self._file.read_into(index, raw, digest=digest)
+                if fits:
+                    ahead[digest] = raw
+        except BaseException:
+            self._store._end_reserve(nbytes if fits else 0)
+            raise
+        self._ahead = ahead
+
+    def end_read_ahead(self) -> dict[str, Bytes]:
+        """Forget at once what was read ahead, and return it: to free its memory may take long."""
+        with self._store._lock:
+            ahead, self._ahead = self._ahead, {}
+        self._store._end_reserve(sum(raw.nbytes for raw in ahead.values()))
+        return ahead
 
     def read(self, index: int) -> Array:
-        """Return a weight as a read-only array: of the host copy or, without one, from the file.
+        """Return a weight as a read-only array: of the host copy, as it was read ahead or, without either, from the file.
 
         The memory lives as long as the array. Raises HostMemoryError, and BundleError if there is no copy and the
         weight in the file has changed since it was opened.
         """
         (digest, dtype, shape), nbytes = self.tensors[index]
         raw = self._store._find(digest)
+        if raw is None:
+            raw = self._ahead.get(digest)
         if raw is None:
             raw = fresh(nbytes)
             self._file.read_into(index, raw, digest=digest)
@@ -346,5 +405,6 @@ class HostWeights:
         """Drop the host copy and close the file. No thread may be reading; further calls do nothing."""
         self._closed = True
         self.drop()
+        self.end_read_ahead()
         self._store._forget(self, self._file)
         self._file.close()

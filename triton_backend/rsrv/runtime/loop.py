@@ -40,7 +40,7 @@ from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
-from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, MemoryFreed
+from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, MemoryFreed, ReadEnded
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
@@ -277,6 +277,8 @@ class Loop:
                 self._executed(message)
             case LoadEnded():
                 self._weights.load_ended(message)
+            case ReadEnded():
+                self._weights.read_ended(message)
             case MemoryFreed(instruction):
                 self._start(instruction)
             case HostMemoryMeasured():
@@ -473,6 +475,8 @@ class Loop:
                 case ev.WarmUp():
                     self._timeline.begins(instruction, now)
                     self._start_or_retry(instruction)
+                case ev.ReadWeights():
+                    self._weights.read(instruction)
                 case ev.LoadWeights():
                     self._timeline.begins(instruction, now)
                     self._weights.load(instruction)

@@ -415,7 +415,8 @@ class Registry:
         self.weights.update_budget()
         served = model.measured and not self.catalog.replaces(entry)
         place = self.handover.place(key) if served and self.handover.returns(key) else None
-        self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place))
+        on_disk = not model.host.kept
+        self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place, on_disk=on_disk))
         if self.catalog.policy.prefetched(entry.name):
             # It replaces a version whose weights were prefetched.
             self._outbox.append(ev.Prefetch(key))

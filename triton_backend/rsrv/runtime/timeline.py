@@ -145,7 +145,9 @@ class Timeline:
                     )
                 )
             case ev.WeightsLoaded() | ev.LoadFailed() | ev.LoadAbandoned():
-                start = self._loading.pop((event.model, event.epoch))
+                start = self._loading.pop((event.model, event.epoch), None)
+                if start is None:
+                    return None  # a read, which is no work of the device
                 # The transfer's own time where it is known: a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)

@@ -12,7 +12,7 @@ from rsrv.runtime.model_builder import DeviceReady
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.weight_mover import LoadEnded, WeightMover
+from rsrv.runtime.weight_mover import LoadEnded, ReadEnded, WeightMover
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
@@ -91,7 +91,7 @@ class WeightManager:
         self._warning: str | None = None
         #: keys of evicted models, by that of the model whose load needs the memory
         self._evicted: dict[str, list[str]] = {}
-        self.copies = HostCopies(catalog, scheduler)
+        self.copies = HostCopies(catalog, scheduler, outbox)
         #: None until the device is ready
         self.device: Device | None = None
         self.mover: WeightMover | None = None
@@ -122,6 +122,9 @@ class WeightManager:
 
     # --- instructions of the scheduler --------------------------------------------------------------------
 
+    def read(self, instruction: ev.ReadWeights) -> None:
+        self._mover.read(self._catalog.get(instruction.model), instruction.epoch)
+
     def load(self, instruction: ev.LoadWeights) -> None:
         self._catalog.moved(instruction.model, "loading")
         self._mover.load(self._catalog.get(instruction.model), instruction.epoch)
@@ -144,6 +147,17 @@ class WeightManager:
         """Have a second try carried out when the memory of all evicted weights is free."""
         self._mover.post_when_freed(instruction)
 
+    def read_ended(self, message: ReadEnded) -> None:
+        model, event = message.model, message.event
+        if isinstance(event, ev.WeightsRead):
+            log.info(
+                "%s: weights read from disk in %.1f ms, ahead of their load",
+                model.key,
+                event.seconds * 1e3,
+                extra=about(model, event="read", seconds=round(event.seconds, 6)),
+            )
+        self._outbox.append(event)
+
     def load_ended(self, message: LoadEnded) -> None:
         model, event = message.model, message.event
         model.weights = message.weights
@@ -154,6 +168,8 @@ class WeightManager:
         if model.weights is not None and model.residency == "device":
             self._mover.follow_residency(model)
         if model.weights is not None:
+            if model.host.read_ahead_bytes:
+                self._mover.end_read_ahead(model.host)
             self.copies.loaded(model)
 
     def follow_residency(self, model: CompiledModel) -> None:

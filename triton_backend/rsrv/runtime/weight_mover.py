@@ -1,7 +1,7 @@
 """Transfers of weights between host and device, and the tensors on the device.
 
 The scheduler decides what moves, and in which order. One thread moves weights in both directions, so that memory is
-freed before the load that needs it starts.
+freed before the load that needs it starts. Another reads weights from disk before their load, and makes host copies.
 """
 
 import logging
@@ -50,6 +50,15 @@ class DeviceWeights:
         #: bytes on the device, each tensor once; any thread may read it
         self.nbytes = 0
 
+    def absent(self, weights: HostWeights) -> dict[TensorKey, int]:
+        """Return the tensors of a model that a load has to transfer, each once, with an index of it."""
+        # A model may have a tensor twice.
+        return {
+            tensor.key: index
+            for index, tensor in enumerate(weights.tensors)
+            if tensor.key not in self._tensors
+        }
+
     def load(
         self,
         weights: HostWeights,
@@ -63,12 +72,7 @@ class DeviceWeights:
         Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, except that tensors
         kept for this load are freed.
         """
-        # A model may have a tensor twice.
-        absent = {
-            tensor.key: index
-            for index, tensor in enumerate(weights.tensors)
-            if tensor.key not in self._tensors
-        }
+        absent = self.absent(weights)
         try:
             kinds = [(key.shape, numpy_dtype(key.dtype)) for key in absent]
             if pool is not None:
@@ -134,6 +138,14 @@ class LoadEnded:
     weights: Sequence[Buffer] | None
     #: bytes that were transferred
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A read before a load ended as `event` says."""
+
+    event: ev.WeightsRead | ev.LoadFailed | ev.LoadAbandoned
+    model: CompiledModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +243,10 @@ class WeightMover:
         self._reader = WorkerThread("host copies")
         self._dropper = WorkerThread("host memory")
         self._slot = slot
-        #: epoch of the latest load, and the event that abandons it. Not the load itself: it refers to the model, which
-        #: may be unloaded long before the next load
+        #: epoch of the latest load, and the event that abandons it; and those of the latest read. Not the load itself: it
+        #: refers to the model, which may be unloaded long before the next load
         self._latest: tuple[int, threading.Event] | None = None
+        self._latest_read: tuple[int, threading.Event] | None = None
 
     def load(self, model: CompiledModel, epoch: int) -> None:
         """Load a model's weights. Ends in `LoadEnded`."""
@@ -243,10 +256,23 @@ class WeightMover:
         transfer = _Transfer(model, epoch, self._slot, abandoned)
         self._thread.put(lambda: self._inbox.post(transfer.run(self.device)))
 
+    def read(self, model: CompiledModel, epoch: int) -> None:
+        """Read the weights of a model that a load would have to read from disk. Ends in `ReadEnded`."""
+        abandoned = threading.Event()
+        self._latest_read = epoch, abandoned
+
+        def begin() -> None:
+            # What is on the device, this thread knows.
+            indices = self.device.absent(model.host).values()
+            self._reader.put(lambda: self._inbox.post(_read(model, epoch, indices, abandoned.is_set)))
+
+        self._thread.put(begin)
+
     def abandon(self, epoch: int) -> None:
-        """End a load early, unless it is over."""
-        if self._latest is not None and epoch == self._latest[0]:
-            self._latest[1].set()
+        """End a load or a read early, unless it is over."""
+        for latest in (self._latest, self._latest_read):
+            if latest is not None and epoch == latest[0]:
+                latest[1].set()
 
     def free(self, model: CompiledModel, loading_for: CompiledModel | None) -> None:
         """Free a model's loaded weights, except the tensors that `loading_for`, loaded next, has too."""
@@ -262,18 +288,25 @@ class WeightMover:
     # --- host copies --------------------------------------------------------------------------------------
 
     def follow_residency(self, model: CompiledModel) -> None:
-        """Make or drop the host's copy of a model's weights, as its residency says."""
+        """Make or drop the host's copy of a model's weights, as its residency says. Ends in `HostMemoryMeasured`."""
         self._reader.put(partial(_follow_residency, model))
+        self._reader.put(partial(self._measure, HostMemoryMeasured))
 
     def make_copy(self, model: CompiledModel) -> None:
         """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
-        self.follow_residency(model)
+        self._reader.put(partial(_follow_residency, model))
         self._reader.put(partial(self._measure, CopyMade))
+
+    def end_read_ahead(self, weights: HostWeights) -> None:
+        """Free the weights that were read for a load."""
+        self._dropper.put(weights.end_read_ahead().clear)
+        self._dropper.put(give_back)
 
     def drop_copies(self, several: Sequence[HostWeights]) -> None:
         """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
         for weights in several:
-            self._dropper.put(weights.drop)
+            # At once: a read that is asked for next finds no copy.
+            self._dropper.put(weights.detach())
         self._dropper.put(give_back)
         self._dropper.put(partial(self._measure, CopiesDropped))
 
@@ -297,6 +330,33 @@ class WeightMover:
         self._reader.put(weights.close)
         # The thread runs it after the close, when no reference to the model is left.
         self._reader.put(give_back)
+
+
+def _read(
+    model: CompiledModel, epoch: int, indices: Iterable[int], abandoned: Callable[[], bool]
+) -> ReadEnded:
+    """Read weights of a model ahead of its load."""
+    started = time.monotonic()
+    event: ev.WeightsRead | ev.LoadFailed | ev.LoadAbandoned
+    try:
+        model.host.read_ahead(indices, abandoned)
+        event = ev.WeightsRead(model.key, epoch, time.monotonic() - started)
+    except Abandoned:
+        event = ev.LoadAbandoned(model.key, epoch)
+    except BundleError as error:
+        log.error("%s: reading weights failed: %s", model.key, error, extra=about(model))
+        event = ev.LoadFailed(model.key, epoch, str(error))
+    except Exception as error:
+        # Without memory, or for a reason that nothing foresees: the load reads the file itself, and tells if that fails.
+        log.warning(
+            "%s: its weights could not be read ahead of their load: %s",
+            model.key,
+            error,
+            exc_info=not isinstance(error, HostMemoryError | MemoryError),
+            extra=about(model),
+        )
+        event = ev.WeightsRead(model.key, epoch, time.monotonic() - started)
+    return ReadEnded(event, model)
 
 
 def _follow_residency(model: CompiledModel) -> None:

@@ -5,8 +5,8 @@ weights are bytes. A *model* is an opaque key, unique among the loaded ones. *Ro
 the batch axis; a compiled *size* is the number of rows that an executable takes, padding included. A
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 
-Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `Execute` in
-`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (Requests and
+Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `ReadWeights` in
+`WeightsRead` or the same two, `Execute` in `ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (Requests and
 finishes, of which a batch has hundreds, are tuples: a frozen dataclass takes three times as long to make.)
 
 A *run* is one request of a meta model, which makes requests of its own. Every requested run ends in exactly one of
@@ -151,6 +151,8 @@ class ModelAdded:
     warm_up: bool = False
     #: load its weights into free room when no other load is due, those with the smallest number first; None: do not.
     restore: int | None = None
+    #: its weights are read from disk before a load: the host has no copy.
+    on_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,23 @@ class ExecutionFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyChanged:
+    """From now on the host has a copy of a model's weights, or has none. Ignored of unknown models, and during a read."""
+
+    model: str
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """The read of this epoch ended well, after `seconds`: a load of the weights need not wait for the disk."""
+
+    model: str
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsLoaded:
     """The load of this epoch ended well, after `seconds`."""
 
@@ -265,7 +284,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load of this epoch ended without weights: the model's queued requests fail with `error`."""
+    """The load, or read, of this epoch ended without weights: the model's queued requests fail with `error`."""
 
     model: str
     epoch: int
@@ -276,10 +295,13 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class LoadAbandoned:
-    """The load of this epoch was abandoned, as `AbandonLoad` requested."""
+    """The load, or read, of this epoch was abandoned, as `AbandonLoad` requested."""
 
     model: str
     epoch: int
+
+
+LoadEnd = WeightsRead | WeightsLoaded | LoadFailed | LoadAbandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +347,8 @@ Event = (
     | RunsAsked
     | RunEnded
     | ExecutionFinished
-    | WeightsLoaded
-    | LoadFailed
-    | LoadAbandoned
+    | CopyChanged
+    | LoadEnd
     | Compact
     | SettingsChanged
     | WindDown
@@ -356,6 +377,14 @@ class Execute:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadWeights:
+    """Read the model's weights from disk, as far as a load needs them. Ends in `WeightsRead`, `LoadFailed` or `LoadAbandoned`."""
+
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
     """Load the model's weights to the device. Ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`."""
 
@@ -365,7 +394,7 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLoad:
-    """End a load that is not needed any more early, with `LoadAbandoned`, unless it is nearly done."""
+    """End a load or a read that is not needed any more early, with `LoadAbandoned`, unless it is nearly done."""
 
     model: str
     epoch: int
@@ -462,5 +491,14 @@ class Finish(NamedTuple):
 
 
 Instruction = (
-    Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Admit | WoundDown | Finish
+    Execute
+    | ReadWeights
+    | LoadWeights
+    | AbandonLoad
+    | EvictWeights
+    | WarmUp
+    | GiveUp
+    | Admit
+    | WoundDown
+    | Finish
 )

@@ -20,15 +20,16 @@ Of weights:
     8. each tensor belongs to one group, and the owners of a group are the models that have it; its users are the owners
        whose state takes bytes (`TAKING_BYTES`). The bytes on the device are those of the groups with users, each once:
        within the budget, but for pinned models, one more that is alone, and weights in use;
-    9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent and in a line of the
-       load queue, LOADING if and only if theirs is the one load that runs, EVICTING if and only if they are runnable and
+    9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent, in a line of the
+       load queue and not being read, READING if and only if theirs is the one read that runs, LOADING if and only if theirs is the one load that runs, EVICTING if and only if they are runnable and
        an eviction was requested or the model was removed, in BACKOFF if and only if they are absent, in no line, and a
-       back-off runs; what QUEUED and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups.
+       back-off runs; what QUEUED, READING and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups.
        Models with waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device or loading, and the link is in use
-       unless the first in line finds no room;
+       unless the first in line finds no room. Weights that are in line and on disk only wait for the disk, not for the
+       link, and it is in use while there are any;
     10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
        ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
-       obstacle. A model drains only as long as something executes on its weights or they load;
+       obstacle. A model drains only as long as something executes on its weights or they are being read or load;
     17. if weights load on demand, those on the device are looked at when they may be idle for their model's limit;
     11. the sums of expected seconds are those of the models.
 
@@ -109,7 +110,7 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
             _require(entry.rows <= queue.costs.max_rows, "a request waits that no size holds", state)
     if state.draining:
         _require(not waiting, "requests wait for a removed model", state)
-        busy = state.busy or state.weights.state is WeightState.LOADING
+        busy = state.busy or state.weights.state in (WeightState.READING, WeightState.LOADING)
         _require(busy, "a removed model stays without a cause (10)", state)
     if state.busy:
         _require(state.weights.state in ON_DEVICE, "it executes without weights (6)", state)
@@ -299,6 +300,12 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
         weights.loading is (loading[0].weights if loading else None),
         "the load in progress is another one (9)",
     )
+    reading = [state.weights for state in states if state.weights.state is WeightState.READING]
+    _require(reading == [weights.reading] * len(reading), "the read in progress is another one (9)")
+    _require(len(reading) == (weights.reading is not None), "the read in progress is not known (9)")
+    _require(all(one.on_disk for one in reading), "what is being read is in host memory (9)")
+    waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
+    _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
     first = loads.first()
     if not loading and first is not None and not scheduler._residency.compaction.pauses:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
@@ -312,15 +319,19 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     absent = where not in TAKING_BYTES
     eviction = state in scheduler._residency.evictions
     backs_off = state in loads.backing_off
-    _require((where is WeightState.QUEUED) == (absent and reason is not None), "in line, or not (9)", state)
+    waits = absent and where is not WeightState.READING
+    _require((where is WeightState.QUEUED) == (waits and reason is not None), "in line, or not (9)", state)
     _require(
-        (where is WeightState.BACKOFF) == (absent and reason is None and backs_off), "back-off (9)", state
+        (where is WeightState.BACKOFF) == (waits and reason is None and backs_off), "back-off (9)", state
     )
     leaves = where in RUNNABLE and (eviction or state.draining)
     _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
-    _require((name in loads.demanded) == (state.has_work and absent), "demand is not known (9)", state)
-    waits = where in (WeightState.QUEUED, WeightState.BACKOFF)
-    _require(waits == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state)
+    demand = loads.on_disk if weights.on_disk else loads.demanded
+    _require((name in demand) == (state.has_work and absent), "demand is not known (9)", state)
+    other = loads.demanded if weights.on_disk else loads.on_disk
+    _require(name not in other, "it is in line for the link and on disk, or the other way round (9)", state)
+    told = where in (WeightState.QUEUED, WeightState.READING, WeightState.BACKOFF)
+    _require(told == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state)
     _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
         _require(not eviction and reason is None, "it is removed, and in a line (10)", state)

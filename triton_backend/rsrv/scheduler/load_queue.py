@@ -14,6 +14,9 @@ discipline ranks first loads, beside the executions that run. It gets free bytes
   turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much longer
   for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
 
+Weights of which the host has no copy are in line for the disk instead, in the same order, and for the link once they were
+read: a load never waits for the disk while weights in host memory are in line.
+
 While the first model finds no room, no other loads: small models do not starve a large one. Required loads come before
 all of these; for pinned models only the first exception holds. Models to be warmed up take turns with models that have
 work, and spare weights that were loaded less than the said time ago. Prefetched weights come last, and then those that a
@@ -22,7 +25,7 @@ compaction, or an earlier runtime's death, evicted.
 If weights do not load on demand, only required loads evict others.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from rsrv.scheduler.discipline import Discipline
@@ -30,7 +33,14 @@ from rsrv.scheduler.eviction import POLICIES, Resident, choose_victims, freed_by
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Rank, Ranking
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, LoadReason, WeightEvent, WeightState
+from rsrv.scheduler.weight_states import (
+    ON_DEVICE,
+    RUNNABLE,
+    TAKING_BYTES,
+    LoadReason,
+    WeightEvent,
+    WeightState,
+)
 from rsrv.scheduler.weights import WeightAccounts
 from rsrv.text import amount, duration
 
@@ -60,7 +70,9 @@ class LoadQueue:
         "backing_off",
         "demanded",
         "discipline",
+        "may_read",
         "on_demand",
+        "on_disk",
         "prefetched",
         "required",
         "restored",
@@ -83,11 +95,14 @@ class LoadQueue:
         self.on_demand = settings.on_demand
         # One line for each reason; a model may stand in several (dictionaries for their order).
         self.required: dict[str, None] = {}
-        #: models with waiting requests, by the discipline's rank.
+        #: models with waiting requests, by the discipline's rank; those with weights on disk in a line of their own.
         self.demanded: Ranking[str] = Ranking()
+        self.on_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
         #: by precedence, smallest first.
         self.restored: dict[str, int] = {}
+        #: whether a read runs, or a search for weights to read may succeed.
+        self.may_read = False
         #: whether the latest load was for a warm-up, so that models with work take the next turn.
         self._warmed_up_last = False
         #: whether a search of room for prefetched weights may succeed now, and when time alone may let it.
@@ -108,7 +123,7 @@ class LoadQueue:
         """Return why a model is in line: the first reason in order of precedence; None: it is not."""
         if name in self.required:
             return LoadReason.REQUIRED
-        if name in self.demanded:
+        if name in self.demanded or name in self.on_disk:
             return LoadReason.DEMAND
         if name in self.prefetched:
             return LoadReason.PREFETCH
@@ -117,6 +132,7 @@ class LoadQueue:
     def requeue(self, model: ModelState) -> None:
         """Move absent weights to the state that follows from the lines and the back-offs."""
         weights, reason = model.weights, self.reason(model.name)
+        self.may_read = self.may_read or weights.on_disk
         if weights.state is WeightState.QUEUED:
             if reason is None:
                 self.weights.move(weights, WeightEvent.WITHDRAW)
@@ -142,7 +158,7 @@ class LoadQueue:
 
     def demand(self, model: ModelState, rank: Rank) -> None:
         """Load a model's absent weights for the requests that wait."""
-        self.demanded.set(model.name, rank)
+        (self.on_disk if model.weights.on_disk else self.demanded).set(model.name, rank)
         if model.weights.state is not WeightState.QUEUED:
             self.requeue(model)
         if model.name == self._blocked_head:
@@ -151,7 +167,20 @@ class LoadQueue:
     def end_demand(self, model: ModelState) -> None:
         """Load a model's weights for other reasons only: no request waits for them."""
         self.demanded.pop(model.name, None)
+        self.on_disk.pop(model.name, None)
         self.requeue(model)
+
+    def copy_changed(self, model: ModelState, *, present: bool) -> None:
+        """Put a model in line for the link if its weights are in host memory, or else for the disk."""
+        if model.weights.state is WeightState.READING:
+            return  # the end of the read says the same
+        model.weights.on_disk = not present
+        before, after = (self.on_disk, self.demanded) if present else (self.demanded, self.on_disk)
+        rank = before.pop(model.name, None)
+        if rank is not None:
+            after.set(model.name, rank)
+        self.requeue(model)
+        self.retry()
 
     def prefetch(self, model: ModelState) -> None:
         """Load a model's absent weights when no request needs the link, without evicting weights with work."""
@@ -164,7 +193,7 @@ class LoadQueue:
 
         Otherwise a model whose deadlines are all shorter than its load would never be served.
         """
-        if model.weights.state in (WeightState.ABSENT, WeightState.QUEUED, WeightState.BACKOFF):
+        if model.weights.state not in TAKING_BYTES:
             self.prefetch(model)
 
     def restore(self, evicted: Iterable[ModelState]) -> None:
@@ -213,7 +242,7 @@ class LoadQueue:
             self.forget_backoff(model)
             if model.weights.pinned:
                 model.weights.desired = True
-                if model.weights.state in (WeightState.ABSENT, WeightState.QUEUED):
+                if model.weights.state not in TAKING_BYTES:
                     self.require(model)
 
     def next_retry(self) -> float:
@@ -242,6 +271,7 @@ class LoadQueue:
         self._policy = POLICIES[settings.eviction]
         self.on_demand = settings.on_demand
         self.demanded.clear()
+        self.on_disk.clear()
         self.retry()
 
     def started(self, model: ModelState) -> None:
@@ -251,6 +281,23 @@ class LoadQueue:
         self._warmed_up_last = model.needs_warm_up
 
     # --- decisions -------------------------------------------------------------------------------------------
+
+    def next_read(self) -> ModelState | None:
+        """Choose the weights that are read from disk now; None: no read. They need no room on the device yet."""
+        name = self._first_required(on_disk=True) or self.on_disk.first()
+        if name is None:
+            name = next(self._in(self.prefetched, on_disk=True), None) or self._first_restored(on_disk=True)
+        self.may_read = name is not None
+        return None if name is None else self._models[name]
+
+    def _in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
+        """Return those of a line that wait for the disk, or for the link; a prefetch stays in line while it loads."""
+        queued = ((name, self._models[name].weights) for name in line)
+        return (
+            name
+            for name, weights in queued
+            if weights.on_disk is on_disk and weights.state is WeightState.QUEUED
+        )
 
     def plan(self, now: float) -> PlannedLoad | None:
         """Choose the load that starts now, and the evictions before it; None: no load."""
@@ -265,7 +312,8 @@ class LoadQueue:
         if planned is None and self._warmed_up_last and self.required:
             # The model whose turn it is does not fit now; the link need not stay idle.
             self._warmed_up_last = False
-            planned = self._plan_head(self._models[next(iter(self.required))], now)
+            required = self._first_required(on_disk=False)
+            planned = None if required is None else self._plan_head(self._models[required], now)
         return planned
 
     def _plan_head(self, head: ModelState, now: float) -> PlannedLoad | None:
@@ -280,13 +328,16 @@ class LoadQueue:
         return planned
 
     def first(self) -> str | None:
-        """Return the first model that is required or demanded. Warm-ups take turns with models that have work."""
+        """Return the first model for the link that is required or demanded. Warm-ups take turns with models that have work."""
         demanded = self.demanded.first()
-        if not self.required:
+        required = self._first_required(on_disk=False) if self.required else None
+        if required is None:
             return demanded
-        required = next(iter(self.required))
         yields = self._warmed_up_last and demanded is not None and self._models[required].needs_warm_up
         return demanded if yields else required
+
+    def _first_required(self, *, on_disk: bool) -> str | None:
+        return next(self._in(self.required, on_disk=on_disk), None)
 
     def search(self, head: ModelState, now: float) -> tuple[PlannedLoad | None, float]:
         """Search room for a model in line; also return when time alone may make more (inf: it does not)."""
@@ -340,6 +391,13 @@ class LoadQueue:
         serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
         return not (serves or model.needs_warm_up) and self.first() is not None
 
+    def is_useless_read(self, model: ModelState) -> bool:
+        """True if the read that runs is not needed any more and delays another; as `is_useless`."""
+        if self.reason(model.name) is not None or model.weights.abandoned:
+            return False
+        lines = (self.required, self.on_disk, self.prefetched, self.restored)
+        return any(next(self._in(line, on_disk=True), None) is not None for line in lines)
+
     def next_try(self) -> float:
         """Return when time alone may make room for a model in line; inf: it does not."""
         if self.weights.loading is not None:
@@ -355,10 +413,15 @@ class LoadQueue:
             left = duration(max(0.0, model.weights.backoff_until - now))
             # Loads of other models are retried for requests only.
             return f"backoff: {'the load is retried in' if model.weights.pinned else 'no load for'} {left}"
+        if state is WeightState.READING:
+            return "read from disk" + (f" ({reason.value})" if reason else ", and not needed any more")
         if state is not WeightState.QUEUED or reason is None:
             return ""
         loading, first = self.weights.loading, self.first()
         waits = f"queued ({reason.value}): waits for"
+        reading = self.weights.reading
+        if model.weights.on_disk and reading is not None:
+            return f"{waits} the read of {self._family(reading.model)} from disk"
         if loading is not None:
             return f"{waits} the load of {self._family(loading.model)}"
         if first is not None and first != model.name:
@@ -444,7 +507,7 @@ class LoadQueue:
                     idle.append(_resident(one))
                 else:
                     self._prefetch_at = min(self._prefetch_at, until)
-        for name in self.prefetched:
+        for name in self._in(self.prefetched, on_disk=False):
             model = self._models[name]
             groups, missing = model.weights.groups, self.weights.missing(model.weights)
             victims = choose_victims(missing, idle, groups, now, self._policy)
@@ -453,14 +516,18 @@ class LoadQueue:
         return None
 
     def _plan_restore(self) -> PlannedLoad | None:
-        """Plan the load of weights to restore; those without free room are not restored."""
-        while self.restored:
-            model = self._models[min(self.restored, key=self.restored.__getitem__)]
-            if self.weights.missing(model.weights) <= 0:
-                return model, []
-            del self.restored[model.name]
-            self.requeue(model)
-        return None
+        """Plan the load of weights to restore."""
+        name = self._first_restored(on_disk=False)
+        return None if name is None else (self._models[name], [])
+
+    def _first_restored(self, *, on_disk: bool) -> str | None:
+        """Return the first model in line to be restored; those without free room are not restored."""
+        while True:
+            name = min(self._in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None)
+            if name is None or self.weights.missing(self._models[name].weights) <= 0:
+                return name
+            del self.restored[name]
+            self.requeue(self._models[name])
 
     def _spared_until(self, model: ModelState) -> float:
         """Return when idle weights may be evicted for a prefetch."""
@@ -474,7 +541,7 @@ class LoadQueue:
         """Return when a model without waiting requests counts as unused: after twice its usual pause."""
         weights = model.weights
         pause = 2.0 * weights.usual_pause
-        return weights.last_used + pause if pause <= weights.load_seconds and pause else -inf
+        return weights.last_used + pause if pause <= weights.return_seconds and pause else -inf
 
     def _is_urgent(self, head: ModelState, until: float) -> bool:
         """True if the deadline of the first model's front request cannot wait for so long."""
@@ -493,7 +560,7 @@ def evictable(model: ModelState) -> bool:
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = discipline.rank(model) if discipline is not None and model.has_work else None
     weights = model.weights
-    return Resident(model.name, weights.groups, weights.last_used, rank, weights.load_seconds, weights.uses)
+    return Resident(model.name, weights.groups, weights.last_used, rank, weights.return_seconds, weights.uses)
 
 
 def _names(models: Sequence[ModelState]) -> str:

@@ -13,11 +13,13 @@ from rsrv.scheduler.events import (
     GiveUp,
     Instruction,
     LoadAbandoned,
+    LoadEnd,
     LoadFailed,
     ModelAdded,
     Reason,
     WarmUp,
     WeightsLoaded,
+    WeightsRead,
 )
 from rsrv.scheduler.inflight import StartedExecution
 from rsrv.scheduler.load_queue import LoadQueue, PlannedLoad, evictable
@@ -178,6 +180,7 @@ class DeviceResidency:
 
     def admit(self, model: ModelState, event: ModelAdded, now: float, out: list[Instruction]) -> None:
         """Adopt the weights of an added model that are on the device, or queue their load."""
+        model.weights.on_disk = event.on_disk
         if event.resident:
             self.weights.adopt(model.weights, now)
             self.limit_idleness(model, now)
@@ -191,12 +194,12 @@ class DeviceResidency:
             self.loads.restore_at(event.restore, model)
 
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
-        """Evict a removed model's weights once nothing uses or loads them; return whether they are gone."""
+        """Evict a removed model's weights once nothing uses, reads or loads them; return whether they are gone."""
         weights = model.weights
         self.loads.forget(model)
         self.loads.forget_backoff(model)
         self.evictions.pop(model, None)
-        if model.busy or weights.state is WeightState.LOADING:
+        if model.busy or weights.state in (WeightState.READING, WeightState.LOADING):
             if weights.state is WeightState.RESIDENT:
                 self.weights.move(weights, WeightEvent.RELEASE)
             return False
@@ -355,19 +358,21 @@ class DeviceResidency:
 
     # --- loads end ---------------------------------------------------------------------------------------
 
-    def load_ended(
-        self, event: WeightsLoaded | LoadFailed | LoadAbandoned, now: float, out: list[Instruction]
-    ) -> ModelState | None:
-        """Take in how a load ended; return its model, or None if that load ended before."""
+    def load_ended(self, event: LoadEnd, now: float, out: list[Instruction]) -> ModelState | None:
+        """Take in how a load or a read ended; return its model, or None if that ended before."""
         model = self._models.get(event.model) or self._draining.get(event.model)
         if model is None or model.weights.epoch != event.epoch:
             return None
         weights = model.weights
-        if weights.state is not WeightState.LOADING:
+        if weights.state is WeightState.LOADING:
+            self._queues.discipline.link(False)
+        elif weights.state is not WeightState.READING:
             return None
-        self._queues.discipline.link(False)
         self._queues.dirty[model] = None
         match event:
+            case WeightsRead():
+                self.weights.read_ended(weights, event.seconds)
+                self.loads.copy_changed(model, present=True)
             case WeightsLoaded():
                 self.loads.forget(model)
                 self.weights.loaded(weights, event.seconds, now)
@@ -418,6 +423,17 @@ class DeviceResidency:
         self._queues.fail(model, event.error, now, out)
 
     # --- loads begin, weights leave ------------------------------------------------------------------------
+
+    def read(self, now: float, out: list[Instruction]) -> None:
+        """Start the next read from disk, if none runs; abandon a useless one. It takes nothing of the device."""
+        reading = self.weights.reading
+        if reading is not None:
+            model = self._models.get(reading.model) or self._draining[reading.model]
+            if not self.weights.abandoning_read and (model.draining or self.loads.is_useless_read(model)):
+                self._abandon(model, now, out)
+        elif (first := self.loads.next_read()) is not None:
+            out.append(self.weights.read(first.weights, str(self.loads.reason(first.name)), now))
+            self._queues.dirty[first] = None
 
     def load(self, now: float, out: list[Instruction]) -> None:
         """Start the next load, if the link is free and there is room; abandon a useless one."""

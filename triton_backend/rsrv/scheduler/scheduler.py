@@ -16,6 +16,7 @@ from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     CallerError,
     Compact,
+    CopyChanged,
     Event,
     Evict,
     Execute,
@@ -40,6 +41,7 @@ from rsrv.scheduler.events import (
     Tick,
     WarmUpEnded,
     WeightsLoaded,
+    WeightsRead,
     WindDown,
     WoundDown,
 )
@@ -125,8 +127,8 @@ class Scheduler:
            waiting runs; weights that were idle for too long leave; models whose delay has ended become candidates; if the discipline sheds, requests that would be late even if
            they executed next end, too.
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
-           (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next load, while none
-           runs; (d) executions, while fewer than `depth` are in flight; (e) the next load again, where a dispatch may
+           (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next read from disk
+           and the next load, while none runs; (d) executions, while fewer than `depth` are in flight; (e) the next load again, where a dispatch may
            have changed which one is first. If the next request executes alone, (c) and (d) start nothing else.
         5. Come to rest, if it was told to wind down: nothing is in progress any more, or the time for it is over.
 
@@ -183,7 +185,7 @@ class Scheduler:
                 check_program(with_policy(self._models[event.model].program, event))
             case WarmUpEnded():
                 self._residency.check_warm_up(event.model)
-            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
+            case WeightsRead() | WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 self._residency.weights.check_epoch(event.model, event.epoch)
 
     def _check_settings(self, settings: SchedulerSettings) -> None:
@@ -210,7 +212,10 @@ class Scheduler:
                 self._admission.ask(event.runs, now, out)
             case RunEnded():
                 self._admission.end(event.run, now)
-            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
+            case CopyChanged():
+                if (changed := self._models.get(event.model)) is not None:
+                    self._loads.copy_changed(changed, present=event.present)
+            case WeightsRead() | WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 model = self._residency.load_ended(event, now, out)
                 if model is not None and model.draining:
                     self._drain(model, now, out)
@@ -428,7 +433,7 @@ class Scheduler:
         self._drain(model, now, out)
 
     def _drain(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        """Drop a removed model once nothing executes on its weights and no load of them runs."""
+        """Drop a removed model once nothing executes on its weights and no read or load of them runs."""
         if self._residency.remove(model, now, out):
             del self._draining[model.name]
             self._touched.pop(model, None)
@@ -456,9 +461,11 @@ class Scheduler:
             out.append(again)
 
     def _load(self, now: float, out: list[Instruction]) -> None:
-        """Start the next load, unless the device is kept. Evictions may have changed which request is next."""
+        """Start the next read and load, unless the device is kept. Evictions may have changed which request is next."""
         if self._queues.alone or self._residency.compaction.alone:
             self._keep_device()
+        if self._loads.may_read:
+            self._residency.read(now, out)
         self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
@@ -491,7 +498,7 @@ class Scheduler:
         self._delayed.pop(name, None)
         if not model.has_work:
             (discipline.hold if model.queued else discipline.remove)(name)
-            if state is WeightState.QUEUED:
+            if state in (WeightState.QUEUED, WeightState.READING):
                 self._loads.end_demand(model)
             self._loads.changed(model)
         elif state in RUNNABLE:
@@ -631,6 +638,11 @@ class Scheduler:
         """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is not loaded."""
         state = self._models.get(model)
         return 0.0 if state is None or state.weights.state in ON_DEVICE else state.weights.remaining_seconds
+
+    def on_disk(self, model: str) -> bool:
+        """Return whether a loaded model's weights are read from disk before a load; False for others."""
+        state = self._models.get(model)
+        return state is not None and state.weights.on_disk
 
     def holds(self, model: str) -> bool:
         """True if a model is loaded or draining: its key may be added again only when it is neither."""

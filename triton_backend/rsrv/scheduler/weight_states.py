@@ -9,7 +9,8 @@ These facts are attributes beside the state, because each of them holds in sever
 - pinned: an operator may pin weights wherever they are, and they stay pinned while they are absent;
 - the number of executions: it changes with requests, not with weights;
 - shared tensors: one group of bytes has many users, each in a state of its own;
-- an abandoned load: it may still end well, so the weights are loading until it ends;
+- whether the host has a copy: it may come or go wherever the weights are;
+- an abandoned read or load: it may still end well, so the weights are reading or loading until it ends;
 - an eviction that was requested while the weights load or warm up: it takes effect at the end of either;
 - reasons to load: several may hold at a time, and those of a load that fails hold on.
 """
@@ -25,6 +26,8 @@ class WeightState(StrEnum):
     ABSENT = "absent"
     #: not on the device, in line for a load; `LoadQueue.reason` says why.
     QUEUED = "queued"
+    #: not on the device, being read from disk into host memory, so that their load does not wait for the disk.
+    READING = "reading"
     #: being copied to the device.
     LOADING = "loading"
     #: on the device, for the model's warm-up only.
@@ -57,13 +60,17 @@ class WeightEvent(StrEnum):
     QUEUE = "queue"
     #: the last reason to load them is gone.
     WITHDRAW = "withdraw"
+    #: their read from disk starts.
+    READ = "read"
+    #: their read ended well, so that they can be loaded.
+    READ_ENDED = "end of read"
     #: their load starts.
     LOAD = "load"
-    #: the end of their load is requested; it may still end well.
+    #: the end of their read or load is requested; it may still end well.
     ABANDON = "abandon"
     #: their load ended well.
     LOADED = "loaded"
-    #: their load failed, or was abandoned.
+    #: their read or load failed, or was abandoned.
     NOT_LOADED = "not loaded"
     #: they were on the device before the model was added.
     ADOPT = "adopt"
@@ -89,7 +96,11 @@ TRANSITIONS: Mapping[tuple[WeightState, WeightEvent], WeightState] = {
     (WeightState.ABSENT, WeightEvent.ADOPT): WeightState.RESIDENT,
     (WeightState.ABSENT, WeightEvent.BACK_OFF): WeightState.BACKOFF,
     (WeightState.QUEUED, WeightEvent.WITHDRAW): WeightState.ABSENT,
+    (WeightState.QUEUED, WeightEvent.READ): WeightState.READING,
     (WeightState.QUEUED, WeightEvent.LOAD): WeightState.LOADING,
+    (WeightState.READING, WeightEvent.ABANDON): WeightState.READING,
+    (WeightState.READING, WeightEvent.READ_ENDED): WeightState.ABSENT,
+    (WeightState.READING, WeightEvent.NOT_LOADED): WeightState.ABSENT,
     (WeightState.LOADING, WeightEvent.ABANDON): WeightState.LOADING,
     (WeightState.LOADING, WeightEvent.LOADED): WeightState.RESIDENT,
     (WeightState.LOADING, WeightEvent.NOT_LOADED): WeightState.ABSENT,
@@ -106,6 +117,7 @@ TRANSITIONS: Mapping[tuple[WeightState, WeightEvent], WeightState] = {
 
 #: The instruction that an event is carried out by; events without one are bookkeeping.
 EFFECTS: Mapping[WeightEvent, str] = {
+    WeightEvent.READ: "ReadWeights",
     WeightEvent.LOAD: "LoadWeights",
     WeightEvent.ABANDON: "AbandonLoad",
     WeightEvent.WARM_UP: "WarmUp",

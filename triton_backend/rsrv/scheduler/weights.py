@@ -5,15 +5,24 @@ while any of the models needs them. Tensors that exactly the same loaded models 
 groups of a model cost far less than sums over its tensors: a model that shares nothing is one group, and a family of
 fine-tunes with one backbone has two groups for each member.
 
-Every load has an epoch, which rises over all models and loads, so the end of a load names exactly one load, and a late one
-is ignored. One load runs at a time: there is one link to the device, and the next load is chosen as late as possible.
+Every load, and every read before one, has an epoch, which rises over all models, so the end of a load names exactly one
+load, and a late one is ignored. One load runs at a time: there is one link to the device, and the next load is chosen as
+late as possible. One read runs beside it, so that loads from host memory do not wait for the disk.
 """
 
 from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any
 
-from rsrv.scheduler.events import AbandonLoad, CallerError, EvictWeights, InvariantError, LoadWeights, Program
+from rsrv.scheduler.events import (
+    AbandonLoad,
+    CallerError,
+    EvictWeights,
+    InvariantError,
+    LoadWeights,
+    Program,
+    ReadWeights,
+)
 from rsrv.scheduler.history import History
 from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
 
@@ -133,8 +142,10 @@ class ModelWeights:
         "load_seconds",
         "loads",
         "model",
+        "on_disk",
         "out_of_memory",
         "pinned",
+        "read_seconds",
         "since",
         "state",
         "unserved",
@@ -152,11 +163,14 @@ class ModelWeights:
         self.pinned = program.pinned
         #: whether an operator or a pin, not only a request, asked for them to load or to stay. Ends with an eviction.
         self.desired = program.pinned
-        #: of the current or latest load; 0 before the first.
+        #: whether a load would wait for the disk, so that they are read first; and the seconds that the latest read took.
+        self.on_disk = False
+        self.read_seconds = 0.0
+        #: of the current or latest load or read; 0 before the first.
         self.epoch = 0
         #: bytes that this load moves: those that no other model has on the device.
         self.load_bytes = 0
-        #: whether the latest load that ended was abandoned, or found no memory.
+        #: whether the latest load or read that ended was abandoned, or found no memory.
         self.abandoned = False
         self.out_of_memory = False
         #: when the back-off after a failed load ends, its length, and why the load failed; "": it found no memory twice,
@@ -172,7 +186,7 @@ class ModelWeights:
         self.last_load_seconds = program.load_seconds
         #: whether they were loaded for requests that wait, none of which has executed yet.
         self.unserved = False
-        #: when the latest load began, or ended if it is over; and how long it was expected to take.
+        #: when the latest load or read began, or ended if it is over; and how long the load was expected to take.
         self.since = 0.0
         self.expected_load_seconds = 0.0
         #: when an execution on them ended last, or when they were loaded, or the model was added.
@@ -193,10 +207,21 @@ class ModelWeights:
         return sum([group.bytes for group in self.groups if not group.users])
 
     @property
-    def remaining_seconds(self) -> float:
-        """Expected duration of a load now."""
+    def transfer_seconds(self) -> float:
+        """Expected duration of a load from host memory now."""
         size = self.bytes
         return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Expected duration of a load now, and of the read before it, unless that has begun."""
+        reads = self.on_disk and self.state is not WeightState.READING
+        return self.transfer_seconds + (self.read_seconds if reads else 0.0)
+
+    @property
+    def return_seconds(self) -> float:
+        """Expected duration of the read and the load of all bytes, if they were evicted now."""
+        return self.load_seconds + (self.read_seconds if self.on_disk else 0.0)
 
     def begin_backoff(self, now: float, error: str) -> None:
         """Start the back-off after a failed load, twice as long as the one before; `error` as `load_error`."""
@@ -228,12 +253,14 @@ class WeightAccounts:
         "_epoch",
         "_seconds_per_byte",
         "abandoning",
+        "abandoning_read",
         "budget",
         "bytes",
         "groups",
         "loading",
         "now",
         "pinned_bytes",
+        "reading",
         "reserved",
         "unpinned",
     )
@@ -253,6 +280,9 @@ class WeightAccounts:
         #: the weights that are loading, and whether their load is to be abandoned.
         self.loading: ModelWeights | None = None
         self.abandoning = False
+        #: the weights that are being read from disk, and whether their read is to be abandoned.
+        self.reading: ModelWeights | None = None
+        self.abandoning_read = False
         #: number of models whose weights are reserved for a warm-up.
         self.reserved = 0
         #: time of the event that the scheduler handles, for the histories.
@@ -325,7 +355,10 @@ class WeightAccounts:
         """Seconds until the weights can be on the device at the earliest."""
         if weights.state not in TAKING_BYTES:
             before = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
-            return before + weights.remaining_seconds
+            if weights.on_disk:
+                begun = now - weights.since if weights is self.reading else 0.0
+                before = max(before, weights.read_seconds - begun)
+            return before + weights.transfer_seconds
         if weights.state is WeightState.LOADING:
             return max(0.0, weights.since + weights.expected_load_seconds - now)
         return 0.0
@@ -351,6 +384,15 @@ class WeightAccounts:
         weights.since = weights.last_used = now
         self.move(weights, WeightEvent.ADOPT)
 
+    def read(self, weights: ModelWeights, why: str, now: float) -> ReadWeights:
+        """Start a read from disk, while none runs."""
+        self._epoch += 1
+        weights.epoch = self._epoch
+        weights.since = now
+        self.reading = weights
+        self.move(weights, WeightEvent.READ, why)
+        return ReadWeights(weights.model, weights.epoch)
+
     def load(self, weights: ModelWeights, why: str, now: float) -> LoadWeights:
         """Start a load, while none runs."""
         self._epoch += 1
@@ -363,8 +405,11 @@ class WeightAccounts:
         return LoadWeights(weights.model, weights.epoch)
 
     def abandon(self, weights: ModelWeights) -> AbandonLoad:
-        """Request the end of the load; it may still end well."""
-        self.abandoning = True
+        """Request the end of the load or the read; it may still end well."""
+        if weights is self.reading:
+            self.abandoning_read = True
+        else:
+            self.abandoning = True
         self.move(weights, WeightEvent.ABANDON)
         return AbandonLoad(weights.model, weights.epoch)
 
@@ -387,6 +432,12 @@ class WeightAccounts:
                 f"a load of model {model!r} ended with epoch {epoch}; the latest is {self._epoch}"
             )
 
+    def read_ended(self, weights: ModelWeights, seconds: float) -> None:
+        """Account for a read that ended well."""
+        self.reading, self.abandoning_read = None, False
+        weights.read_seconds = seconds
+        self.move(weights, WeightEvent.READ_ENDED, seconds=seconds)
+
     def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
         """Account for a load that ended well, and learn from its duration."""
         self.loading, self.abandoning = None, False
@@ -405,8 +456,11 @@ class WeightAccounts:
         weights.since = weights.last_used = now
 
     def not_loaded(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
-        """Account for a load that ended without weights."""
-        self.loading, self.abandoning = None, False
+        """Account for a load or a read that ended without weights."""
+        if weights is self.reading:
+            self.reading, self.abandoning_read = None, False
+        else:
+            self.loading, self.abandoning = None, False
         weights.abandoned = abandoned
         self.move(weights, WeightEvent.NOT_LOADED, "abandoned" if abandoned else "")
 

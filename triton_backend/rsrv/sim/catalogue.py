@@ -4,7 +4,7 @@ A cold model has no entry in the scheduler. Its first request starts it: one thr
 the order of the runtime's `StartQueue`. It reads the weights that host memory lacks, and compiles the model or loads its
 executable. Requests that arrive meanwhile wait, at most until their deadline and for `start_timeout_s`.
 
-Weights without a host copy are read from the disk by each load, which makes a copy if there is room. Beyond
+Weights without a host copy are read from the disk before each load, which makes a copy if there is room. Beyond
 `host_memory_bytes`, the runtime's `choose_copies` says which models lose theirs for it.
 """
 
@@ -73,7 +73,7 @@ class Catalogue:
 
         Args:
             record: the record of the device; starts and host memory are noted there.
-            loading: whether a model's weights are being loaded to the device.
+            loading: whether a model's weights are being read, or loaded to the device.
         """
         scenario = record.scenario
         self._programs = scenario.programs
@@ -95,8 +95,9 @@ class Catalogue:
         #: requests for models that start.
         self._waiting: dict[str, dict[int, Request]] = {}
         self._host = TensorMemory(record.host)
-        #: models with a host copy.
+        #: models with a host copy, and those that got or lost one (a dictionary for its order); the device takes them out.
         self._copies: set[str] = set()
+        self.changed: dict[str, None] = {}
         #: requests of each model that have not ended, and when the last one ended.
         self._unended: Counter[str] = Counter()
         self._used: dict[str, float] = {}
@@ -133,8 +134,11 @@ class Catalogue:
         self._used[model] = now
         self._watch(model, now)
 
+    def has_copy(self, model: str) -> bool:
+        return model in self._copies
+
     def read_for_load(self, model: str, now: float) -> int:
-        """Return the bytes that a load reads from the disk first, and keep a host copy if there is room."""
+        """Return the bytes that are read from the disk for a load, and keep a host copy if there is room."""
         if model in self._copies:
             return 0
         nbytes = self._host.absent_bytes(self._programs[model])
@@ -220,7 +224,7 @@ class Catalogue:
         self._watch(start.model, now)
         requests = tuple(self._waiting.pop(start.model, {}).values())
         self._build_next(now)
-        added = ModelAdded(self._programs[start.model])
+        added = ModelAdded(self._programs[start.model], on_disk=not self.has_copy(start.model))
         return [added, RequestsArrived(requests)] if requests else [added]
 
     # --- idleness ---------------------------------------------------------------------------------------------
@@ -263,6 +267,7 @@ class Catalogue:
         if model not in self._copies and self._excess(program) <= 0:
             self._host.hold(program, now)
             self._copies.add(model)
+            self.changed[model] = None
 
     def _make_room(self, model: str, now: float) -> None:
         """Drop copies of models that were used before this one, if that makes room for a copy of its weights."""
@@ -287,6 +292,7 @@ class Catalogue:
     def _drop_copy(self, model: str, now: float) -> None:
         if model in self._copies:
             self._copies.remove(model)
+            self.changed[model] = None
             self._host.release(self._programs[model], now)
 
     def _push(self, t: float, what: str | tuple[Request, Outcome]) -> None:

@@ -13,6 +13,7 @@ from rsrv.scheduler.events import (
     Instruction,
     LoadWeights,
     Outcome,
+    ReadWeights,
     WarmUp,
     WoundDown,
 )
@@ -49,6 +50,8 @@ def _line(instruction: Instruction, record: Record) -> str:
     match instruction:
         case Execute(model=model, size=size, rows=rows, variant=variant, requests=requests):
             return f"EXECUTE {model} size={size} rows={rows} variant={variant} requests={len(requests)}"
+        case ReadWeights(model=model, epoch=epoch):
+            return f"READ {model} epoch={epoch}"
         case LoadWeights(model=model, epoch=epoch):
             return f"LOAD {model} epoch={epoch}"
         case AbandonLoad(model=model, epoch=epoch):

@@ -1,7 +1,7 @@
 """One simulated device, which executes strictly one after another, with its scheduler and its link.
 
-The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions;
-weights without a host copy are read from the disk first. Evictions, and giving up a load, take no time.
+The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions, and the
+disk one read of weights without a host copy. Evictions, and giving up a load or a read, take no time.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from random import Random
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     AbandonLoad,
+    CopyChanged,
     Event,
     EvictWeights,
     Execute,
@@ -24,10 +25,12 @@ from rsrv.scheduler.events import (
     ModelAdded,
     Outcome,
     Program,
+    ReadWeights,
     Request,
     RequestsArrived,
     Tick,
     WeightsLoaded,
+    WeightsRead,
 )
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.sim.arrivals import instant
@@ -68,11 +71,12 @@ class SimulatedDevice:
         self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
         self._random = random
         self._ended = ended
-        #: models whose weights are on the device, and the load that runs.
+        #: models whose weights are on the device, and the load and the read that run.
         self.resident: set[str] = set()
         self.loading: LoadWeights | None = None
+        self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
-            self.record, lambda model: self.loading is not None and self.loading.model == model
+            self.record, lambda model: any(one and one.model == model for one in (self.loading, self.reading))
         )
         #: coming events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
@@ -81,6 +85,8 @@ class SimulatedDevice:
         self._tensors = TensorMemory(self.record.device)
         #: bytes that the next load has to move, if weights were evicted for it.
         self._claimed: int | None = None
+        #: bytes that were read from the disk for the next load of each model.
+        self._read_bytes: dict[str, int] = {}
         #: until when the device and the link are taken.
         self._device_free = 0.0
         self._link_free = 0.0
@@ -131,6 +137,7 @@ class SimulatedDevice:
                     self._end(change, now)
                 else:
                     self.tell(change, now)
+            self._tell_copies(now)
         else:
             self.tell(Tick(), now)
 
@@ -144,6 +151,10 @@ class SimulatedDevice:
         if isinstance(event, WeightsLoaded) and self.loading and self.loading.epoch == event.epoch:
             self.resident.add(event.model)
             self.loading = None
+            if not self.catalogue.has_copy(event.model):
+                self._push(now, _LOADED, CopyChanged(event.model, False))
+        if isinstance(event, WeightsRead) and self.reading and self.reading.epoch == event.epoch:
+            self.reading = None
         for instruction in self.scheduler.handle(event, now):
             if isinstance(instruction, Finish):
                 self._end(instruction, now)
@@ -152,6 +163,8 @@ class SimulatedDevice:
             match instruction:
                 case Execute():
                     self._execute(instruction, now)
+                case ReadWeights():
+                    self._read(instruction, now)
                 case LoadWeights():
                     self._load(instruction, now)
                 case AbandonLoad():
@@ -163,7 +176,8 @@ class SimulatedDevice:
 
     def _add(self, program: Program, resident: bool, now: float) -> None:
         self.catalogue.add(program.model, now)
-        self.tell(ModelAdded(program, resident), now)
+        on_disk = not self.catalogue.has_copy(program.model)
+        self.tell(ModelAdded(program, resident, on_disk=on_disk), now)
 
     def _push(self, t: float, kind: int, what: Event) -> None:
         heappush(self._heap, (t, kind, next(self._sequence), what))
@@ -192,13 +206,26 @@ class SimulatedDevice:
             self.record.requests[request - 1].started = start
         self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
 
+    def _read(self, read: ReadWeights, now: float) -> None:
+        self._read_bytes[read.model] = nbytes = self.catalogue.read_for_load(read.model, now)
+        seconds = instant(self.catalogue.read_seconds(nbytes))
+        self.reading = read
+        self._push(instant(now + seconds), _LOADED, WeightsRead(read.model, read.epoch, seconds))
+        self._tell_copies(now)
+
+    def _tell_copies(self, now: float) -> None:
+        """Have the scheduler told which host copies have come or gone, after what it is told now."""
+        changed, self.catalogue.changed = self.catalogue.changed, {}
+        for model in changed:
+            self._push(now, _LOADED, CopyChanged(model, self.catalogue.has_copy(model)))
+
     def _load(self, load: LoadWeights, now: float) -> None:
         program = self.scenario.programs[load.model]
         nbytes = self._claim(load.model, now)
         self._claimed = None
-        read_bytes = self.catalogue.read_for_load(load.model, now)
+        read_bytes = self._read_bytes.pop(load.model, 0)
         share = nbytes / program.weight_bytes if program.weight_bytes else 1.0
-        seconds = instant(program.load_seconds * share + self.catalogue.read_seconds(read_bytes))
+        seconds = instant(program.load_seconds * share)
         start = max(now, self._link_free)
         self._link_free = end = instant(start + seconds)
         self.record.loads.append(LoadRecord(load.model, load.epoch, start, end, nbytes, read_bytes))
@@ -213,13 +240,16 @@ class SimulatedDevice:
         self._tensors.release(self.scenario.programs[evict.model], now)
 
     def _abandon(self, abandon: AbandonLoad, now: float) -> None:
-        """End the load now; the scheduler ignores the event of its end in the heap."""
+        """End the load or the read now; the scheduler ignores the event of its end in the heap."""
+        self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
+        if self.reading is not None and self.reading.epoch == abandon.epoch:
+            self.reading = None
+            return
         last = self.record.loads[-1]
         self.record.loads[-1] = replace(last, ended=now)
         self._link_free = now
         self.loading = None
         self._tensors.release(self.scenario.programs[abandon.model], now)
-        self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
 
     def _claim(self, model: str, now: float) -> int:
         """Hold a model's tensors before others are evicted for it; return the bytes that its load has to move."""

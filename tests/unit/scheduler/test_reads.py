@@ -1,0 +1,192 @@
+"""Weights that only the disk has: they are read before their load, and no other load waits for that."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.scheduler.events import (
+    AbandonLoad,
+    CopyChanged,
+    EvictWeights,
+    LoadWeights,
+    Outcome,
+    Pinned,
+    Prefetch,
+    ReadWeights,
+    Reason,
+)
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weight_states import WeightState
+from tests.unit.scheduler.driver import Driver, executions, program
+
+
+def machine_of(disk: str, host: str = "", *, budget: int = 1000, discipline: str = "fifo") -> Driver:
+    """Return a machine with absent models of 100 bytes, whose weights are on disk or in host memory."""
+    machine = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=budget))
+    for name in disk + host:
+        machine.add(program(name), resident=False, on_disk=name in disk)
+    return machine
+
+
+def state(machine: Driver, model: str) -> WeightState:
+    return machine.scheduler.snapshot().models[model].weights
+
+
+def test_a_slow_read_delays_no_load_from_host_memory() -> None:
+    """While the weights of a model that is first in line are read, others load and execute; then it loads."""
+    machine = machine_of("a", "bc")
+
+    assert machine.arrive(machine.request("a")) == [ReadWeights("a", 1)]
+    assert machine.arrive(machine.request("b")) == [LoadWeights("b", 2)]
+    assert len(executions(machine.load("b", seconds=0.01))) == 1
+    assert machine.arrive(machine.request("c")) == [LoadWeights("c", 3)]
+    machine.load("c")
+    assert machine.read("a", seconds=60.0) == [LoadWeights("a", 4)]
+    machine.load("a")
+    machine.finish_all()
+
+    assert {one.outcome for one in machine.ended.values()} == {Outcome.ANSWERED}
+
+
+def test_weights_are_evicted_for_a_load_and_not_for_the_read_before_it() -> None:
+    """The device serves its models until the weights that need the room are in host memory."""
+    machine = machine_of("a", "b", budget=100)
+    machine.arrive(machine.request("b"))
+    machine.load("b")
+    machine.finish_all()
+    machine.tick(10.0)
+
+    assert machine.arrive(machine.request("a")) == [ReadWeights("a", 2)]
+    assert len(executions(machine.arrive(machine.request("b")))) == 1
+    machine.finish_all()
+    assert machine.read("a", seconds=5.0) == [EvictWeights("b", 1), LoadWeights("a", 3)]
+
+
+def test_one_read_runs_at_a_time_in_the_order_of_loads() -> None:
+    """Pinned models first, then those with requests by the discipline's rank, then prefetched ones."""
+    machine = machine_of("abcde")
+    for model in "ab":
+        machine.send(Prefetch(model))
+    machine.arrive(machine.request("d"))
+    machine.arrive(machine.request("c", priority=1))
+    machine.send(Pinned("e", True))
+    order = []
+    while machine.reading:
+        (model,) = machine.reading
+        order.append(model)
+        machine.read(model, seconds=1.0)
+
+    assert order == ["a", "e", "c", "d", "b"]
+
+
+def test_a_read_that_nothing_needs_any_more_makes_way_for_another() -> None:
+    """It is abandoned when another model waits for the disk; the next read of that model goes on to its end."""
+    machine = machine_of("abc")
+    request, again = machine.request("a"), machine.request("a")
+    machine.arrive(request)
+    machine.cancel(request)
+    assert state(machine, "a") is WeightState.READING
+
+    assert machine.arrive(machine.request("b")) == [AbandonLoad("a", 1)]
+    assert machine.abandon_load("a") == [ReadWeights("b", 2)]
+    assert state(machine, "a") is WeightState.ABSENT
+    machine.read("b")
+    machine.arrive(again)
+    machine.cancel(again)
+    assert machine.arrive(machine.request("c")) == []
+    assert machine.read("a") == [ReadWeights("c", 5)]
+    assert state(machine, "a") is WeightState.ABSENT
+
+
+def test_a_model_that_is_removed_during_its_read_leaves_when_that_ends() -> None:
+    """Its requests end at once, its read is abandoned, and the next model is read then."""
+    machine = machine_of("ab")
+    request = machine.request("a")
+    machine.arrive(request, machine.request("b"))
+
+    assert AbandonLoad("a", 1) in machine.remove("a")
+    assert machine.outcome(request) is Reason.UNLOADED
+    assert machine.scheduler.holds("a")
+    assert machine.abandon_load("a") == [ReadWeights("b", 2)]
+    assert not machine.scheduler.holds("a")
+
+
+def test_a_read_that_fails_backs_off_with_its_reason() -> None:
+    """The requests that wait fail, new ones are refused for a while, and then the weights are read again."""
+    machine = machine_of("a")
+    first, second = machine.request(), machine.request()
+    machine.arrive(first)
+    machine.fail_load("a", "the disk is gone")
+    machine.arrive(second)
+
+    assert machine.ended[first.id].error == "the disk is gone"
+    assert machine.ended[second.id].reason is Reason.NOT_LOADED
+    assert state(machine, "a") is WeightState.BACKOFF
+    machine.tick(2.0)
+    assert machine.arrive(machine.request()) == [ReadWeights("a", 2)]
+
+
+def test_a_pinned_model_whose_read_fails_is_read_again_by_itself() -> None:
+    """As after a load that fails, the read is retried at the end of the back-off."""
+    machine = machine_of("a")
+    assert machine.send(Pinned("a", True)) == [ReadWeights("a", 1)]
+    machine.fail_load("a")
+
+    assert machine.given_up == ["a"]
+    assert machine.tick(2.0) == [ReadWeights("a", 2)]
+
+
+def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
+    """Under `edf`, the read counts for the wait once its time is known; the weights are loaded for the next request."""
+    machine = machine_of("a", discipline="edf")
+    machine.arrive(machine.request())
+    machine.read("a", seconds=10.0)
+    machine.load("a", seconds=1.0)
+    machine.finish_all()
+    machine.evict("a")
+    machine.send(CopyChanged("a", False))
+    late, on_time = (machine.request(deadline=machine.now + seconds) for seconds in (10.5, 12.0))
+    machine.arrive(late)
+    assert machine.outcome(late) is Outcome.SHED
+    assert state(machine, "a") is WeightState.READING
+    machine.arrive(on_time)
+    assert machine.outcome(on_time) is None
+    assert machine.scheduler.load_seconds("a") == 1.0
+
+    machine.tick(machine.now + 9.0)
+    assert machine.outcome(on_time) is None
+    assert machine.read("a") == [LoadWeights("a", 4)]
+
+
+def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
+    """Weights in line for the link return to the line for the disk, and back when the host has a copy."""
+    machine = machine_of("", "ab")
+    machine.arrive(machine.request("a"), machine.request("b"))
+
+    assert machine.send(CopyChanged("b", False)) == [ReadWeights("b", 2)]
+    machine.load("a")
+    assert machine.send(CopyChanged("b", True)) == []
+    assert machine.read("b") == [LoadWeights("b", 3)]
+
+
+@pytest.mark.parametrize("discipline", ["edf", "fair", "fifo"])
+def test_what_weights_wait_for_has_words(discipline: str) -> None:
+    """The history and the obstacle say that weights are read, or wait for the read of others."""
+    machine = machine_of("ab", discipline=discipline)
+    machine.arrive(machine.request("a"))
+    machine.arrive(machine.request("b"))
+
+    def obstacle(model: str) -> str:
+        return machine.scheduler.obstacle(model, machine.now)
+
+    assert obstacle("a") == "read from disk (demand)"
+    assert obstacle("b") == "queued (demand): waits for the read of a from disk"
+    machine.read("a", seconds=2.0)
+    records = machine.scheduler.history("a")
+    assert [(what, details["why"]) for _, what, details in records if what.startswith("weights")] == [
+        ("weights queued", "demand"),
+        ("weights reading", "demand"),
+        ("weights absent", "end of read"),
+        ("weights queued", "demand"),
+        ("weights loading", "demand"),
+    ]

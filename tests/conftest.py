@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 # The same examples on every run and no time limit for one of them, nor for making them: a test must not fail because the
@@ -29,6 +30,8 @@ for name, examples in (("repeatable", 30), ("thorough", 300)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("repeatable")
+# Hypothesis tries numbers and texts of the modules that are imported: other ones on each worker, and after each change.
+providers._get_local_constants = lambda: providers._local_constants
 
 # Python may write bytecode, as it does for users: tests show that none gets into a model repository, and thousands of
 # assertions and hundreds of processes need not be compiled on every run.

@@ -50,10 +50,27 @@ def test_equal_starts_take_turns_by_building_time_over_weight() -> None:
     """A model that has been built for long waits for others, and a heavy one waits less."""
     queue = StartQueue()
     for name, seconds, weight in (("a", 4.0, 1.0), ("b", 1.0, 1.0), ("c", 6.0, 3.0), ("d", 2.0, 1.0)):
-        queue.charge(name, seconds)
+        queue.charge(name, seconds, 0.0)
         put(queue, name, Demand(R, weight=weight))
-    queue.charge("b", 2.0)  # after it was put
+    queue.charge("b", 2.0, 0.0)  # after it was put
     assert list(names(queue)) == ["c", "d", "b", "a"]
+
+
+def test_a_model_that_was_built_for_long_is_not_passed_for_ever() -> None:
+    """While a new model comes each second, it waits as long as it was built; a minute later, half of that."""
+    for later, seconds in ((0.0, 40.0), (60.0, 20.0)):
+        queue = StartQueue()
+        queue.charge("long", 40.0, 0.0)
+        put(queue, "long", Demand(R), now=later)
+        passed = 0
+        for second in range(100):
+            put(queue, f"new {second}", Demand(R), now=later + second)
+            step = queue.pop(later + second)
+            assert step is not None
+            if step.name == "long":
+                break
+            passed += 1
+        assert passed == seconds
 
 
 def test_a_start_that_waits_follows_its_demand() -> None:
@@ -102,7 +119,7 @@ def test_a_thousand_cold_models_start_in_the_order_of_their_deadlines() -> None:
     while (step := queue.pop(now)) is not None:
         action: Callable[[], object] = step.action
         now, steps = now + 0.5, steps + 1
-        queue.charge(step.name, 0.5)
+        queue.charge(step.name, 0.5, now)
         action()
         most = max(most, len(queue))
         if steps == 100:
@@ -144,7 +161,7 @@ def test_each_step_is_taken_once_and_none_overtakes_one_that_is_more_urgent(
             case "drop":
                 assert queue.drop(name) == (model.pop(name, None) is not None)
             case "charge":
-                queue.charge(name, min(number, 5.0))
+                queue.charge(name, min(number, 5.0), now)
             case "wait":
                 now += 1.0
             case _:

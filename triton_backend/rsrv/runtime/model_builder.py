@@ -167,7 +167,7 @@ class ModelBuilder:
     def step_ended(self, message: StepEnded) -> None:
         """Begin the next step of the build thread."""
         self._busy = False
-        self._queue.charge(message.name, message.seconds)
+        self._queue.charge(message.name, message.seconds, time.monotonic())
         self._begin()
 
     def warm_up(self, model: CompiledModel, device: Device, *, again: bool) -> None:

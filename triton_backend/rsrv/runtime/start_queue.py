@@ -6,7 +6,7 @@ A start has two steps, each of which waits here: its bundle is read, then the mo
 import heapq
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
@@ -52,18 +52,24 @@ class BuildStep:
     action: Callable[[], object]
     #: a bundle is read; without it, a model is built
     reads: bool = False
+    #: time of its arrival on the loop's clock, which the queue notes
+    arrival: float = field(default=0.0, init=False)
 
 
 #: position of a step in the order, smallest first; the last is unique
 _Rank = tuple[int, float, bool, float, int]
 
+#: seconds in which half of a model's building time is forgotten
+_HALF_LIFE_S = 60.0
+
 
 class StartQueue:
-    """Steps that wait, and the building time of each model so far.
+    """Steps that wait, and the recent building time of each model.
 
     In order of precedence: by urgency; by deadline, of which those in the past count no more; models that can be built
-    before bundles that can be read, so that the first of many models is served before all bundles are read; by building
-    time over weight; and by arrival.
+    before bundles that can be read, so that the first of many models is served before all bundles are read; and by
+    arrival, to which a model's recent building time over its weight is added. So a model that was built for long lets
+    others pass that come within as many seconds, and no more.
     """
 
     def __init__(self) -> None:
@@ -71,7 +77,8 @@ class StartQueue:
         #: ranks as of their entry: a step that has fallen back since is entered again when it is popped
         self._heap: list[tuple[_Rank, BuildStep]] = []
         self._numbers = itertools.count()
-        self._seconds: dict[str, float] = {}
+        #: name -> building time as of the latest charge, and when that was
+        self._charged: dict[str, tuple[float, float]] = {}
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -86,6 +93,7 @@ class StartQueue:
     def put(self, step: BuildStep, now: float) -> None:
         """Add a step; it takes the place of one with its id."""
         self._steps[step.id] = step
+        step.arrival = now
         self._enter(step, now, next(self._numbers))
 
     def change(self, id: Hashable, demand: Demand, now: float) -> None:
@@ -112,14 +120,18 @@ class StartQueue:
             return step
         return None
 
-    def charge(self, name: str, seconds: float) -> None:
+    def charge(self, name: str, seconds: float, now: float) -> None:
         """Add to the building time of a model."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._charged[name] = (self._used(name, now) + seconds, now)
+
+    def _used(self, name: str, at: float) -> float:
+        seconds, since = self._charged.get(name, (0.0, at))
+        return seconds * 2 ** (min(0.0, since - at) / _HALF_LIFE_S)
 
     def _enter(self, step: BuildStep, now: float, number: int) -> None:
         heapq.heappush(self._heap, (self._rank(step, now, number), step))
 
     def _rank(self, step: BuildStep, now: float, number: int) -> _Rank:
         urgency, deadline = step.demand.urgency, step.demand.deadline
-        used = self._seconds.get(step.name, 0.0) / step.demand.weight
-        return urgency, deadline if deadline > now else inf, step.reads, used, number
+        turn = step.arrival + self._used(step.name, step.arrival) / step.demand.weight
+        return urgency, deadline if deadline > now else inf, step.reads, turn, number

@@ -29,6 +29,11 @@ NOW = datetime(2026, 11, 23, 8, 0, 0).timestamp()
     ("record", "sentence"),
     [
         (pb.HistoryRecord(what="arrived", requests=1), "a request arrived"),
+        (pb.HistoryRecord(what="weights reading", why="demand"), "reading its weights from disk"),
+        (
+            pb.HistoryRecord(what="weights absent", why="end of read", seconds=2.0),
+            "its weights were read from disk in 2 s",
+        ),
         (
             pb.HistoryRecord(what="execute", requests=3, rows=7, size=16),
             "3 requests executed together: 7 rows, padded to 16",

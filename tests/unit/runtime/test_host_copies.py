@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.control.overview import life
 from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.allocation import Bytes
+from rsrv.runtime.device import Abandoned
 from rsrv.runtime.host_copies import HostCopy, choose_copies
 from rsrv.runtime.host_memory import MemoryLimit, PrivateMemory, memory_limit
 from rsrv.runtime.host_weights import HostStore
@@ -203,6 +205,66 @@ def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pyt
     assert store.taken == 5 * large(0).nbytes
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_weights_that_are_read_ahead_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """They count until the load has ended. Without room the file is read all the same, for the kernel's cache."""
+    read, real = list[int](), WeightsFile.read_into
+
+    def noted(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
+        read.append(index)
+        real(file, index, out, digest=digest)
+
+    size = large(0).nbytes
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(2 * size if room else size, 0))
+    other = store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
+    weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
+    monkeypatch.setattr(WeightsFile, "read_into", noted)
+    weights.read_ahead([0, 1], lambda: False)
+
+    assert read == [1]
+    assert store.taken == (2 * size if room else size)
+    # The load finds what other models had copies of, too.
+    other.drop()
+    assert [(weights.read(index) == index + 1).all() for index in (0, 1)] == [True, True]
+    assert read == ([1] if room else [1, 1])
+    weights.end_read_ahead()()
+    assert (store.taken, weights.is_read_ahead) == (0, False)
+
+
+def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two tensors it may be abandoned; what was read by then is freed, and so it is when the disk fails."""
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
+    asked = iter([False, True])
+    with pytest.raises(Abandoned):
+        weights.read_ahead([0, 1], lambda: next(asked))
+    assert (store.taken, weights.is_read_ahead) == (0, False)
+
+    def fail(file: WeightsFile, *args: object) -> bool:
+        raise BundleError("weights.safetensors: cannot be read")
+
+    monkeypatch.setattr(WeightsFile, "_fill", fail)
+    with pytest.raises(BundleError):
+        weights.read_ahead([0, 1], lambda: False)
+    assert (store.taken, weights.is_read_ahead) == (0, False)
+
+
+def test_a_store_that_closes_during_a_read_ahead_ends_it(tmp_path: Path) -> None:
+    """The end of the runtime leaves nothing of it."""
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
+    weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
+    weights.read_ahead([0, 1], lambda: False)
+
+    store.close()
+
+    assert (store.counts.physical, weights.is_read_ahead) == (0, False)
+
+
 # --- a runtime --------------------------------------------------------------------------------------------
 
 
@@ -363,7 +425,9 @@ def test_a_disk_that_stalls_delays_no_load_from_host_memory(house: House, disk: 
     """Models whose weights are in host memory are loaded and answered meanwhile, and copies are dropped."""
     slow = stall(house, disk)
 
-    assert house.status()["models"]["a"]["weights_state"] == "reading"
+    assert (
+        life("ready", house.status()["models"]["a"]["weights_state"]) == "warm, reading its weights from disk"
+    )
     assert [house.ask(name) for name in "bcb"] == [2, 3, 2]
     set_residency(os.getpid(), "c", "device")
     wait_until(lambda: house.status()["models"]["c"]["weights"] == "resident")

@@ -107,6 +107,24 @@ def test_host_memory_holds_the_models_that_were_used_last() -> None:
     assert max(nbytes for _, nbytes in record.host) == 200
 
 
+def test_a_read_from_the_disk_delays_no_load_from_host_memory() -> None:
+    """While the weights of one model are read, another's load and execute."""
+    record = run(
+        """
+        device: {weight_budget_bytes: 300, h2d_bytes_per_s: 1000, read_bytes_per_s: 10}
+        runtime: {host_memory_bytes: 200}
+        models: {a: {cost: {1: 0.5}, weight_bytes: 100, count: 3}}
+        arrivals: [{t: 0, model: a-2}, {t: 1, model: a-1}]
+        """
+    )
+
+    assert [(one.model, one.started, one.read_bytes) for one in record.loads] == [
+        ("a-1", 1, 0),
+        ("a-2", 10, 100),
+    ]
+    assert [one.ended for one in record.requests] == [10.6, 1.6]
+
+
 def test_shared_tensors_are_read_and_counted_once() -> None:
     """The second model of a family reads only its own tensors."""
     record = run(

@@ -85,7 +85,7 @@ class HostCopies:
 
     def loaded(self, model: CompiledModel) -> None:
         """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
-        self._tell(model)
+        self.tell(model)
         if model.residency == "system" and not model.host.kept:
             self._wanting[model.key] = None
             if self._mover is not None and not (self._drops or self._makes):
@@ -113,13 +113,14 @@ class HostCopies:
             if model is None or entry.ending:
                 continue
             at_rest = self._scheduler.idle_since(key) < inf
-            if at_rest and model.host.read_ahead_bytes and self._mover is not None:
+            if at_rest and model.host.is_read_ahead and self._mover is not None:
                 self._mover.end_read_ahead(model.host)
             # Weights that were read ahead of a load count as copied until its end.
             if at_rest or model.host.kept or entry.weights == "resident":
-                self._tell(model)
+                self.tell(model)
 
-    def _tell(self, model: CompiledModel) -> None:
+    def tell(self, model: CompiledModel) -> None:
+        """Tell the scheduler whether the host has a copy of a model's weights, if it does not know that yet."""
         if self._scheduler.on_disk(model.key) is model.host.kept:
             self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
             self._catalog.moves.add(model.key)

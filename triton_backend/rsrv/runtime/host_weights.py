@@ -278,6 +278,8 @@ class HostWeights:
         self._closed = False
         #: digest -> bytes of tensors that were read for the next load
         self._ahead: dict[str, Bytes] = {}
+        #: tensors of other models' copies that it holds a reference to
+        self._ahead_held: tuple[HostTensor, ...] = ()
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
@@ -346,28 +348,28 @@ class HostWeights:
         return partial(self._store._give, self.tensors if had else ())
 
     @property
-    def read_ahead_bytes(self) -> int:
-        """Bytes that `read_ahead` keeps."""
-        return sum(raw.nbytes for raw in self._ahead.values())
+    def is_read_ahead(self) -> bool:
+        """True if something is kept for the next load."""
+        return bool(self._ahead or self._ahead_held)
 
     def read_ahead(self, indices: Iterable[int], abandoned: Callable[[], bool]) -> None:
-        """Read weights that the host keeps no copy of, so that the next load does not wait for storage.
+        """Read weights that the host has no copy of, so that the next load does not wait for storage.
 
-        They stay in memory until `end_read_ahead`. Without room for them, the file is read all the same if the kernel may
-        keep it in its cache. Raises Abandoned, HostMemoryError, and BundleError if a weight in the file has changed.
+        They, and those that other models have copies of, stay in memory until `end_read_ahead`. Without room, the file is
+        read all the same if the kernel may keep it in its cache. Raises Abandoned, HostMemoryError, and BundleError if a
+        weight in the file has changed.
         """
-        self.end_read_ahead()
-        held = self._store._held
-        missing = {
-            key.digest: index for index in indices if (key := self.tensors[index].key).digest not in held
-        }
-        nbytes = sum(self.tensors[index].nbytes for index in missing.values())
+        self.end_read_ahead()()
+        needed = {self.tensors[index].key.digest: index for index in indices}
+        held = [digest for digest in needed if self._store._take(digest)]
+        self._ahead_held = tuple(self.tensors[needed.pop(digest)] for digest in held)
+        nbytes = sum(self.tensors[index].nbytes for index in needed.values())
         fits = self._store._reserve(nbytes)
         if not fits and spare_memory() < nbytes:
             return
         ahead: dict[str, Bytes] = {}
         try:
-            for digest, index in missing.items():
+            for digest, index in needed.items():
                 if abandoned():
                     raise Abandoned
                 raw = fresh(self.tensors[index].nbytes)
@@ -376,15 +378,22 @@ class HostWeights:
                     ahead[digest] = raw
         except BaseException:
             self._store._end_reserve(nbytes if fits else 0)
+            self.end_read_ahead()()
             raise
         self._ahead = ahead
 
-    def end_read_ahead(self) -> dict[str, Bytes]:
-        """Forget at once what was read ahead, and return it: to free its memory may take long."""
+    def end_read_ahead(self) -> Callable[[], None]:
+        """Forget at once what was read ahead; return what frees its memory, which may take long."""
         with self._store._lock:
             ahead, self._ahead = self._ahead, {}
+            held, self._ahead_held = self._ahead_held, ()
         self._store._end_reserve(sum(raw.nbytes for raw in ahead.values()))
-        return ahead
+
+        def free() -> None:
+            ahead.clear()
+            self._store._give(held)
+
+        return free
 
     def read(self, index: int) -> Array:
         """Return a weight as a read-only array: of the host copy, as it was read ahead or, without either, from the file.
@@ -405,6 +414,6 @@ class HostWeights:
         """Drop the host copy and close the file. No thread may be reading; further calls do nothing."""
         self._closed = True
         self.drop()
-        self.end_read_ahead()
+        self.end_read_ahead()()
         self._store._forget(self, self._file)
         self._file.close()

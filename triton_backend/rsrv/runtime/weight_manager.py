@@ -168,7 +168,7 @@ class WeightManager:
         if model.weights is not None and model.residency == "device":
             self._mover.follow_residency(model)
         if model.weights is not None:
-            if model.host.read_ahead_bytes:
+            if model.host.is_read_ahead:
                 self._mover.end_read_ahead(model.host)
             self.copies.loaded(model)
 
@@ -240,7 +240,8 @@ class WeightManager:
             # Also if nothing changes: its load, or its copy, may have failed before.
             model.residency = wanted
             if wanted != "device" or model.weights is not None:
-                self._mover.follow_residency(model)
+                self.follow_residency(model)
+                self.copies.tell(model)
             # else its load reads the host's copy, if there is one
             self._outbox.append(ev.Pinned(key, wanted == "device"))
         self.update_budget()

@@ -289,6 +289,9 @@ class WeightMover:
 
     def follow_residency(self, model: CompiledModel) -> None:
         """Make or drop the host's copy of a model's weights, as its residency says. Ends in `HostMemoryMeasured`."""
+        if model.residency != "system":
+            # At once, so that the next load does not count on it. A copy that is being made now is dropped after that.
+            self._dropper.put(model.host.detach())
         self._reader.put(partial(_follow_residency, model))
         self._reader.put(partial(self._measure, HostMemoryMeasured))
 
@@ -299,7 +302,7 @@ class WeightMover:
 
     def end_read_ahead(self, weights: HostWeights) -> None:
         """Free the weights that were read for a load."""
-        self._dropper.put(weights.end_read_ahead().clear)
+        self._dropper.put(weights.end_read_ahead())
         self._dropper.put(give_back)
 
     def drop_copies(self, several: Sequence[HostWeights]) -> None:

@@ -214,7 +214,7 @@ class Catalogue:
     def _started(self, start: StartRecord, now: float) -> list[Event | Finish]:
         self._building = None
         del self._asked[start.model]
-        self._queue.charge(start.model, now - start.began)
+        self._queue.charge(start.model, now - start.began, now)
         if self._edf:
             seconds = now - start.began
             self._start_seconds[start.model] = min(seconds, self._start_seconds.get(start.model, inf))

@@ -75,6 +75,8 @@ class HostCopies:
         self._wanting: dict[str, None] = {}
         #: whether copies are being dropped, and whether one is being made: one decision at a time
         self._drops = self._makes = False
+        #: key of the model of which the latest copy was made
+        self._latest = ""
         #: whether the next measurement is for a look at all copies
         self._reviews = False
         #: when to measure again
@@ -99,11 +101,14 @@ class HostCopies:
         lacking = 0
         self._drops = self._drops and not isinstance(message, CopiesDropped)
         self._makes = self._makes and not isinstance(message, CopyMade)
+        made = self._catalog.entries.get(self._latest)
+        if isinstance(message, CopyMade) and made and made.model is not None and made.model.host.kept:
+            self.tell(made.model)
         if self._reviews:
             self._reviews = False
             lacking = self._review(message.spare, now)
+            self._tell_all()
         self._make(message.spare)
-        self._tell_all()
         return lacking
 
     def _tell_all(self) -> None:
@@ -179,14 +184,17 @@ class HostCopies:
                 return
             del self._wanting[key]
             if model is not None and not lacking:
-                self._makes = True
+                self._makes, self._latest = True, key
                 self._mover.make_copy(model)
 
     def _drop(self, models: Sequence[str]) -> None:
         assert self._mover is not None
         if models:
             self._drops = True
-            self._mover.drop_copies([self._catalog.get(key).host for key in models])
+            dropped = [self._catalog.get(key) for key in models]
+            self._mover.drop_copies([model.host for model in dropped])
+            for model in dropped:
+                self.tell(model)
 
     def _copies(self) -> list[HostCopy]:
         """Return the copies of models that are there to stay."""

@@ -411,7 +411,8 @@ def stall(house: House, disk: Gate) -> Any:
     """Stall the disk while it reads the weights of `a` for a request, which is returned; `b` is only on the host."""
     house.serve("a", "b", "c")
     set_residency(os.getpid(), "a", "unpinned")
-    house.spread("b", "c")
+    # A read would find what is still to be freed.
+    wait_until(lambda: house.status()["memory"]["host"]["tensors"] == 2)
     for name in "ab":
         command(os.getpid(), {"command": "evict", "model": name})
     disk.clear()

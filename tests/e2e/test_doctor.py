@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -266,9 +267,12 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
         often(call, "slow", x)
         operate(faulty, "pause", "second", "--mode", "reject")
         often(call, "second", x)
-        until("deadlines_execute", lambda: often(call, "late", stepping(150), 7, timeout=20_000))
+        # Longer and longer, because machines differ.
+        steps = (150 << n for n in range(9))
+        until("deadlines_execute", lambda: often(call, "late", stepping(next(steps)), 7, timeout=20_000))
     until("deadlines_load", lambda: at_once(faulty, 6, wait_for_weights))
-    until("deadlines_queue", lambda: at_once(faulty, 4, wait_behind))
+    more = (250 << n for n in range(9))
+    until("deadlines_queue", lambda: at_once(faulty, 4, partial(wait_behind, next(more))))
     until("queue_full", lambda: at_once(faulty, 10, fill_the_queue))
     for _ in range(3):
         operate(faulty, "evict", "second")
@@ -363,7 +367,7 @@ def often(
 
 
 def stepping(steps: int) -> dict[str, np.ndarray]:
-    """Return a request of `late`, `behind` or `single` for so many steps of about 0.3 ms."""
+    """Return a request of `late`, `behind` or `single` for so many steps."""
     return {"x": np.zeros((1, 4), np.uint32), "steps": np.full((1, 1), steps, np.int32)}
 
 
@@ -377,10 +381,10 @@ def fill_the_queue(call: Caller, _: int) -> None:
     often(call, "steady", {"x": np.zeros((1, 4), np.uint32)}, 1)
 
 
-def wait_behind(call: Caller, number: int) -> None:
+def wait_behind(steps: int, call: Caller, number: int) -> None:
     """Ask `late` for long executions, or `behind` for short ones with deadlines that these let pass."""
     if number < 2:
-        often(call, "late", stepping(250), 6)
+        often(call, "late", stepping(steps), 6)
     else:
         often(call, "behind", stepping(0), 6, timeout=10_000)
 

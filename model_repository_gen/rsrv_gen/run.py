@@ -120,13 +120,12 @@ def _with_places(settings: Settings, options: argparse.Namespace, sources: Sourc
     given = [Path(os.path.abspath(path)) for path in options.bundles if path not in sources.unusable]
     if not settings.lifecycle.bundles:
         file = options.output / SETTINGS_FILE
-        keep = file.is_file() and not options.prune
-        recorded = _recorded(file.read_text(encoding="utf-8"))["bundles"] if keep else []
-        new = [path for path in given if not _covered(path, recorded)]
-        old = [path for path in recorded if path in new or not _covered(path, new)]
+        before = [] if options.prune else recorded(file).bundles
+        new = [path for path in given if not covered(path, before)]
+        old = [path for path in before if path in new or not covered(path, new)]
         settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
     for path in given:
-        if not _covered(path, settings.lifecycle.bundles):
+        if not covered(path, settings.lifecycle.bundles):
             _complain(f"{path} will not be watched: lifecycle.bundles names other folders")
     return _with_lifecycle(settings, link=options.link) if options.link else settings
 
@@ -135,16 +134,17 @@ def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
     return settings.model_copy(update={"lifecycle": settings.lifecycle.model_copy(update=changes)})
 
 
-def _recorded(text: str) -> dict[str, Any]:
-    """Return the folders and the link mode of the repository with these settings; the environment does not count."""
+def recorded(file: Path) -> LifecycleSection:
+    """Return what a repository's settings say of its bundles, by default if there is no file; the environment does not count."""
     try:
-        section = LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
-    except (YamlError, TypeError, ValidationError):
-        section = LifecycleSection()
-    return {"bundles": section.bundles, "link": section.link}
+        text = file.read_text(encoding="utf-8")
+        return LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
+    except (FileNotFoundError, YamlError, TypeError, ValidationError):
+        return LifecycleSection()
 
 
-def _covered(path: Path, places: Sequence[Path]) -> bool:
+def covered(path: Path, places: Sequence[Path]) -> bool:
+    """Return whether a folder is one of the places, or a bundle in one."""
     return path in places or path.parent in places
 
 
@@ -250,7 +250,8 @@ class _Generator:
         present = file.read_text(encoding="utf-8") if file.is_file() else None
         if self._options.check and present is not None:
             # The folders of the bundles may differ from machine to machine; only the resulting models count.
-            settings = _with_lifecycle(settings, **_recorded(present))
+            before = recorded(file)
+            settings = _with_lifecycle(settings, bundles=before.bundles, link=before.link)
         text = dump_settings(settings)
         if present == text:
             self._say("unchanged", SETTINGS_FILE)

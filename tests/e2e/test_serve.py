@@ -185,7 +185,7 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
         port = taken.getsockname()[1]
         with serving(folder, f"--http-port={port}") as terminal:
             assert terminal.process.wait(30) == 1
-            assert f"{port} cannot be taken for http" in terminal.text
+            assert terminal.text.startswith(f"rsrv serve: 0.0.0.0:{port} cannot be taken for http")
 
 
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from rsrv.serve.repositories import (
     call_through_triton,
     check,
     compile_for,
+    complaints,
     find,
     generate,
     is_empty,
+    model_folders,
     watched,
 )
 from rsrv.settings import load_settings
@@ -107,8 +111,68 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
 
     sources, problems = find([bundles])
     assert [line.partition(":")[0] for line in problems] == ["one is not served"]
-    assert generate(tmp_path / "models", sources, load_settings("")) == []
+    assert made(tmp_path / "models", bundles) == []
     assert (tmp_path / "models" / "one").is_dir()
+    os.utime(tmp_path / "models" / "one" / "config.pbtxt", (0, 0))
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
+    (line,) = complaints(sources, tmp_path / "models")
+    assert line.startswith(f"one serves its earlier version of {day}, because its bundle cannot be served: ")
+
+
+def test_an_earlier_version_that_is_a_link_to_the_broken_bundle_is_not_served(
+    bundles: Path, tmp_path: Path
+) -> None:
+    """With symbolic links the repository has no copy: the earlier version broke with its bundle."""
+    settings = watched(load_settings("lifecycle: {link: symlink}"), [bundles])
+    generate(tmp_path / "models", find([bundles])[0], settings)
+    (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
+
+    sources, problems = find([bundles])
+    generate(tmp_path / "models", sources, settings)
+
+    assert model_folders(tmp_path / "models") == {"two"}
+    assert complaints(sources, tmp_path / "models") == problems
+
+
+@pytest.mark.parametrize("other", ["broken", "empty"])
+def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
+    bundles: Path, tmp_path: Path, other: str
+) -> None:
+    """Neither a broken bundle of the same name nor an empty folder keeps the models of another command."""
+    made(tmp_path / "models", bundles)
+    (tmp_path / other).mkdir()
+    if other == "broken":
+        write_bundle(tmp_path / other / "one")
+        (tmp_path / other / "one" / "manifest.yaml").write_text("format_version: '9'")
+
+    assert made(tmp_path / "models", tmp_path / other) == []
+
+    assert is_empty(tmp_path / "models")
+
+
+def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:
+    """An alias carries its models: its earlier version would serve those of another command."""
+    aliases = load_settings("aliases: {champion: one}")
+    generate(tmp_path / "models", find([bundles])[0], watched(aliases, [bundles]))
+    assert model_folders(tmp_path / "models") == {"one", "two", "champion"}
+    write_bundle(tmp_path / "other" / "three")
+
+    sources, _ = find([tmp_path / "other"])
+    (refused,) = generate(tmp_path / "models", sources, watched(aliases, [tmp_path / "other"]))
+
+    assert "champion: an alias of 'one', which is no bundle here" in refused
+    assert model_folders(tmp_path / "models") == {"three"}
+
+
+def test_a_further_folder_takes_no_model_of_the_others_away(bundles: Path, tmp_path: Path) -> None:
+    """A folder that was given before and is unmounted now keeps its models, if it is given again."""
+    made(tmp_path / "models", bundles)
+    bundles.rename(tmp_path / "away")
+    write_bundle(tmp_path / "more" / "three")
+
+    made(tmp_path / "models", bundles, tmp_path / "more")
+
+    assert model_folders(tmp_path / "models") == {"one", "two", "three"}
 
 
 def test_a_foreign_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:

@@ -121,9 +121,9 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
         taken.listen()
         page = f"http://127.0.0.1:{taken.getsockname()[1]}/"
         said = server.live_page(page)
-    assert said is not None
-    assert said.startswith(f"none: {page} is another program's; set metrics.listen")
-    assert f"{page} is not served: Address already in use. Set metrics.listen" in caplog.text
+    assert said == f"none: {page} is another program's"
+    setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN, to a free port, or to null"
+    assert f"{page} is not served: Address already in use. Set {setting}" in caplog.text
     assert server.live_page(page) == page
     assert server.live_page(None) is None
 
@@ -136,8 +136,24 @@ def test_a_port_is_checked_before_anything_is_loaded() -> None:
         port = taken.getsockname()[1]
         wanted = replace(planned(), ports={"http": Address("127.0.0.1", port)})
         with pytest.raises(ServeError, match=rf"{port} cannot be taken for http: .*rsrv serve --http-port"):
-            server._check_free(wanted)
-    server._check_free(wanted)
+            server.check_free(wanted)
+    server.check_free(wanted)
+
+
+def test_a_taken_port_is_all_that_a_second_server_says(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If Triton's port and the live page's are both taken, the only line is the one that ends the command."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("RSRV_METRICS__LISTEN", f"127.0.0.1:{port}")
+        assert run(tmp_path, "--tritonserver", "/bin/true", "--http-port", str(port)) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"rsrv serve: 0.0.0.0:{port} cannot be taken for http: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

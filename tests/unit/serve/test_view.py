@@ -49,10 +49,10 @@ def said(changes: Changes, update: pb.WatchStateResponse) -> list[str]:
 def test_models_that_no_runtime_has_are_cold() -> None:
     """Models of the repository without a version count as cold, and one that falls back is not removed."""
     models = {"a", "b", "c", "d"}
-    changes = Changes({"d": "no manifest"}, lambda: models)
+    changes = Changes({}, lambda: models)
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     assert said(changes, change("b@1", pb.STATE_LOADING)) == []
-    assert changes.counts() == (1, 1, 1)
+    assert changes.counts() == (1, 0, 2)
     assert said(changes, change("a@1", None)) == ["a is cold"]
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     models.remove("a")
@@ -91,6 +91,18 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
     assert said(changes, failures(b="no manifest")) == []
     assert changes.counts() == (0, 1, 0)
     assert said(changes, failures()) == ["b is removed"]
+
+
+def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None:
+    """The reason that was shown before the start is no failure of the version that serves; another reason is one."""
+    changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
+    assert said(changes, failures(a="no manifest", b="no manifest")) == []
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    assert changes.counts() == (1, 0, 1)
+    assert said(changes, change("b@1", pb.STATE_FAILED)) == ["b failed: no memory"]
+    assert changes.counts() == (1, 1, 0)
+    assert said(changes, change("a@2", pb.STATE_READY)) == ["a serves its new bundle"]
+    assert said(changes, failures(a="no manifest")) == ["a failed: no manifest"]
 
 
 def test_a_model_that_one_device_serves_is_ready() -> None:
@@ -154,9 +166,11 @@ def test_a_control_service_is_asked_often_until_it_is_there(
         attempts.put_nowait(None)
         writer.close()
 
+    plan = replace(planned(), repository=tmp_path)
+
     async def count() -> None:
         server = await asyncio.start_unix_server(refuse, tmp_path / CONTROL_SOCKET)
-        async with server, aclosing(view.follow(planned(), os.getpid(), {})) as lines:
+        async with server, aclosing(view.follow(plan, os.getpid(), {})) as lines:
             following = asyncio.ensure_future(anext(lines))
             # gRPC's own pauses would add up to 30 s.
             async with asyncio.timeout(15):

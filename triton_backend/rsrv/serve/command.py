@@ -52,7 +52,9 @@ def run(options: Namespace) -> int:
         if options.dry_run:
             sys.stdout.write(planned.describe())
             return 0
-        with _log_lines(options.log or options.directory / LOG_FILE) as put:
+        log = options.log or options.directory / LOG_FILE
+        with _log_lines(log) as put, server.alone(planned.repository.parent):
+            server.check_free(planned)
             _set_up_log(settings.logs.format, put, on_terminal=options.log != STDOUT)
             output = server.Output(put, _show_in_log)
             if options.log != STDOUT:

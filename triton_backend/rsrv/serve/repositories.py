@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.serve.plan import NoBundlesError, ServeError
 from rsrv.settings import Settings, dump_settings
+from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.known import Known
-from rsrv_gen.plan import missing_library
-from rsrv_gen.run import run_in_runtime
+from rsrv_gen.plan import BUNDLE_FOLDER, CALLS_FOLDER, CONFIG_FILE, missing_library
+from rsrv_gen.run import covered, recorded, run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
-from rsrv_gen.write import RepositoryWriter, open_repository
+from rsrv_gen.write import RepositoryWriter, carried, is_ours, open_repository
 
 
 def find(bundles: Sequence[Path], known: Known | None = None) -> tuple[Sources, list[str]]:
     """Return the bundles to serve, and a line for each one that cannot be served."""
     sources = read_sources(bundles, known)
-    problems = [*sources.unusable.values()]
-    problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
-    return sources, problems
+    return sources, complaints(sources)
+
+
+def complaints(sources: Sources, repository: Path | None = None) -> list[str]:
+    """Return a line for each path without bundles and each broken bundle; an earlier version may be in the repository."""
+    lines = [*sources.unusable.values()]
+    for name, reasons in sources.broken.items():
+        effect = "is not served"
+        if repository is not None and is_ours(repository / name):
+            written = time.localtime((repository / name / CONFIG_FILE).stat().st_mtime)
+            day = time.strftime("%Y-%m-%d %H:%M", written)
+            effect = f"serves its earlier version of {day}, because its bundle cannot be served"
+        lines.append(f"{name} {effect}: {'; '.join(reasons)}")
+    return lines
 
 
 def call_through_triton(sources: Sources, settings: Settings) -> bool:
@@ -69,11 +82,16 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
 
 
 def generate(repository: Path, sources: Sources, settings: Settings, known: Known | None = None) -> list[str]:
-    """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError."""
+    """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError.
+
+    A model without a valid bundle stays only if the repository was made from no other folders.
+    """
     known = Known() if known is None else known
     # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
+    folders = recorded(repository / SETTINGS_FILE).bundles
+    same = all(covered(folder, settings.lifecycle.bundles) for folder in folders)
     with open_repository(repository, settings.lifecycle.link) as writer:
         planned = steps(
             repository,
@@ -89,6 +107,9 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
         for step in planned:
             try:
                 _carry_out(step, writer, failed)
+                stayed = step.verb in ("kept", "refused") and is_ours(repository / step.name)
+                if stayed and not (same and _may_serve(step.name, repository, sources)):
+                    writer.remove(step.name)
                 if step.verb in ("new", "changed"):
                     known.made(repository / step.name, step.recipe)
             except (OSError, ValueError) as error:
@@ -100,6 +121,18 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
     if "native" in fronts and (why := missing_library()):
         problems.append(f"all models have the Python front, a process each: {why}")
     return problems
+
+
+def _may_serve(name: str, repository: Path, sources: Sources) -> bool:
+    """Return false if the earlier version of a broken bundle is broken, too, as a link to the bundle is."""
+    folder = repository / name
+    bundles = [folder / BUNDLE_FOLDER, *(folder / CALLS_FOLDER / callee for callee in carried(folder))]
+    try:
+        for bundle in bundles if name in sources.broken else ():
+            read_bundle(bundle, digest=False)
+    except (BundleError, OSError):
+        return False
+    return True
 
 
 def compile_for(card: str, repository: Path) -> None:

@@ -87,13 +87,11 @@ def make_plan(options: Namespace, settings: Settings, sources: Sources) -> Serve
 
 
 def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Known, output: Output) -> int:
-    """Serve until a signal; return the exit status. Raises ServeError, OSError."""
-    with alone(planned.repository.parent):
-        _check_free(planned)
-        broken = _generate(planned, settings, options.bundles, known)
-        if options.compile_for:
-            repositories.compile_for(options.compile_for, planned.repository)
-        return asyncio.run(_serve(planned, settings, options, broken, output))
+    """Serve until a signal; return the exit status. Raises OSError."""
+    broken = _generate(planned, settings, options.bundles, known)
+    if options.compile_for:
+        repositories.compile_for(options.compile_for, planned.repository)
+    return asyncio.run(_serve(planned, settings, options, broken, output))
 
 
 #: thread counts of libraries that otherwise start a thread for each core of the machine
@@ -125,7 +123,7 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
     return max(1, int(cores)) if cores < len(os.sched_getaffinity(0)) else None
 
 
-def _check_free(planned: ServerPlan) -> None:
+def check_free(planned: ServerPlan) -> None:
     """Raise ServeError if another process has a port of the server; the models would be loaded in vain."""
     for kind, address in planned.ports.items():
         if taken := _bind_error(address):
@@ -142,8 +140,9 @@ def live_page(page: str | None) -> str | None:
         return None
     host, _, port = page.removeprefix("http://").removesuffix("/").rpartition(":")
     if taken := _bind_error(Address(host, int(port))):
-        log.warning("%s is not served: %s. Set metrics.listen to a free port, or to null", page, taken)
-        return f"none: {page} is another program's; set metrics.listen to a free port"
+        setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN,"
+        log.warning("%s is not served: %s. Set %s to a free port, or to null", page, taken, setting)
+        return f"none: {page} is another program's"
     return page
 
 
@@ -178,10 +177,11 @@ def _generate(
     planned: ServerPlan, settings: Settings, bundles: Sequence[Path], known: Known | None = None
 ) -> dict[str, str]:
     """Write the repository. Return the names of broken bundles, each with the reason."""
-    sources, problems = repositories.find(bundles, known)
+    sources, _ = repositories.find(bundles, known)
+    failed = repositories.generate(planned.repository, sources, settings, known)
+    problems = repositories.complaints(sources, planned.repository)
     problems += unknown_models(settings, {*sources.good, *sources.broken})
-    problems += repositories.generate(planned.repository, sources, settings, known)
-    for problem in problems:
+    for problem in (*problems, *failed):
         log.error("%s", problem)
     log.info("%d models in %s", len(sources.good), planned.repository)
     return {name: "; ".join(lines) for name, lines in sources.broken.items()}

@@ -41,8 +41,11 @@ class Changes:
     def __init__(self, broken: Mapping[str, str], models: Callable[[], Collection[str]] = frozenset) -> None:
         """`models`: returns those of the repository; one that no runtime has is cold."""
         self._models = models
-        #: the last shown state; bundles that were broken before the start are shown then
-        self._shown = {name: ("failed", reason) for name, reason in broken.items()}
+        present = models()
+        #: bundles that were broken before the start, and whose earlier version serves on: that has been shown
+        self._kept = {name: reason for name, reason in broken.items() if name in present}
+        #: the last shown state; the other bundles that were broken before the start are shown then
+        self._shown = {name: ("failed", text) for name, text in broken.items() if name not in present}
         #: versions of each model by key, the latest last, and of each by device
         self._versions: dict[str, dict[str, dict[int, pb.Version]]] = {}
         self._failures: dict[str, str] = {}
@@ -81,6 +84,7 @@ class Changes:
             if word == "failed":
                 yield f"{name} failed: {' '.join(detail.split())}"
             elif before is not None and before[0] == "ready":
+                self._kept.pop(name, None)
                 yield f"{name} serves its new bundle"
             else:
                 yield f"{name} is ready"
@@ -96,7 +100,8 @@ class Changes:
         match update.WhichOneof("update"):
             case "failures":
                 before = self._failures
-                self._failures = {one.name: one.text for one in update.failures.failures}
+                found = {one.name: one.text for one in update.failures.failures}
+                self._failures = {name: text for name, text in found.items() if self._kept.get(name) != text}
                 return {*before, *self._failures}
             case "snapshot":
                 device = update.snapshot.device

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rsrv.command import EXIT_STATUS, CommandParser, command
 from rsrv.extras import install_command
-from rsrv_bundle.commands.sources import KINDS
+from rsrv_bundle.commands.sources import KINDS, extra_of
 
 if TYPE_CHECKING:
     from rsrv_bundle.commands.agreement import Comparison
@@ -183,7 +183,9 @@ def _add_show(commands: Any) -> None:
 
 def _add_diff(commands: Any) -> None:
     diff = commands.add_parser(
-        "diff", help="print the differences of two bundles and their shared tensors; exit status as diff(1)"
+        "diff",
+        help="print the differences of two bundles and their shared tensors",
+        epilog="Exit status: 0 if the bundles are equal, 1 if they differ, 2 on an error.",
     )
     diff.add_argument("a", metavar="A", help="a bundle's directory")
     diff.add_argument("b", metavar="B", help="another bundle's directory")
@@ -235,7 +237,7 @@ def _tolerance(text: str) -> tuple[str, float]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    _need_jax()
+    _need_jax(_target(arguments)[0])
     from rsrv_bundle.commands import exporting
 
     return exporting.export(arguments)
@@ -260,7 +262,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> Comparison:
-    _need_jax()
+    _need_jax(_target(arguments)[0])
     from rsrv_bundle.commands.agreement import Comparison
     from rsrv_bundle.commands.samples import read_samples
 
@@ -274,7 +276,9 @@ def _wanted(arguments: argparse.Namespace) -> Comparison:
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
     """Return the kind of the model to compare with, or `against`, and its target; both are empty without one."""
-    given = [(kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind)) is not None]
+    given = [
+        (kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind, None)) is not None
+    ]
     return given[0] if given else ("", "")
 
 
@@ -293,11 +297,13 @@ def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[
     return source.eager, source.examples
 
 
-def _need_jax() -> None:
+def _need_jax(kind: str = "") -> None:
+    """Raise UsageError without jax, with the extra that also has the framework of a kind of model."""
     from importlib.util import find_spec
 
     if find_spec("jax") is None:
-        raise UsageError(f"jax is not installed for {sys.executable}; run {install_command('export')}")
+        extra = extra_of(kind if kind in KINDS else "jax")
+        raise UsageError(f"jax is not installed for {sys.executable}; run {install_command(extra)}")
 
 
 def _directories(*paths: str) -> None:

@@ -155,7 +155,7 @@ def _traced(
 
 
 def _without_batch(module: nn.Module, examples: Mapping[str, Any], inputs: InputPlan) -> BundleError | None:
-    """Return an error about the batch axis, if the module takes the examples as they are, and not other batch sizes."""
+    """Return an error about the batch axis, if the module takes the examples as they are, or with one more axis in front."""
 
     def takes(arrays: Mapping[str, Any]) -> bool:
         try:
@@ -165,19 +165,22 @@ def _without_batch(module: nn.Module, examples: Mapping[str, Any], inputs: Input
         return True
 
     failed = [size for size in inputs.batch_sizes if not takes(_zeros(inputs, size))]
-    if not failed or not takes(
-        {name: np.zeros(value.shape, value.dtype) for name, value in examples.items()}
-    ):
+    if not failed:
         return None
     tried = ", ".join(
         f"{spec.name} {list(array.shape)}"
         for spec, array in zip(inputs.specs, _zeros(inputs, failed[0]).values(), strict=True)
     )
-    given = ", ".join(f"{name} {list(value.shape)}" for name, value in examples.items())
-    return BundleError(
-        f"module: takes {given}, and fails with {tried}, where the batch axis has size {failed[0]}; give examples with the"
-        " batch axis in front, or, if the module takes no batches, leave out the batch sizes"
-    )
+    for rows in ((), (failed[0],)):
+        arrays = {name: np.zeros((*rows, *value.shape), value.dtype) for name, value in examples.items()}
+        if takes(arrays):
+            taken = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+            cure = "" if rows else ", or, if the module takes no batches, leave out the batch sizes"
+            return BundleError(
+                f"module: takes {taken}, and fails with {tried}, where batch size {failed[0]} replaces an axis of the"
+                f" example; give examples with the batch axis in front{cure}"
+            )
+    return None
 
 
 def _zeros(inputs: InputPlan, size: int) -> dict[str, Any]:

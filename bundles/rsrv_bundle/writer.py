@@ -140,7 +140,7 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
     if not may_be_name(target.name):
         raise TargetError(f"{target.name}: {NAME_RULE}")
     if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass --overwrite (overwrite=True) to replace it")
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
     _refuse_file(target)
     return target
 

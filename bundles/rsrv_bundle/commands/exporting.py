@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ def export(arguments: argparse.Namespace) -> int:
         if arguments.input and source.examples:
             raise ValueError(f"--input: {target} gives example inputs; leave one of the two out")
         if not arguments.input and not source.examples:
-            raise ValueError(f"--input: {target} gives no example inputs; describe the inputs")
+            raise ValueError(
+                f"--input: {target} gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"
+            )
         if arguments.input_shape and source.examples:
             named = ", ".join(source.examples)
             raise ValueError(
@@ -85,8 +88,14 @@ def export(arguments: argparse.Namespace) -> int:
     )
     if not arguments.batch_sizes:
         print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
-    print(f"next: rsrv serve {shlex.quote(str(arguments.out_dir))}")
+    print(f"next: rsrv serve {shlex.quote(_served(arguments.out_dir))}")
     return 0
+
+
+def _served(bundle: Path) -> str:
+    """Return the folder that a server follows: the one of all bundles, or the bundle if that is a general folder."""
+    folder = bundle.parent
+    return f"{folder}/" if folder.name not in ("", "..") else str(bundle)
 
 
 def _trouble(message: str) -> int:

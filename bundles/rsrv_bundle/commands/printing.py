@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 from rsrv.text import amount, one_line, os_error
 from rsrv_bundle.commands import showing
@@ -108,6 +109,8 @@ def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
     def work() -> int:
         from rsrv_bundle.commands.upgrading import upgrade as write
 
+        if Path(out_dir).exists() and not overwrite:
+            raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
         try:
             version = known_version(stablehlo)
         except ValueError as e:

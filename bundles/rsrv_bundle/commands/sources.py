@@ -35,6 +35,19 @@ _EXTRAS = {
     "torchax": "export-torch",
 }
 
+#: kind of model -> what a factory returns, as a sample
+_SAMPLES = {
+    "jax": 'fn, params, {"x": jnp.ones((1, 8))}',
+    "nnx": 'model, {"x": jnp.ones((1, 8))}',
+    "equinox": 'model, {"x": jnp.ones((1, 8))}',
+    "torch": 'net.eval(), {"x": torch.rand(1, 8)}',
+}
+
+
+def extra_of(kind: str) -> str:
+    """Return the extra that installs the exporter of a kind of model."""
+    return _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
+
 
 class LoadError(Exception):
     """The model cannot be loaded; the message says why. `__cause__`, if any, is the program's exception."""
@@ -73,15 +86,17 @@ def load(kind: str, target: str) -> LoadedModel:
             ' {"x": x}), where x is the name of the argument'
         )
     if not _is_model(kind, model) or len(rest) > 1 or not all(isinstance(part, Mapping) for part in rest):
-        raise LoadError(f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it")
+        raise LoadError(
+            f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it, such as"
+            f" `return {_SAMPLES[kind]}`"
+        )
     try:
         eager, export = _FRONTS[kind](model)
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
     except (ImportError, AttributeError) as e:
-        extra = _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
         raise LoadError(
-            f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra)}"
+            f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra_of(kind))}"
         ) from e
     # An object does not know its file.
     code = (
@@ -96,12 +111,16 @@ def named(target: str) -> Any:
     """Import the object `package.module:name`; modules in the working directory count. Raises LoadError."""
     module, _, name = target.partition(":")
     if not module or not name:
-        raise LoadError(f"'{target}': {_instead(Path(target))}")
+        raise LoadError(f"'{target}': {_instead(Path(module))}")
+    if module.endswith(".py"):
+        raise LoadError(f"'{target}': write {_dotted(Path(module))}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = import_module(module)
     except ModuleNotFoundError as e:
+        if e.name and f"{module}.".startswith(f"{e.name}."):
+            raise LoadError(f"{target}: {e}{_looked(module)}") from None
         raise _missing(target, e) from None
     except Exception as e:
         raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
@@ -115,13 +134,26 @@ def named(target: str) -> Any:
 def _instead(target: Path) -> str:
     """Return what to write in place of a target without a factory."""
     if target.suffix == ".py":
-        return f"write {'.'.join(target.with_suffix('').parts)}:factory, with the name of a function in that file"
+        return f"write {_dotted(target)}:factory, with the name of a function in that file"
     if target.is_file():
         return (
             "a file of weights is no model: write a function that makes the module, loads the file and returns it"
             " (module.load_state_dict(torch.load(FILE)); module.eval()), and name it as package.module:function"
         )
     return "write package.module:factory"
+
+
+def _dotted(file: Path) -> str:
+    """Return the name of a file as a module; of a file outside the working directory, as from its own folder."""
+    outside = file.is_absolute() or ".." in file.parts
+    return file.stem if outside else ".".join(file.with_suffix("").parts)
+
+
+def _looked(module: str) -> str:
+    """Return where a module was looked for, and the most similar one there."""
+    files = Path(*module.split(".")[:-1]).glob("*.py")
+    hint = nearest(module, map(_dotted, files))
+    return f" in {os.getcwd()} or among the installed packages{hint if 'did you mean' in hint else ''}"
 
 
 def _is_linen(value: Any) -> bool:

@@ -181,7 +181,7 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
             "(x) name no axes; let it return the model alone",
         ),
         (["--jax", ":pair", "--input", "x=float32[3]"], 2, "no element type 'float32'; did you mean f32?"),
-        (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs"),
+        (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"),
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
         (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),
@@ -210,6 +210,9 @@ def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
     [
         ("net.pt", "'net.pt': a file of weights is no model: write a function"),
         ("models/net.py", "'models/net.py': write models.net:factory"),
+        ("models/net.py:tagger", "'models/net.py:tagger': write models.net:tagger"),
+        ("/models/net.py:tagger", "'/models/net.py:tagger': write net:tagger"),
+        ("net.py:tagger", "'net.py:tagger': write net:tagger"),
     ],
 )
 def test_a_file_in_place_of_a_model_is_refused(
@@ -232,9 +235,64 @@ def test_an_export_says_what_it_assumed_and_what_is_next(
     assert (
         assumed == "no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them"
     )
-    assert command == "next: rsrv serve out/m"
+    assert command == "next: rsrv serve out/"
     assert cli.main([*export, "-o", "out/n", "--batch-sizes", "1"]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["ok out/n", "next"]
+
+
+@pytest.mark.parametrize(
+    ("out", "served"),
+    [("m", "m"), ("../m", "../m"), ("a/b/m", "a/b/"), ("my bundles/m", "'my bundles/'")],
+)
+def test_the_next_command_serves_the_folder_of_the_bundles(
+    models: str, out: str, served: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export names the folder of all bundles, but the bundle itself if that is the working directory or above."""
+    sys.path.insert(0, os.getcwd())
+    Path("here").mkdir()
+    os.chdir("here")
+    assert cli.main(["export", "--jax", f"{models}:pair", *INPUT, "-o", out, "--batch-sizes", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: rsrv serve {served}"
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("pictur:tagger", "; did you mean 'pictures'?"),
+        ("nets.resnt:tagger", "; did you mean 'nets.resnet'?"),
+        ("other:tagger", ""),
+    ],
+)
+def test_an_unknown_module_is_reported_with_the_nearest_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, hint: str
+) -> None:
+    """The message names the folder that was searched, and the most similar module there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "nets").mkdir()
+    for name in ("pictures.py", "nets/__init__.py", "nets/resnet.py"):
+        (tmp_path / name).touch()
+    module = target.partition(":")[0]
+    with pytest.raises(LoadError) as raised:
+        load("torch", target)
+    assert str(raised.value) == (
+        f"{target}: No module named '{module}' in {tmp_path} or among the installed packages{hint}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [("jax", "export"), ("torch", "export-torch"), ("nnx", "export-flax"), ("equinox", "export-equinox")],
+)
+def test_a_missing_jax_is_reported_with_the_extra_of_the_framework(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, extra: str
+) -> None:
+    """One installation is enough: its extra has jax and the framework."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["export", f"--{kind}", "a:b", "-o", "out/m"]) == 2
+    said = capsys.readouterr().err
+    assert "jax is not installed" in said
+    assert f"[{extra}]" in said
 
 
 def test_a_family_from_one_factory_shares_its_backbone(
@@ -264,7 +322,7 @@ def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
     np.testing.assert_array_equal(source.examples["x"], [[0, 2, 4], [1, 3, 5]])
     [answer] = source.eager(x=np.ones((1, 3), np.float32)).values
     np.testing.assert_array_equal(answer, [[6, 9]])
-    with pytest.raises(LoadError, match="must give a PyTorch module"):
+    with pytest.raises(LoadError, match=r"must give a PyTorch module.*such as `return net\.eval"):
         load("torch", f"{models}:with_examples")
 
 

@@ -307,13 +307,24 @@ def test_a_module_without_a_batch_axis_is_told_from_one_that_cannot_be_traced(
     for function, message in (
         (
             lambda x: x @ torch.ones(3, 2),
-            r"takes x \[3\], and fails with x \[1\], where the batch axis has size 1",
+            r"takes x \[3\], and fails with x \[1\], where batch size 1 replaces an axis of .* leave out the batch",
         ),
         (lambda x: x if x.sum() > 0 else -x, r"\d+: forward decides by .* torch.where$"),
     ):
         with pytest.raises(BundleError, match=message):
             export(tmp_path / "m", Function(function), {"x": torch.zeros(3)}, batch_sizes=[1, 2])
     assert "aten" not in capfd.readouterr().err + caplog.text
+
+
+def test_an_example_without_the_batch_axis_is_told_the_shape_that_the_module_takes(tmp_path: Path) -> None:
+    """A module that takes only batches fails with the example, and takes it with one more axis in front."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    message = (
+        r"^module: takes input \[1, 3, 8, 8\], and fails with input \[1, 8, 8\], where batch size 1 replaces an axis of the"
+        r" example; give examples with the batch axis in front$"
+    )
+    with pytest.raises(BundleError, match=message):
+        export(tmp_path / "m", module, {"input": torch.zeros(3, 8, 8)}, batch_sizes=[1, 2])
 
 
 def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:

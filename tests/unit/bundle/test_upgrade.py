@@ -81,7 +81,7 @@ def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.
     upgrade(old, tmp_path / "m", stablehlo="1.0.0")
     digest = read_bundle(tmp_path / "m").digest
     assert cli.main(["upgrade", str(old), "-o", str(tmp_path / "m")]) == 2
-    assert "pass --overwrite" in capsys.readouterr().err
+    assert "m exists; pass --overwrite to replace it" in capsys.readouterr().err
     assert read_bundle(tmp_path / "m").digest == digest
     assert cli.main(["upgrade", str(tmp_path / "m"), "-o", str(tmp_path / "m"), "--overwrite"]) == 0
     assert read_bundle(tmp_path / "m").digest != digest

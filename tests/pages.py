@@ -26,6 +26,7 @@ RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for", "python"}
 #: The reasons why others are not run. The flags of some are checked.
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
+    "python3": "would make an environment, which the tests have",
     "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
     "tritonserver": "the server that the other commands ask is started with the first page's; flags are checked",
     "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
@@ -36,7 +37,7 @@ NOT_RUN = {
     ),
     "rsrv serve": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
-    "perf_analyzer": "would measure for seconds; `make bench` runs it",
+    "~/.cache/rsrv/triton-24.10/perf/perf_analyzer": "would measure for seconds; `make bench` runs it",
     "awk": "reads a public trace of gigabytes",
     "docker": "needs a container engine",
     "envoy": "the picker's tests run it with this configuration",

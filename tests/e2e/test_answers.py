@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -21,6 +22,8 @@ from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES
 from tests.e2e.calls import PROTOCOLS, Array, Arrays, Caller, assert_same, at_once, caller, refusal
 from tests.e2e.harness import RunningTriton
+from tests.runtime_commands import command
+from tests.waiting import wait_until
 
 #: Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
 TOLERANCE = 1e-5
@@ -236,18 +239,27 @@ def test_single_rows_of_many_clients_share_executions(triton: RunningTriton) -> 
     assert any(int(key.split("/")[1]) > 1 for key in grown), grown
 
 
-def test_work_that_waits_behind_a_long_execution_is_coalesced(triton: RunningTriton) -> None:
-    """Eight singles that arrive during one execution need two executions of four, not eight."""
-    before = read_status(triton.pid)["models"]["steady"]
+def test_requests_that_wait_are_coalesced(triton: RunningTriton) -> None:
+    """Eight singles that have waited need two executions of four, not eight."""
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = read_status(triton.pid)["models"]["steady"]
+        return found
 
     def work(call: Caller, number: int) -> None:
         x = np.random.default_rng(number).integers(0, 2**32, (1, 4), np.uint32)
         assert_same(call("steady", {"x": x}), {"y": bundles.stepped(x, bundles.STEADY_STEPS)})
 
-    at_once(triton, 9, work)
-    after = read_status(triton.pid)["models"]["steady"]
-    # The first may leave alone, or with requests of the very same moment.
-    assert after["dispatches"] - before["dispatches"] <= 4
+    before = status()["dispatches"]
+    command(triton.pid, {"command": "pause", "model": "steady", "mode": "hold"})
+    try:
+        clients = threading.Thread(target=at_once, args=(triton, 8, work))
+        clients.start()
+        wait_until(lambda: status()["queued"] == 8)
+    finally:
+        command(triton.pid, {"command": "continue", "model": "steady"})
+    clients.join()
+    assert status()["dispatches"] - before == 2
 
 
 # --- element types and axes ---------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
+    # It comes after two quiet seconds, and takes a socket.
+    monkeypatch.setenv("RSRV_RUNTIME__SPARE", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
         yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))

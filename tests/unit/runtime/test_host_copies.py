@@ -233,6 +233,28 @@ def test_weights_that_are_read_ahead_are_not_read_again(
     assert (store.taken, weights.is_read_ahead) == (0, False)
 
 
+def test_the_weights_of_two_models_are_kept_between_read_and_load(tmp_path: Path) -> None:
+    """However many wait for room on the device: their memory is that of host copies."""
+    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    several = [
+        store.open(
+            bundle_of(tmp_path, {"a": large(n)}, f"m{n}"),
+            keep=False,
+        )
+        for n in range(4)
+    ]
+    for weights in several:
+        weights.read_ahead([0], lambda: False)
+
+    assert store.taken == 2 * large(0).nbytes
+    several[0].end_read_ahead()()
+    several[3].read_ahead([0], lambda: False)
+    assert several[3].is_read_ahead
+    for weights in several:
+        weights.end_read_ahead()()
+    assert (store.taken, store.ahead) == (0, 0)
+
+
 def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from rsrv.scheduler.events import (
     CopyChanged,
     EvictWeights,
     LoadWeights,
+    ModelAdded,
     Outcome,
     Pinned,
     Prefetch,
@@ -96,6 +97,32 @@ def test_a_read_that_nothing_needs_any_more_makes_way_for_another() -> None:
     assert machine.arrive(machine.request("c")) == []
     assert machine.read("a") == [ReadWeights("c", 5)]
     assert state(machine, "a") is WeightState.ABSENT
+
+
+def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
+    """As a load does: the first request after a restart does not wait for large weights that nobody asks for."""
+    machine = machine_of("b")
+    assert machine.send(ModelAdded(program("a"), restore=0, on_disk=True)) == [ReadWeights("a", 1)]
+
+    assert machine.arrive(machine.request("b")) == [AbandonLoad("a", 1)]
+    assert machine.abandon_load("a") == [ReadWeights("b", 2)]
+    machine.read("b")
+    assert state(machine, "a") is WeightState.READING
+
+
+def test_reads_for_warm_ups_take_turns_with_those_for_requests() -> None:
+    """A request waits for one new model at most, however many came."""
+    machine = machine_of("a")
+    for name in "uvw":
+        machine.add(program(name), resident=False, on_disk=True, warm_up=True)
+    machine.arrive(machine.request("a"))
+    order = []
+    while machine.reading:
+        (model,) = machine.reading
+        order.append(model)
+        machine.read(model)
+
+    assert order.index("a") <= 1
 
 
 def test_a_model_that_is_removed_during_its_read_leaves_when_that_ends() -> None:

@@ -140,6 +140,8 @@ class HostCopies:
         if mover.host.taken or mover.host.left:
             self._reviews = True
             mover.measure()
+        else:
+            self._tell_all()
 
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.
@@ -155,6 +157,9 @@ class HostCopies:
             # No front has asked for their models since the last runtime.
             mover.forget_left(excess)
             excess -= left
+        if excess > 0 and mover.host.ahead:
+            self._end_reads_ahead(mover)
+            excess = 0  # whether that was enough, the next look tells
         copies = self._copies()
         idle = [one.model for one in copies if one.expires <= now]
         chosen, lacking = choose_copies([one for one in copies if one.expires > now], excess)
@@ -164,6 +169,16 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         return lacking
+
+    def _end_reads_ahead(self, mover: WeightMover) -> None:
+        """Free what was read for loads that have not begun; it is read again."""
+        for key, entry in self._catalog.entries.items():
+            model = None if entry.ending or entry.weights != "absent" else entry.model
+            # While a read runs, the weights are still on disk.
+            if model is not None and model.host.is_read_ahead and not self._scheduler.on_disk(key):
+                mover.end_read_ahead(model.host)
+                log.info("%s: what was read for its load was dropped, memory is short", key)
+                self.tell(model)
 
     def _make(self, spare: int) -> None:
         """Give a copy to the first model that wants one, in place of less recently used ones."""

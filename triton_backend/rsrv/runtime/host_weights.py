@@ -19,6 +19,9 @@ from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_
 
 Array = npt.NDArray[Any]
 
+#: models whose weights are kept between read and load: one that is loaded, and the next. Others wait in the kernel's cache
+_MOST_AHEAD = 2
+
 
 class HostTensor(NamedTuple):
     """One weight of a model."""
@@ -76,6 +79,8 @@ class HostStore:
         self._physical = 0
         #: bytes that copies will take that are being made, and those of weights that were read ahead
         self._reading = 0
+        #: models whose weights were read ahead of a load that has not ended
+        self.ahead = 0
         #: bytes of sequences' state in host memory, when the loop last looked
         self.states = 0
 
@@ -364,7 +369,7 @@ class HostWeights:
         held = [digest for digest in needed if self._store._take(digest)]
         self._ahead_held = tuple(self.tensors[needed.pop(digest)] for digest in held)
         nbytes = sum(self.tensors[index].nbytes for index in needed.values())
-        fits = self._store._reserve(nbytes)
+        fits = self._store.ahead < _MOST_AHEAD and self._store._reserve(nbytes)
         if not fits and spare_memory() < nbytes:
             return
         ahead: dict[str, Bytes] = {}
@@ -380,13 +385,16 @@ class HostWeights:
             self._store._end_reserve(nbytes if fits else 0)
             self.end_read_ahead()()
             raise
-        self._ahead = ahead
+        with self._store._lock:
+            self._ahead = ahead
+            self._store.ahead += bool(ahead)
 
     def end_read_ahead(self) -> Callable[[], None]:
         """Forget at once what was read ahead; return what frees its memory, which may take long."""
         with self._store._lock:
             ahead, self._ahead = self._ahead, {}
             held, self._ahead_held = self._ahead_held, ()
+            self._store.ahead -= bool(ahead)
         self._store._end_reserve(sum(raw.nbytes for raw in ahead.values()))
 
         def free() -> None:

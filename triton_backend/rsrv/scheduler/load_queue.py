@@ -65,6 +65,7 @@ class LoadQueue:
         "_policy",
         "_prefetch_at",
         "_prefetch_may_fit",
+        "_read_for_warm_up",
         "_retry_at",
         "_warmed_up_last",
         "backing_off",
@@ -105,6 +106,8 @@ class LoadQueue:
         self.may_read = False
         #: whether the latest load was for a warm-up, so that models with work take the next turn.
         self._warmed_up_last = False
+        #: the same of the latest read.
+        self._read_for_warm_up = False
         #: whether a search of room for prefetched weights may succeed now, and when time alone may let it.
         self._prefetch_may_fit = False
         self._prefetch_at = inf
@@ -284,11 +287,18 @@ class LoadQueue:
 
     def next_read(self) -> ModelState | None:
         """Choose the weights that are read from disk now; None: no read. They need no room on the device yet."""
-        name = self._first_required(on_disk=True) or self.on_disk.first()
+        required, demanded = self._first_required(on_disk=True), self.on_disk.first()
+        yields = self._read_for_warm_up and demanded is not None
+        name = required or demanded
+        if required is not None and yields and self._models[required].needs_warm_up:
+            name = demanded
         if name is None:
             name = next(self._in(self.prefetched, on_disk=True), None) or self._first_restored(on_disk=True)
         self.may_read = name is not None
-        return None if name is None else self._models[name]
+        if name is None:
+            return None
+        self._read_for_warm_up = self._models[name].needs_warm_up
+        return self._models[name]
 
     def _in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
         """Return those of a line that wait for the disk, or for the link; a prefetch stays in line while it loads."""
@@ -393,10 +403,16 @@ class LoadQueue:
 
     def is_useless_read(self, model: ModelState) -> bool:
         """True if the read that runs is not needed any more and delays another; as `is_useless`."""
-        if self.reason(model.name) is not None or model.weights.abandoned:
+        weights = model.weights
+        serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
+        if model.has_work or serves or model.needs_warm_up:
             return False
-        lines = (self.required, self.on_disk, self.prefetched, self.restored)
-        return any(next(self._in(line, on_disk=True), None) is not None for line in lines)
+        if (self._first_required(on_disk=True) or self.on_disk.first()) is not None:
+            return True
+        lines = (self.prefetched, self.restored)
+        return self.reason(model.name) is None and any(
+            next(self._in(line, on_disk=True), None) is not None for line in lines
+        )
 
     def next_try(self) -> float:
         """Return when time alone may make room for a model in line; inf: it does not."""

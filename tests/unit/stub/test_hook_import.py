@@ -113,3 +113,21 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
         assert all(0 <= seconds < 30 for seconds, _ in reports)
     pipe.write_text("")
     assert result(found, session).preprocess is not None
+
+
+@pytest.mark.parametrize("keep", ["LOOP = asyncio.get_event_loop()", "asyncio.get_event_loop()"])
+def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep: str) -> None:
+    """A loop that the file keeps stays open for the hooks; any other is closed."""
+    kept = "LOOP" in keep
+    use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if kept else "inputs"
+    found, _ = imported(f"import asyncio\n{keep}\ndef preprocess(inputs):\n    return {use}\n", tmp_path)
+    hooks = result(found, FakeSession())
+    assert hooks.preprocess is not None
+    assert hooks.preprocess({}) == ({"open": True, "end": None} if kept else {})
+
+
+def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
+    """Python's own message does not say why model.py is on another thread."""
+    found, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
+    with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
+        result(found, FakeSession())

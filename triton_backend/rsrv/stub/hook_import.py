@@ -4,14 +4,16 @@ The runtime is told of an import that takes seconds: Triton shows nothing of it,
 first models are loaded.
 """
 
+import asyncio
 import itertools
 import logging
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 #: seconds between two reports of an import that goes on, at most
 _REPORT_PERIOD_S = 5.0
+#: in errors of what works only on the main thread
+_THREAD_HINT = "model.py is imported on a thread of its own, where signal handlers cannot be set"
 
 
 class HookImport(Generic[T]):
@@ -99,9 +103,14 @@ class HookImport(Generic[T]):
     def _execute(self, result: "Future[T]") -> None:
         self._thread = threading.get_ident()
         try:
-            result.set_result(self._load())
+            with _event_loop():
+                found = self._load()
         except BaseException as error:  # noqa: BLE001 - also sys.exit(), as on the thread that waits
+            if isinstance(error, (ValueError, RuntimeError)) and "main thread" in str(error):
+                error.args = (f"{error} ({_THREAD_HINT})",)
             result.set_exception(error)
+        else:
+            result.set_result(found)
 
     def _hang(self) -> HookError:
         """Log where the import is, and return the error of the load."""
@@ -121,6 +130,20 @@ class HookImport(Generic[T]):
         frames = traceback.walk_stack(frame)
         lines = (line for one, line in frames if one.f_code.co_filename.endswith("/model.py"))
         return next(lines, 0), "".join(traceback.format_stack(frame))
+
+
+@contextmanager
+def _event_loop() -> Iterator[None]:
+    """Give this thread an event loop, as the main thread has one. It stays open if model.py keeps it."""
+    loop = asyncio.new_event_loop()
+    references = sys.getrefcount(loop)
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+        if sys.getrefcount(loop) <= references:
+            loop.close()
 
 
 def _periods(timeout: float | None) -> Iterable[float]:

@@ -1,5 +1,6 @@
 """Hooks that go wrong: hanging threads, too much memory, and forks of the process."""
 
+import gc
 import queue
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung
+from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung, frame_of
 from tests.fakes import FakeBackstop
 
 #: Seconds for events that should happen at once.
@@ -202,3 +203,15 @@ def test_a_fork_of_the_process_ends_with_its_hook() -> None:
     """)
 
     assert done.stdout.splitlines() == ["well", "well"], done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_look_at_a_thread_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
+    """A hook or an import may have switched it off."""
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert frame_of(threading.get_ident()) is not None
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

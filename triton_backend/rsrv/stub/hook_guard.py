@@ -141,11 +141,13 @@ def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
 def frame_of(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread, None if it has ended."""
     # A garbage collection inside the call would wait for a lock that the call holds (CPython before 3.12).
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return sys._current_frames().get(thread)
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 class HookGuard:

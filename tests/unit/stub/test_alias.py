@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rsrv.hooks.loader import HookError
-from rsrv.stub.alias import Alias, Split, TargetResponses
+from rsrv.stub.alias import Alias, AliasStub, Split, TargetResponses
+from rsrv.stub.hook_import import HookImport
 from rsrv.stub.metrics import Meters
+from rsrv.stub.model import Setup
 from rsrv.stub.replies import Responses
+from rsrv.stub.session import Launcher
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
 
@@ -189,3 +194,29 @@ def test_errors_name_the_alias_and_the_target() -> None:
     response = responses.failure(Status.QUEUE_FULL, "the queue is full")
 
     assert response.error.message == "[rsrv:QUEUE_FULL] alias 'fraud', model 'v8': the queue is full"
+
+
+def test_each_attempt_to_load_a_target_waits_for_the_same_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of model.py that hangs cannot be ended: another one would hang beside it."""
+    imports: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def serve(setup: Setup, tensors: object, process: object, pb_utils: object, hooks: object) -> Target:
+        if setup.name == "b":
+            imports.put(hooks)
+            raise HookError("model.py has been importing for 60 s")
+        return Target(setup.name)
+
+    monkeypatch.setattr("rsrv.stub.alias.serve_model", serve)
+    monkeypatch.setattr("rsrv.stub.alias._FIRST_PAUSE_S", 0.01)
+    config = {"parameters": {"rsrv_alias": {"string_value": '{"a": 1, "b": 1}'}}}
+    launcher = Launcher(1, "0", tmp_path, tmp_path, {})
+    stub = AliasStub()
+    stub._served = stub.serve(Setup("c", config, tmp_path / "bundle", [], False, launcher, "1"), FakePbUtils)
+    try:
+        first, second = (imports.get(timeout=30) for _ in range(2))
+        assert first is second
+        assert isinstance(first, HookImport)
+    finally:
+        stub.finalize()

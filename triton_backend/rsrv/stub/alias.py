@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from rsrv.hooks.loader import HookError
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.model import ModelStub, ServedModel, Setup, serve_model
+from rsrv.stub.model import ModelStub, ServedModel, Setup, import_hooks, serve_model
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import parse_parameters
@@ -227,13 +227,15 @@ class AliasStub(ModelStub):
         shares: dict[str, Any] = json.loads(setup.config["parameters"][_PARAMETER]["string_value"])
         dtypes = {wire.name: wire.dtype for wire in setup.outputs}
         tensors, guard, together = Tensors(pb_utils), HookGuard(), Responses(pb_utils)
+        # An import that hangs cannot be ended: each further attempt waits for the same one.
+        imports = {target: import_hooks(folder / target) for target in shares}
 
         def load(target: str) -> tuple[AliasTarget, Shadow | None]:
             copies = shares[target] == SHADOW
             where = f"alias {alias!r}, model {target!r}"
             own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
             process = StubProcess(TargetResponses(pb_utils, where, together), guard)
-            found = serve_model(own, tensors, process, pb_utils)
+            found = serve_model(own, tensors, process, pb_utils, imports[target])
             shadow = Shadow(where, tensors, dtypes, found.execute_later, found.compared) if copies else None
             return found, shadow
 

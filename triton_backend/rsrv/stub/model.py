@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rsrv import logs
-from rsrv.hooks.loader import HookError, load_hooks
+from rsrv.hooks.loader import HookError, Hooks, load_hooks
 from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.connection import LaunchError
@@ -83,9 +83,15 @@ class ServedModel(Protocol):
 
 
 def serve_model(
-    setup: "Setup", tensors: Tensors, process: StubProcess, pb_utils: Any
+    setup: "Setup",
+    tensors: Tensors,
+    process: StubProcess,
+    pb_utils: Any,
+    hooks: HookImport[Hooks] | None = None,
 ) -> Replicas | ColdModel:
     """Return the replicas of a model that is no meta model, or the model if it is cold.
+
+    `hooks` is the import of its `model.py`, for the attempts of a caller that makes several.
 
     Raises one of UNREACHABLE, BrokenPairing, HookError.
     """
@@ -94,7 +100,7 @@ def serve_model(
     if batching := setup.config.get("sequence_batching"):
         process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
     prompts = cache(setup.prompts)
-    hooks = HookImport(file := setup.bundle / "model.py", partial(load_hooks, file))
+    hooks = hooks or import_hooks(setup.bundle)
 
     def make(device: int) -> ModelReplica[Any]:
         with setup.session(process, device) as session:
@@ -114,6 +120,11 @@ def serve_model(
             return replica
 
     return setup.serve(make, process, pb_utils)
+
+
+def import_hooks(bundle: Path) -> HookImport[Hooks]:
+    """Return the import of a bundle's `model.py`, which has not begun."""
+    return HookImport(file := bundle / "model.py", partial(load_hooks, file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.hook_guard import CHECKS, HookGuard, HookInterval, Seen, check, find_hung, frame_of
+from rsrv.stub.hook_guard import (
+    CHECKS,
+    Faulthandler,
+    HookGuard,
+    HookInterval,
+    Seen,
+    check,
+    find_hung,
+    frame_of,
+)
 from tests.fakes import FakeBackstop
 
 #: Seconds for events that should happen at once.
@@ -215,3 +224,24 @@ def test_a_look_at_a_thread_leaves_garbage_collection_as_it_was(enabled: bool) -
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard of an idle target does not cancel what ends another target's import, nor end it earlier."""
+    told: list[float | None] = []
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda seconds, exit, file: told.append(round(seconds, -1))
+    )
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: told.append(None))
+    monkeypatch.setattr(Faulthandler, "_ends", {})
+    guards, imports = Faulthandler(), Faulthandler()
+
+    imports.put_off(1200)
+    guards.cancel()
+    assert told == [1200]
+    guards.put_off(100)
+    imports.put_off(1200)
+    assert told[1:] == [100, 100]
+    guards.cancel()
+    imports.cancel()
+    assert told[3:] == [1200, None]

@@ -19,12 +19,13 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rsrv.limits import can_have, lift_limit, limit_private_bytes, stack_bytes, total_memory
 from rsrv.logs import fields
@@ -57,14 +58,32 @@ class Backstop(Protocol):
 
 
 class Faulthandler:
-    """A thread of C's that writes all stacks to the server's log and ends the process, without the interpreter's lock."""
+    """A thread of C's that writes all stacks to the server's log and ends the process, without the interpreter's lock.
+
+    The process has one such thread, for the earliest of the times that its guard and its imports of `model.py` want.
+    """
+
+    _lock = threading.Lock()
+    #: by instance: the time, by time.monotonic
+    _ends: ClassVar[dict["Faulthandler", float]] = {}
 
     def put_off(self, seconds: float) -> None:
-        with suppress(RuntimeError):  # a hook has taken the memory for the thread
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        with self._lock:
+            self._ends[self] = time.monotonic() + seconds
+            self._set()
 
     def cancel(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        with self._lock:
+            if self._ends.pop(self, None) is not None:
+                self._set()
+
+    def _set(self) -> None:
+        if not self._ends:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left = max(_MIN_CHECK_PERIOD_S, min(self._ends.values()) - time.monotonic())
+        with suppress(RuntimeError):  # a hook has taken the memory for the thread
+            faulthandler.dump_traceback_later(left, exit=True, file=2)
 
 
 class DrainAndExit:

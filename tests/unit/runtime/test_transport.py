@@ -1,14 +1,15 @@
-"""The order in which connections are read."""
+"""The order in which connections are read, and what stubs say of themselves."""
 
 import socket
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rsrv.runtime.transport import PeerConnection, Transport
-from rsrv.wire.frames import Kind, hello, pack_ids, pack_json
+from rsrv.wire.frames import Kind, ProtocolError, hello, pack_ids, pack_json
 from rsrv.wire.socket import connect, listen, send
 
 
@@ -91,3 +92,16 @@ def test_a_connection_that_a_frame_closes_is_not_read_again(
         transport.close()
 
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("said", [[1, inf], [inf, 1], [nan, 1], [-1.0, 1], [1, -1], [10**400, 1]])
+def test_an_import_that_cannot_be_is_a_violation_of_the_protocol(said: list[float]) -> None:
+    """JSON has numbers of any size, and Python's parser takes NaN and Infinity: they must not end the runtime's loop."""
+    left, right = socket.socketpair()
+    with left, right:
+        connection = PeerConnection(1, left, 1)
+        connection.note_import([2.0, 3], 100.0)
+        assert connection.importing == (98.0, 3)
+        with pytest.raises(ProtocolError):
+            connection.note_import(said, 100.0)
+        assert connection.importing is None

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from rsrv.runtime.start_queue import Demand
@@ -114,8 +115,11 @@ class PeerConnection:
         if said is not None:
             try:
                 seconds, line = said
-                self.importing = now - float(seconds), int(line)
-            except (TypeError, ValueError) as error:
+                seconds, line = float(seconds), int(line)
+                if not (0 <= seconds < inf and line >= 0):
+                    raise ValueError(f"{seconds} s, line {line}")
+                self.importing = now - seconds, line
+            except (OverflowError, TypeError, ValueError) as error:
                 raise ProtocolError(f"a REPORT of an import that cannot be read: {error}") from None
 
     def add_segment(self, id: int, fds: list[int]) -> None:

@@ -131,3 +131,36 @@ def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
     found, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
     with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
         result(found, FakeSession())
+
+
+def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a library's module which has the same name."""
+    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (library := tmp_path / "library").mkdir()
+    (library / "model.py").write_text(WAITS.format(pipe=str(pipe)))
+    text = f"import runpy\n\n\n\nrunpy.run_path({str(library / 'model.py')!r})\n\ndef preprocess(x):\n    return x\n"
+    found, _ = imported(text, tmp_path)
+    with pytest.raises(HookError, match="is at line 5"):
+        result(found, FakeSession(), timeout=0.1)
+    pipe.write_text("")
+    assert result(found, FakeSession()).preprocess is not None
+
+
+def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further waits would last until the backstop ends the process, before the load fails with its line."""
+
+    class Silent(FakeSession):
+        def report(self, report: Mapping[str, Any], patience: float) -> None:
+            super().report(report, patience)
+            raise TimeoutError
+
+    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    session = Silent()
+    with pytest.raises(HookError, match="is at line 3"):
+        result(found, session, timeout=0.1)
+    assert session.reports.qsize() == session.closed == 1
+    pipe.write_text("")
+    assert result(found, FakeSession()).preprocess is not None

@@ -39,9 +39,12 @@ class HookImport(Generic[T]):
     Python cannot end a thread, so an import that hangs goes on, and the next attempt waits for the same one.
     """
 
-    def __init__(self, path: Path, load: Callable[[], T], backstop: Backstop | None = None) -> None:
-        """`path` is the file: without one there is nothing to wait for."""
+    def __init__(
+        self, path: Path, load: Callable[[], T], backstop: Backstop | None = None, more: Iterable[Path] = ()
+    ) -> None:
+        """`path` is the file: without one there is nothing to wait for. `load` executes it, and the files `more`."""
         self._path = path
+        self._files = {str(path), *map(str, more)}
         self._load = load
         self._backstop = backstop or Faulthandler()
         self._lock = threading.Lock()
@@ -80,10 +83,14 @@ class HookImport(Generic[T]):
             stack.callback(connection.close)
 
         def report() -> None:
+            nonlocal connection
             if connection is not None:
-                with suppress(TimeoutError, *UNREACHABLE):
-                    importing = [time.monotonic() - self._began, self._place()[0]]
+                importing = [time.monotonic() - self._began, self._place()[0]]
+                try:
                     connection.report({**Meters().take(), "importing": importing}, REPORT_TIMEOUT_S)
+                except (TimeoutError, *UNREACHABLE):
+                    # Each wait for an answer brings the backstop nearer. The runtime keeps the latest report until the end.
+                    connection = None
 
         return report
 
@@ -128,7 +135,7 @@ class HookImport(Generic[T]):
         if frame is None:
             return 0, "(it has ended)"
         frames = traceback.walk_stack(frame)
-        lines = (line for one, line in frames if one.f_code.co_filename.endswith("/model.py"))
+        lines = (line for one, line in frames if one.f_code.co_filename in self._files)
         return next(lines, 0), "".join(traceback.format_stack(frame))
 
 

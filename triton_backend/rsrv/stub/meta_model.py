@@ -39,7 +39,7 @@ class MetaModelStub(ModelStub):
             return load_run(file), {path.name: load_hooks(path / "model.py") for path in callees}
 
         file = setup.bundle / "model.py"
-        functions = HookImport(file, load)
+        functions = HookImport(file, load, more=[path / "model.py" for path in callees])
 
         def make(device: int) -> MetaEngine:
             with setup.session(process, device, {path.name: str(path) for path in callees}) as session:

@@ -2,7 +2,7 @@
 
 The notes are a file beside the repository. A note holds while its bundle or model has the same signature. There is none
 of a bundle that changed within the last seconds, because a further change might leave the same times. Without the file,
-or with a damaged one, everything is read again.
+or with a damaged one, everything is read again. The file also says where each model's bundle was.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class _Notes:
     bundles: dict[str, tuple[int, str, BundleFacts]] = field(default_factory=dict)
     #: model -> the recipe that its directory was made from, and the directory's signature
     models: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: model -> path of its last valid bundle
+    places: dict[str, str] = field(default_factory=dict)
 
 
 _FORMAT = TypeAdapter(_Notes)
@@ -55,8 +57,8 @@ class Known:
         if repository is not None:
             with suppress(OSError, ValidationError):
                 found = _FORMAT.validate_json(_read(repository))
-                if found.program == self._notes.program:
-                    self._notes = found
+                same = found.program == self._notes.program
+                self._notes = found if same else _Notes(_program(), places=found.places)
 
     def sign(self, bundle: Path) -> Signature:
         return sign(bundle, linked=self._linked)
@@ -83,6 +85,10 @@ class Known:
         known, same = self._notes.models.get(folder.name, ("", ""))
         return recipe != "" and known == recipe and same == sign(folder, linked=self._linked)
 
+    def place(self, name: str) -> str | None:
+        """Return the path of a model's last valid bundle, if it is known."""
+        return self._notes.places.get(name)
+
     def made(self, folder: Path, recipe: str) -> None:
         """Note that a model's directory is what the recipe makes."""
         signed = sign(folder, linked=self._linked)
@@ -91,13 +97,19 @@ class Known:
             self._changed = True
 
     def save(self, bundles: Mapping[str, Path]) -> None:
-        """Write the file if there is news, and forget all but these bundles and their models.
+        """Write the file if there is news, and forget all but these bundles, and the places of the repository's models.
 
         An error costs the next run time, and is none of this one's.
         """
-        if self._repository is None or not self._changed:
+        if self._repository is None:
             return
-        notes, paths = self._notes, {*map(str, bundles.values())}
+        notes = self._notes
+        kept = {name: path for name, path in notes.places.items() if (self._repository / name).is_dir()}
+        places = kept | {name: str(path) for name, path in bundles.items()}
+        self._changed |= places != notes.places
+        if not self._changed:
+            return
+        paths, notes.places = {*map(str, bundles.values())}, places
         notes.bundles = {path: found for path, found in notes.bundles.items() if path in paths}
         notes.models = {name: found for name, found in notes.models.items() if name in bundles}
         file = _file(self._repository)

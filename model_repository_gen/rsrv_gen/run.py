@@ -135,11 +135,14 @@ def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
 
 
 def recorded(file: Path) -> LifecycleSection:
-    """Return what a repository's settings say of its bundles, by default if there is no file; the environment does not count."""
+    """Return what a repository's settings say of its bundles; the environment does not count.
+
+    Without the file, or with a damaged one, return the defaults.
+    """
     try:
         text = file.read_text(encoding="utf-8")
         return LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
-    except (FileNotFoundError, YamlError, TypeError, ValidationError):
+    except (FileNotFoundError, UnicodeDecodeError, YamlError, TypeError, ValidationError):
         return LifecycleSection()
 
 
@@ -247,7 +250,7 @@ class _Generator:
     def settings(self, settings: Settings) -> None:
         """Write the effective settings beside the models."""
         file = self._repository / SETTINGS_FILE
-        present = file.read_text(encoding="utf-8") if file.is_file() else None
+        present = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
         if self._options.check and present is not None:
             # The folders of the bundles may differ from machine to machine; only the resulting models count.
             before = recorded(file)

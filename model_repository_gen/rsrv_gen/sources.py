@@ -29,6 +29,8 @@ SETTINGS_FILE = "rsrv.yaml"
 class Sources:
     """Bundles below the given paths, valid and broken."""
 
+    #: the given paths
+    given: list[Path] = field(default_factory=list)
     #: model name -> bundle that can be served, as can the models that it calls
     good: dict[str, SourceBundle] = field(default_factory=dict)
     #: model name -> reasons why it cannot be served
@@ -45,9 +47,9 @@ class Sources:
 def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
     """Read every bundle below the paths that is not `known`; a path is a bundle, or a directory of bundles."""
     known = Known() if known is None else known
-    sources = Sources()
+    sources = Sources(given=[*paths])
     places: dict[str, list[Path]] = {}
-    for path in paths:
+    for path in sources.given:
         # Absolute, but links stay: the directory's name is the model's name, even if it is a link.
         place = Path(os.path.abspath(path))
         try:

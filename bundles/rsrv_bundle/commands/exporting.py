@@ -19,6 +19,7 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.commands.sources import KINDS, LoadError, load
 from rsrv_bundle.errors import BundleError, TargetError
 from rsrv_bundle.interface import LETTERS
+from rsrv_bundle.reader import find_bundles
 from rsrv_bundle.writer import free_target
 
 _INPUT = re.compile(r"(?P<name>[^=]+)=(?P<dtype>\w+)\[(?P<sizes>[^\]]*)\]")
@@ -93,9 +94,13 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _served(bundle: Path) -> str:
-    """Return the folder that a server follows: the one of all bundles, or the bundle if that is a general folder."""
+    """Return the folder that a server follows: the one of all bundles, or the bundle if that has other files, too."""
     folder = bundle.parent
-    return f"{folder}/" if folder.name not in ("", "..") else str(bundle)
+    try:
+        only_bundles = {*folder.iterdir()} == {*find_bundles(folder)}
+    except OSError:
+        only_bundles = False
+    return f"{folder}/" if only_bundles and folder.name not in ("", "..") else str(bundle)
 
 
 def _trouble(message: str) -> int:

@@ -242,15 +242,27 @@ def test_an_export_says_what_it_assumed_and_what_is_next(
 
 @pytest.mark.parametrize(
     ("out", "served"),
-    [("m", "m"), ("../m", "../m"), ("a/b/m", "a/b/"), ("my bundles/m", "'my bundles/'")],
+    [
+        ("m", "m"),
+        ("../m", "../m"),
+        ("a/b/m", "a/b/"),
+        ("my bundles/m", "'my bundles/'"),
+        ("bundles/m", "bundles/"),
+        ("tmp/m", "tmp/m"),
+        ("home/m", "home/m"),
+    ],
 )
 def test_the_next_command_serves_the_folder_of_the_bundles(
     models: str, out: str, served: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An export names the folder of all bundles, but the bundle itself if that is the working directory or above."""
+    """An export names the folder of all bundles, but not the working directory or above, nor a folder with other files."""
     sys.path.insert(0, os.getcwd())
     Path("here").mkdir()
     os.chdir("here")
+    for folder in ("bundles/other", "tmp/no-bundle", "home"):
+        Path(folder).mkdir(parents=True)
+    Path("bundles/other/manifest.yaml").touch()
+    Path("home/.profile").touch()
     assert cli.main(["export", "--jax", f"{models}:pair", *INPUT, "-o", out, "--batch-sizes", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"next: rsrv serve {served}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -95,12 +96,28 @@ def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
 def test_bundles_that_changed_a_moment_ago_are_read_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is noted of bundles that changed within the last seconds."""
+    """Of bundles that changed within the last seconds, only the place is noted."""
     runs.notes.unlink()
     monkeypatch.setattr(known, "SETTLED_NS", 10**12)
     for _ in range(2):
         assert runs.run() == ({}, {*NAMES, "meta"})
-    assert not runs.notes.exists()
+    noted = json.loads(runs.notes.read_text())
+    assert (noted["bundles"], noted["models"]) == ({}, {})
+    assert noted["places"] == {name: str(runs.bundles / name) for name in (*NAMES, "meta")}
+
+
+def test_the_places_are_known_to_another_version_and_until_the_model_goes(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of a broken bundle is noted while its model exists, whichever version of the program wrote it."""
+    place = str(runs.bundles / "m03")
+    (runs.bundles / "m03" / "manifest.yaml").write_text("format_version: '9'")
+    monkeypatch.setattr(known, "_program", lambda: "another version")
+    runs.run(status=1)
+    assert known.Known(runs.gen).place("m03") == place
+    shutil.rmtree(runs.bundles / "m03")
+    runs.run("--prune")
+    assert known.Known(runs.gen).place("m03") is None
 
 
 @pytest.mark.parametrize(

@@ -472,8 +472,8 @@ def test_settings_may_say_it_themselves(
 
 def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles: Path) -> None:
     """Unreadable settings of a repository are written again."""
-    for nonsense in ("lifecycle: 7\n", "- a\n", "lifecycle: {bundles: 7}\n", "{"):
-        (gen / "rsrv.yaml").write_text(nonsense)
+    for nonsense in (b"lifecycle: 7\n", b"- a\n", b"lifecycle: {bundles: 7}\n", b"{", b"\xff\xfe\x00"):
+        (gen / "rsrv.yaml").write_bytes(nonsense)
         assert run(bundles, "-o", gen, "--check") == 1
         assert run(bundles, "-o", gen) == 0
         assert recorded(gen) == ([bundles], "hard")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,140 @@ def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
     assert made(tmp_path / "models", tmp_path / other) == []
 
     assert is_empty(tmp_path / "models")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Return a further folder of bundles."""
+    write_bundle(tmp_path / "other" / "three")
+    return tmp_path / "other"
+
+
+def break_one(bundles: Path) -> None:
+    (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
+
+
+def unmount(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def test_a_broken_bundle_stays_when_another_folder_is_no_longer_given(
+    bundles: Path, other: Path, tmp_path: Path
+) -> None:
+    """Without a second folder, the first one's broken bundle keeps its earlier version, and the second's model goes."""
+    made(tmp_path / "models", bundles, other)
+    break_one(bundles)
+    made(tmp_path / "models", bundles)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+def test_an_unmounted_folder_keeps_its_models_when_another_is_no_longer_given(
+    bundles: Path, other: Path, tmp_path: Path
+) -> None:
+    """Without a second folder, the first one's models stay while it is unmounted, and the second's model goes."""
+    made(tmp_path / "models", bundles, other)
+    unmount(bundles)
+    made(tmp_path / "models", bundles)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+@pytest.mark.parametrize("spelling", ["link", "bundles/../link", "bundles"])
+@pytest.mark.parametrize("change", [break_one, unmount])
+@pytest.mark.parametrize("back", [False, True])
+def test_another_spelling_of_the_same_folder_keeps_its_models(
+    bundles: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spelling: str,
+    change: Callable[[Path], None],
+    back: bool,
+) -> None:
+    """A folder given through a link or as a relative path is the same folder, in either order."""
+    (tmp_path / "link").symlink_to(bundles)
+    monkeypatch.chdir(tmp_path)
+    before, now = (Path(spelling), bundles) if back else (bundles, Path(spelling))
+    made(tmp_path / "models", before)
+    change(bundles)
+    made(tmp_path / "models", now)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+def test_a_folder_whose_link_leads_nowhere_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
+    """The path as it was given is compared, too: a link to an unmounted disk may not resolve to the same place."""
+    (tmp_path / "link").symlink_to(bundles)
+    made(tmp_path / "models", tmp_path / "link")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    made(tmp_path / "models", tmp_path / "link")
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_bundle_that_is_a_link_to_elsewhere_is_in_its_folder(
+    bundles: Path, tmp_path: Path, back: bool
+) -> None:
+    """A bundle may be a link in its folder, which is given through a link: it is known by its name there."""
+    (bundles / "one").rename(tmp_path / "stored")
+    (bundles / "one").symlink_to(tmp_path / "stored")
+    (tmp_path / "link").symlink_to(bundles)
+    before, now = (tmp_path / "link", bundles) if back else (bundles, tmp_path / "link")
+    made(tmp_path / "models", before)
+    break_one(bundles)
+    made(tmp_path / "models", now)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_bundles_given_instead_of_their_folder_keep_their_models(
+    bundles: Path, tmp_path: Path, back: bool
+) -> None:
+    """A bundle's own folder and the folder of bundles that holds it are both its place."""
+    commands = [[bundles], [bundles / "one", bundles / "two"]]
+    before, now = reversed(commands) if back else commands
+    made(tmp_path / "models", *before)
+    break_one(bundles)
+    made(tmp_path / "models", *now)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+def test_a_model_without_notes_stays(bundles: Path, other: Path, tmp_path: Path) -> None:
+    """Without notes, nothing says that an earlier version is another folder's: it stays."""
+    made(tmp_path / "models", bundles)
+    (tmp_path / ".models-known.json").unlink()
+    unmount(other)
+    made(tmp_path / "models", other)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_path: Path) -> None:
+    """Starts with a broken bundle do not forget its place: another folder does not serve its earlier version."""
+    made(tmp_path / "models", bundles)
+    break_one(bundles)
+    for _ in range(2):
+        made(tmp_path / "models", bundles)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+    (tmp_path / "empty").mkdir()
+    made(tmp_path / "models", tmp_path / "empty")
+    assert is_empty(tmp_path / "models")
+
+
+def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
+    """Settings may name other folders to watch: the given ones count as well."""
+    settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
+    generate(tmp_path / "models", find([bundles])[0], settings)
+    break_one(bundles)
+    generate(tmp_path / "models", find([bundles])[0], settings)
+    assert model_folders(tmp_path / "models") == {"one", "two"}
+
+
+def test_damaged_settings_of_a_repository_are_replaced(bundles: Path, tmp_path: Path) -> None:
+    """Settings in the repository that are not UTF-8 do not end the start."""
+    made(tmp_path / "models", bundles)
+    good = (tmp_path / "models" / "rsrv.yaml").read_bytes()
+    (tmp_path / "models" / "rsrv.yaml").write_bytes(b"\xff\xfe\x00")
+    made(tmp_path / "models", bundles)
+    assert (tmp_path / "models" / "rsrv.yaml").read_bytes() == good
 
 
 def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:

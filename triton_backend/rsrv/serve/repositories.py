@@ -13,10 +13,10 @@ from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.known import Known
 from rsrv_gen.plan import BUNDLE_FOLDER, CALLS_FOLDER, CONFIG_FILE, missing_library
-from rsrv_gen.run import covered, recorded, run_in_runtime
+from rsrv_gen.run import run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import PlannedAction, steps
-from rsrv_gen.write import RepositoryWriter, carried, is_ours, open_repository
+from rsrv_gen.write import RepositoryWriter, carried, is_alias, is_ours, open_repository
 
 
 def find(bundles: Sequence[Path], known: Known | None = None) -> tuple[Sources, list[str]]:
@@ -84,14 +84,13 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
 def generate(repository: Path, sources: Sources, settings: Settings, known: Known | None = None) -> list[str]:
     """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError.
 
-    A model without a valid bundle stays only if the repository was made from no other folders.
+    An earlier version of a model without a valid bundle is removed if its bundle is known to be none of the given ones.
     """
-    known = Known() if known is None else known
+    known = Known(repository, linked=settings.lifecycle.link == "hard") if known is None else known
     # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
-    folders = recorded(repository / SETTINGS_FILE).bundles
-    same = all(covered(folder, settings.lifecycle.bundles) for folder in folders)
+    given = {text for place in (*sources.given, *settings.lifecycle.bundles) for text in _spellings(place)}
     with open_repository(repository, settings.lifecycle.link) as writer:
         planned = steps(
             repository,
@@ -108,7 +107,10 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
             try:
                 _carry_out(step, writer, failed)
                 stayed = step.verb in ("kept", "refused") and is_ours(repository / step.name)
-                if stayed and not (same and _may_serve(step.name, repository, sources)):
+                if stayed and not (
+                    _may_be_given(repository / step.name, given, known)
+                    and _may_serve(step.name, repository, sources)
+                ):
                     writer.remove(step.name)
                 if step.verb in ("new", "changed"):
                     known.made(repository / step.name, step.recipe)
@@ -121,6 +123,23 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
     if "native" in fronts and (why := missing_library()):
         problems.append(f"all models have the Python front, a process each: {why}")
     return problems
+
+
+def _may_be_given(folder: Path, given: set[str], known: Known) -> bool:
+    """Return false if a model's bundle, or one of those in an alias, is known to be in none of the given places."""
+    names = carried(folder) if is_alias(folder) else [folder.name]
+    places = [_spellings(place) for name in names if (place := known.place(name)) is not None]
+    return all(any({text, os.path.dirname(text)} & given for text in place) for place in places)
+
+
+def _spellings(path: str | Path) -> set[str]:
+    """Return an absolute path as it is, with the links of its folder resolved, and with all: a name may be a link.
+
+    The links of a folder that is not mounted may lead nowhere.
+    """
+    plain = os.path.abspath(path)
+    folder, name = os.path.split(plain)
+    return {plain, os.path.join(os.path.realpath(folder), name), os.path.realpath(plain)}
 
 
 def _may_serve(name: str, repository: Path, sources: Sources) -> bool:

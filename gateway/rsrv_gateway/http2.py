@@ -19,7 +19,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 1, 1, 4, 8
 _SETTING_STREAMS, _SETTING_WINDOW = 3, 4
-_PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR, _REFUSED = 1, 3, 6, 7
+_NO_ERROR, _PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR, _REFUSED = 0, 1, 3, 6, 7
 _FRAME_HEADER = struct.Struct(">HBBBI")
 _MESSAGE_HEADER = struct.Struct(">BI")
 #: bytes of the largest frame, unless both sides agree on more
@@ -157,8 +157,11 @@ class EnvoyConnection(asyncio.Protocol):
         has not read would be lost.
         """
         self._frame(_GOAWAY, 0, 0, struct.pack(">II", self._last, 0))
-        for stream in list(self._streams.values()):
+        for number, stream in list(self._streams.items()):
             self._end(stream, _OK)
+            if number not in self._streams:
+                # The peer may not have ended its side: without this, gRPC may take the connection's end for the stream's.
+                self._frame(_RST_STREAM, 0, number, struct.pack(">I", _NO_ERROR))
         self._flush()
         self._finished = True
         if self._transport.can_write_eof():

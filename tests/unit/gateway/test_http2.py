@@ -339,8 +339,10 @@ def test_at_the_end_streams_end_well(tls: bool, closed: str) -> None:
         (GOAWAY, 0),
         (HEADERS, 0),
         (HEADERS, END_STREAM),
+        (RST_STREAM, 0),
         (HEADERS, 0),
         (HEADERS, END_STREAM),
+        (RST_STREAM, 0),
     ]
     assert peer.closed == closed
     peer.send(frame(PING, 0, 0, b"12345678"))

@@ -287,11 +287,7 @@ class LoadQueue:
 
     def next_read(self) -> ModelState | None:
         """Choose the weights that are read from disk now; None: no read. They need no room on the device yet."""
-        required, demanded = self._first_required(on_disk=True), self.on_disk.first()
-        yields = self._read_for_warm_up and demanded is not None
-        name = required or demanded
-        if required is not None and yields and self._models[required].needs_warm_up:
-            name = demanded
+        name = self._first_to_read()
         if name is None:
             name = next(self._in(self.prefetched, on_disk=True), None) or self._first_restored(on_disk=True)
         self.may_read = name is not None
@@ -339,12 +335,18 @@ class LoadQueue:
 
     def first(self) -> str | None:
         """Return the first model for the link that is required or demanded. Warm-ups take turns with models that have work."""
-        demanded = self.demanded.first()
-        required = self._first_required(on_disk=False) if self.required else None
-        if required is None:
-            return demanded
-        yields = self._warmed_up_last and demanded is not None and self._models[required].needs_warm_up
-        return demanded if yields else required
+        return self._first(self.demanded, on_disk=False, yields=self._warmed_up_last)
+
+    def _first_to_read(self) -> str | None:
+        """Return the first model for the disk, as `first` does for the link."""
+        return self._first(self.on_disk, on_disk=True, yields=self._read_for_warm_up)
+
+    def _first(self, demanded: Ranking[str], *, on_disk: bool, yields: bool) -> str | None:
+        name = demanded.first()
+        required = self._first_required(on_disk=on_disk) if self.required else None
+        if required is None or (yields and name is not None and self._models[required].needs_warm_up):
+            return name
+        return required
 
     def _first_required(self, *, on_disk: bool) -> str | None:
         return next(self._in(self.required, on_disk=on_disk), None)
@@ -395,19 +397,13 @@ class LoadQueue:
 
         A load that follows an abandoned one is never useless: else impatient clients would never be served.
         """
-        if self.weights.abandoning or model.has_work:
-            return False
-        weights = model.weights
-        serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
-        return not (serves or model.needs_warm_up) and self.first() is not None
+        return not (self.weights.abandoning or _is_needed(model)) and self.first() is not None
 
     def is_useless_read(self, model: ModelState) -> bool:
         """True if the read that runs is not needed any more and delays another; as `is_useless`."""
-        weights = model.weights
-        serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
-        if model.has_work or serves or model.needs_warm_up:
+        if _is_needed(model):
             return False
-        if (self._first_required(on_disk=True) or self.on_disk.first()) is not None:
+        if self._first_to_read() is not None:
             return True
         lines = (self.prefetched, self.restored)
         return self.reason(model.name) is None and any(
@@ -571,6 +567,13 @@ def evictable(model: ModelState) -> bool:
     """True if a model's weights could be evicted now if others need their room."""
     weights = model.weights
     return weights.state in RUNNABLE and not (weights.pinned or model.executions or model.committed)
+
+
+def _is_needed(model: ModelState) -> bool:
+    """True if a load or a read of the model's weights is not to be abandoned."""
+    weights = model.weights
+    serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
+    return model.has_work or serves or model.needs_warm_up
 
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:

@@ -167,22 +167,13 @@ def unmount(folder: Path) -> None:
     folder.mkdir()
 
 
-def test_a_broken_bundle_stays_when_another_folder_is_no_longer_given(
-    bundles: Path, other: Path, tmp_path: Path
+@pytest.mark.parametrize("change", [break_one, unmount])
+def test_a_folder_keeps_its_models_when_another_is_no_longer_given(
+    change: Callable[[Path], None], bundles: Path, other: Path, tmp_path: Path
 ) -> None:
-    """Without a second folder, the first one's broken bundle keeps its earlier version, and the second's model goes."""
+    """Without a second folder, what the first one lost or broke meanwhile stays, and the second's model goes."""
     made(tmp_path / "models", bundles, other)
-    break_one(bundles)
-    made(tmp_path / "models", bundles)
-    assert model_folders(tmp_path / "models") == {"one", "two"}
-
-
-def test_an_unmounted_folder_keeps_its_models_when_another_is_no_longer_given(
-    bundles: Path, other: Path, tmp_path: Path
-) -> None:
-    """Without a second folder, the first one's models stay while it is unmounted, and the second's model goes."""
-    made(tmp_path / "models", bundles, other)
-    unmount(bundles)
+    change(bundles)
     made(tmp_path / "models", bundles)
     assert model_folders(tmp_path / "models") == {"one", "two"}
 

@@ -7,10 +7,12 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rsrv.runtime.known_modules import KnownModules
 from rsrv_bundle import inspection, read_bundle
+from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import check_signatures
 from tests.builders import export_sums
@@ -29,16 +31,17 @@ from rsrv.runtime.state_pool import SequenceTensors, SlotRow
 from rsrv_bundle import modules
 from tests.unit.runtime.conftest import build_here
 
-cache, bundle, sums = map(Path, sys.argv[1:])
+cache, doubling, tripling, sums = map(Path, sys.argv[1:])
 
 def counts():
     compilation_cache.reset_cache()
     device = JaxDevice("cpu", cache, known=KnownModules(cache / "known"))
-    model = build_here(bundle, device)
-    for (_, size), executable in model.executables.items():
-        x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
-        (y,), _ = run(device, executable, model.weights, [x])
-        np.testing.assert_array_equal(y, 2 * x + 1)
+    models = [(2, build_here(doubling, device)), (3, build_here(tripling, device))]
+    for factor, model in models:
+        for (_, size), executable in model.executables.items():
+            x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+            (y,), _ = run(device, executable, model.weights, [x])
+            np.testing.assert_array_equal(y, factor * x + 1)
     model, tensors = build_here(sums, device), SequenceTensors()
     addresses = [array.unsafe_buffer_pointer() for array in model.pool._pools.arrays]
     for step in (1, 2):
@@ -62,13 +65,27 @@ print(counts()[0])
 
 @pytest.mark.long
 def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: Path, doubling: Path) -> None:
-    """The answers are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
+    """The answers of each are right, also when what the cache has cannot be loaded, and the modules are compiled again."""
     (tmp_path / "cache").mkdir(mode=0o700)
+    # Modules of equal signatures, which share a placeholder.
+    tripling = tmp_path / "tripling"
+    export_bundle(
+        lambda params, x: {"y": 3 * x + params["w"]},
+        {"w": np.ones(3, np.float32)},
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 4, 8],
+        out_dir=tripling,
+    )
     sums = export_sums(tmp_path / "sums", batch_sizes=[1])
-    command = [sys.executable, "-c", _THREE_DEVICES, str(tmp_path / "cache"), str(doubling), str(sums)]
+    command = [
+        sys.executable,
+        "-c",
+        _THREE_DEVICES,
+        *map(str, (tmp_path / "cache", doubling, tripling, sums)),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["(4, 0)", "(0, 4)", "4"]
+    assert ended.stdout.splitlines() == ["(7, 0)", "(0, 7)", "7"]
 
 
 def test_known_modules_are_not_parsed(

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,7 @@ from rsrv.runtime.device import DeviceError
 from rsrv.runtime.numerics import hardware_of
 from rsrv.runtime.stored_executables import CompileTarget
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Signature
+from rsrv_bundle.modules import Signature, Value
 
 log = logging.getLogger("rsrv.device")
 
@@ -25,6 +26,9 @@ LIBRARY_PRODUCTS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 _NO_ENGINE = '"algo_id":"-1"'
 #: an instruction of a compiled module that is a kernel, or a library's
 _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scatter|dot|convolution)\(")
+
+#: signatures whose placeholders are kept: each takes a megabyte, most of it for a context of MLIR
+_PLACEHOLDERS = 8
 
 
 class AheadCompiler:
@@ -138,20 +142,26 @@ def lower(exported: Any, donated: int, sharding: Any = None) -> Any:
 
 
 def lower_placeholder(signature: Signature) -> Any:
-    """Return jax's `Lowered` of a function with this signature, in a third of the time that a module takes.
+    """Return jax's `Lowered` of a function with this signature, to describe an executable that the compilation cache has.
 
-    Compiling it always fails: it can only be the description of an executable that the compilation cache has.
+    It cannot be compiled. Models of equal signature share it, because C++ holds the interpreter for milliseconds to make
+    one; so pass options to `compile`, if only none (`compile({})`): without them it returns its first executable again.
     """
+    return _placeholder(signature.inputs, signature.outputs, signature.donated)
+
+
+@lru_cache(_PLACEHOLDERS)
+def _placeholder(inputs: Sequence[Value], outputs: Sequence[Value], donated: int) -> Any:
     import jax
 
     struct: Any = jax.ShapeDtypeStruct  # has no types
     arguments, results = (
-        [struct(shape, numpy_dtype(token)) for token, shape in side]
-        for side in (signature.inputs, signature.outputs)
+        [struct(shape, numpy_dtype(token)) for token, shape in side] for side in (inputs, outputs)
     )
-    call = jax.ffi.ffi_call("rsrv_placeholder", _last_first(signature.donated, results))
-    donated = _last(signature.donated, arguments)
-    function: Any = jax.jit(lambda *taken: tuple(call(*taken)), keep_unused=True, donate_argnums=donated)
+    call = jax.ffi.ffi_call("rsrv_placeholder", _last_first(donated, results))
+    function: Any = jax.jit(
+        lambda *taken: tuple(call(*taken)), keep_unused=True, donate_argnums=_last(donated, arguments)
+    )
     return function.lower(*arguments)
 
 

@@ -302,7 +302,7 @@ class JaxDevice:
             return None
         try:
             with config.raise_persistent_cache_errors(True), self._cache.offering(stored):
-                return lower_placeholder(signature).compile()
+                return lower_placeholder(signature).compile({})
         except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
             return None
 

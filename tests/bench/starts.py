@@ -4,7 +4,8 @@
     python -m tests.bench.starts --front native --rounds 5
 
 In each round all models but one are cold. One of them is asked alone, then all others at once, while requests for the
-warm one are timed. The executables are in the compilation cache, and this server has started each model before.
+warm one are timed. The executables are in the compilation cache, and this server has started each model before. The
+warm one is timed beside two busy loops, too, of the priority of starts: what two threads of any program cost here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +37,8 @@ from tests.e2e.harness import RunningTriton, make_repository, running_triton
 _PERIOD_S = 0.004
 #: seconds for all models to answer, or to be cold again
 _PATIENCE_S = 120.0
+#: seconds for which the warm model is timed without starts
+_WINDOW_S = 5.0
 
 
 class Client:
@@ -84,26 +90,43 @@ def wait_until_cold(server: RunningTriton) -> None:
         time.sleep(0.5)
 
 
-def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[float, float, float, float]:
-    """Return the first model's seconds, those of all others at once, and the warm model's p99 without and beside starts."""
+@contextmanager
+def two_busy_loops() -> Iterator[None]:
+    """Keep two processors busy at the priority of starts."""
+    command = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def one_round(server: RunningTriton, names: list[str], width: int) -> tuple[float, ...]:
+    """Return the first model's seconds, those of all others at once, and the warm model's p99: alone, beside loops and starts."""
     warm, alone, *others = names
     cold, client = Client(server, width), Client(server, width)
     wait_until_cold(server)
     first = cold.ask(alone)
-    until = time.perf_counter() + 5.0
+    until = time.perf_counter() + _WINDOW_S
     without = client.time_until(warm, lambda: time.perf_counter() > until)
+    with two_busy_loops():
+        until = time.perf_counter() + _WINDOW_S
+        beside_loops = client.time_until(warm, lambda: time.perf_counter() > until)
     ended: list[float] = []
     thread = threading.Thread(target=lambda: ended.append(cold.ask_all(others)))
     thread.start()
     beside = client.time_until(warm, lambda: not thread.is_alive())
     thread.join()
-    p99, p99_beside = (float(np.percentile(seconds, 99)) for seconds in (without, beside))
+    times = (without, beside_loops, beside)
+    p50s = [f"{statistics.median(seconds) * 1e3:.1f}" for seconds in times]
+    p99s = [float(np.percentile(seconds, 99)) for seconds in times]
     say(
-        f"first answer {first:.3f} s; {len(others)} at once {ended[0]:.2f} s; warm model: p50 "
-        f"{statistics.median(without) * 1e3:.1f} and {statistics.median(beside) * 1e3:.1f} ms, "
-        f"p99 {p99 * 1e3:.1f} and {p99_beside * 1e3:.1f} ms"
+        f"first answer {first:.3f} s; {len(others)} at once {ended[0]:.2f} s; warm model alone, beside loops, beside "
+        f"starts: p50 {', '.join(p50s)} ms, p99 {', '.join(f'{p99 * 1e3:.1f}' for p99 in p99s)} ms"
     )
-    return first, ended[0], p99, p99_beside
+    return first, ended[0], *p99s
 
 
 def main() -> None:
@@ -130,8 +153,8 @@ def main() -> None:
                 f"{len(os.sched_getaffinity(0))} processors; the first starts take {Client(server, options.width).ask_all(names):.1f} s"
             )
             rounds = [one_round(server, names, options.width) for _ in range(options.rounds)]
-    middle = [statistics.median(one[at] for one in rounds) for at in range(4)]
-    heads = ["first answer s", "all s", "p99 without ms", "p99 beside ms"]
+    middle = [statistics.median(one[at] for one in rounds) for at in range(5)]
+    heads = ["first answer s", "all s", "p99 alone ms", "beside two busy loops", "beside starts"]
     print(
         table(heads, [[f"{middle[0]:.3f}", f"{middle[1]:.2f}", *(f"{one * 1e3:.1f}" for one in middle[2:])]])
     )

@@ -41,11 +41,15 @@ class Decision:
 
 def measure() -> list[Decision]:
     return [
-        _measure(discipline, models, rows) for discipline in DISCIPLINES for models in MODELS for rows in ROWS
+        measure_one(discipline, models, rows)
+        for discipline in DISCIPLINES
+        for models in MODELS
+        for rows in ROWS
     ]
 
 
-def _measure(discipline: str, models: int, rows: int) -> Decision:
+def measure_one(discipline: str, models: int, rows: int) -> Decision:
+    """Measure with so many models that all have work, and so many rows in an execution."""
     scheduler = Scheduler(SchedulerSettings(discipline=discipline))
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= rows]
     costs = {(0, size): 0.0005 * (1 + size / 8) for size in sizes}

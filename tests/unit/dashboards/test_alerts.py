@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import alerts_page as tool
+from rsrv.control import model_findings, server_findings
+from rsrv.control.metric_catalog import FAMILIES
 from scheduler_page import rewrite
 from tests.unit.dashboards.promql import labels
 from tests.unit.deploy.manifests import ROOT, read, render
 
 RULES = tool.rules()
+#: alerts that watch the figures of a finding themselves, with thresholds that an operator can change
+OWN_ALERTS = {
+    "bundle_refused": "RsrvReloadFailed",
+    "deadlines_arrival": "RsrvDeadlinesMissed",
+    "deadlines_execute": "RsrvDeadlinesMissed",
+    "deadlines_gate": "RsrvDeadlinesMissed",
+    "deadlines_load": "RsrvDeadlinesMissed",
+    "deadlines_queue": "RsrvDeadlinesMissed",
+    "no_memory": "RsrvRefusing",
+    "not_resident": "RsrvRefusing",
+    "queue_full": "RsrvRefusing",
+    "requests_fail": "RsrvFailing",
+    "runtime_down": "RsrvServerDown",
+    "runtime_restarts": "RsrvRuntimeRestarts",
+}
+#: an operator's own doing
+WITHOUT_ALERT = {"paused"}
 each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
 
 
@@ -45,6 +67,36 @@ def test_names_are_the_servers_and_each_ones_own() -> None:
     names = [rule["alert"] for rule in RULES]
     assert len({*names}) == len(names)
     assert all(name.startswith("Rsrv") for name in names)
+
+
+def test_each_urgent_finding_has_an_alert() -> None:
+    """A finding that can be a warning or critical has an alert of its own, or is in RsrvFinding; and only such findings."""
+    catalogue = next(family.help for family in FAMILIES if family.name == "rsrv_findings")
+    known = {*re.findall(r"\w+", catalogue.partition("and name:")[2])}
+    urgent = known - only_notes()
+    (rule,) = (rule for rule in RULES if rule["alert"] == "RsrvFinding")
+    named = re.search(r'name=~"([\w|]+)"', rule["expr"])
+    assert named is not None
+    assert sorted([*named[1].split("|"), *OWN_ALERTS, *WITHOUT_ALERT]) == sorted(urgent)
+    assert {*OWN_ALERTS.values()} <= {rule["alert"] for rule in RULES}
+
+
+def only_notes() -> set[str]:
+    """Return the names of findings that no rule calls a warning or critical."""
+    severities: dict[str, set[str]] = {}
+    for name, told in _raised():
+        severities.setdefault(name, set()).update(told)
+    return {name for name, told in severities.items() if told == {"note"}}
+
+
+def _raised() -> Iterator[tuple[str, set[str]]]:
+    """Yield the name and the severities of each finding that the rules' source makes with a fixed name."""
+    for module in (model_findings, server_findings):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            match node:
+                case ast.Call(func=ast.Name("ServerFinding"), args=[ast.Constant(str(name)), severity, *_]):
+                    strings = (one.value for one in ast.walk(severity) if isinstance(one, ast.Constant))
+                    yield name, {one for one in strings if isinstance(one, str)}
 
 
 def test_promtool_is_told_when_each_fires() -> None:

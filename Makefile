@@ -19,9 +19,10 @@ FRAMEWORKS := .venv/.frameworks
 TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 GPU := .gpu/.stamp
+NATIVE := triton_backend/rsrv/native/libtriton_rsrv.so
 
 .DEFAULT_GOAL := help
-.PHONY: help lock bundles demo serve test test-unit test-gpu test-long test-wheel check-gpu chaos fuzz bench pages house lint docs dist
+.PHONY: help lock bundles native demo serve test test-unit test-gpu test-long test-wheel check-gpu chaos fuzz bench pages house lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -64,6 +65,14 @@ $(GPU): $(VENV) tests/gpu/install.py $(wildcard tests/gpu/driver/*)
 	$(BIN)/python tests/gpu/install.py
 	@touch $@
 
+$(NATIVE): tools/native_front.py $(wildcard triton_backend/rsrv/native/*.[ch]) | $(VENV)
+	@echo "== the native front (the first time with a compiler from PyPI, 100 MB)"
+	$(BIN)/python tools/native_front.py
+
+# Builds the native front into the package.
+native: $(NATIVE)
+	@echo "$(NATIVE) is built"
+
 # Builds the example bundles into build/bundles.
 bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
@@ -84,7 +93,7 @@ test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print whic
 test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XLA's CUDA client and a fake CUDA driver; no GPU is needed
 	$(PYTEST) -m "not long" tests/gpu
 
-test-long: $(FRAMEWORKS) $(TRITON) $(GPU) bundles ## run the tests that take minutes
+test-long: $(FRAMEWORKS) $(TRITON) $(GPU) $(NATIVE) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 	RSRV_STUB__FRONT=native $(PYTEST) tests/e2e/test_answers.py tests/e2e/test_errors.py tests/e2e/test_devices.py tests/e2e/test_traces.py \
 		tests/e2e/test_lifetime.py::test_a_killed_runtime_comes_back_under_load
@@ -132,10 +141,10 @@ docs: $(VENV)
 	DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict --quiet
 
 # Builds the wheel and the sdist in dist.
-dist: $(VENV)
+dist: $(VENV) $(NATIVE)
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## run tests on a freshly built wheel, without the source folders (PYTHONS="python3.12 python3.13": install it with each, and serve)
+test-wheel: $(FRAMEWORKS) $(TRITON) $(NATIVE) bundles ## run tests on a freshly built wheel, without the source folders (PYTHONS="python3.12 python3.13": install it with each, and serve)
 	$(BIN)/python tools/try_wheel.py $(PYTHONS:%=--python %)
 
 house: $(VENV) ## print the size and the order of the source tree (HOUSE=-v: all that is out of order)

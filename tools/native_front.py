@@ -81,7 +81,8 @@ def main(arguments: Sequence[str]) -> None:
         (machine,) = arguments
         build(ROOT / "build" / machine / LIBRARY.name, machine)
     else:
-        build(LIBRARY)
+        with one_builds():
+            build(LIBRARY)
 
 
 if __name__ == "__main__":

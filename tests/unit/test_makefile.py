@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,14 @@ def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target
     (line,) = done.stderr.splitlines()
     assert f"needs Python 3.11 to 3.13, found 3.10; make PYTHON=python3.12 {target}" in line
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("target", ["dist", "test-wheel", "test-long", "demo", "serve"])
+def test_what_users_type_needs_no_compiler(target: str) -> None:
+    """Only what is packed, and the long tests, build the native front, again after a change of a source."""
+    source = "triton_backend/rsrv/native/link.c"
+    done = subprocess.run(
+        ["make", "-n", "-W", source, target, f"PYTHON={sys.executable}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ("tools/native_front.py" in done.stdout) is (target not in ("demo", "serve"))

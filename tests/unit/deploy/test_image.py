@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import native_front
 from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import ROOT
 
@@ -102,6 +103,17 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
     ]
     for each in map(Path, needed):
         assert any(each == one or one in each.parents for one in copied), each
+
+
+def test_the_native_front_is_built_before_the_wheel() -> None:
+    """The stage that builds the wheel has the compiler of tools/native_front.py, and runs that first."""
+    stage = named("wheel")
+    arguments = dict(value.split("=", 1) for value in values(stages()[0], "ARG"))
+    assert arguments["ZIG"] == native_front.ZIG_VERSION
+    install, build = values(stage, "RUN")
+    assert f"{native_front.ZIG}==${{ZIG}}" in install.split()
+    assert re.search(r"tools/native_front\.py\s+&& uv build .*--wheel", build)
+    assert "tools/native_front.py tools/" in values(stage, "COPY")
 
 
 def test_what_is_installed_is_what_the_project_wants() -> None:

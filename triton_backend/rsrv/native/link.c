@@ -2,7 +2,6 @@
 #include <inttypes.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,19 +30,8 @@
 const char LINK_DOWN[] = "the model runtime is not reachable; it is being restarted, try again";
 static const char NOT_AGAIN[] = "the model runtime does not load this model again; the server's log says why";
 
-// Mends the links of one device on a thread of its own: a runtime that hangs delays no other device. The links stay in the
-// order in which they came, so that each has its turn.
-struct mender {
-    bool begun;
-    atomic_bool fails;  // the last attempt failed
-    pthread_cond_t changed;
-    struct link *first_due, *last_due;
-};
-
 // Of all models in this process.
-static pthread_mutex_t mender_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
-static struct mender menders[MAX_DEVICES];
 static int epoll_fd = -1, wake_fd = -1;
 static _Atomic(struct link*) newly_watched;  // the reader takes them all at once
 static atomic_bool asleep;
@@ -80,17 +68,6 @@ void link_watch(struct link* link) {
 }
 
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
-
-static void schedule_mend(struct link* link) {
-    struct mender* mender = &menders[link->device];
-    link_hold(link);
-    link->next_due = NULL;
-    pthread_mutex_lock(&mender_lock);
-    *(mender->last_due ? &mender->last_due->next_due : &mender->first_due) = link;
-    mender->last_due = link;
-    pthread_cond_signal(&mender->changed);
-    pthread_mutex_unlock(&mender_lock);
-}
 
 static void set_backoff(struct link* link, int64_t least, int64_t most) {
     link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : least;
@@ -159,7 +136,7 @@ static void lose(struct link* link, const char* why, const char* client) {
         } else
             waiting_finish(link, one);
     }
-    if (mends) schedule_mend(link);
+    if (mends) mender_add(link);
     link_drop(link);  // the socket's
 }
 
@@ -214,6 +191,25 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     free(buckets);
     board_unmap(board);
     text_add(why, board ? "the model cannot be registered" : "the runtime's greeting comes without its board");
+    return false;
+}
+
+bool link_reconnect(struct link* link, atomic_bool* fails) {
+    struct text why;
+    bool final;
+    text_clear(&why);
+    pthread_mutex_lock(&link->lock);
+    bool closed = link->state == CLOSED;
+    pthread_mutex_unlock(&link->lock);
+    if (closed) return true;
+    bool attached = attach(link, &why, &final);
+    atomic_store(fails, !attached);  // before link_await is woken
+    if (attached) return true;
+    pthread_mutex_lock(&link->lock);
+    set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
+    set_text(&link->down, NULL);
+    pthread_mutex_unlock(&link->lock);
+    log_line(LOG_ERROR, link->model, "no runtime yet: %s", why.bytes);
     return false;
 }
 
@@ -396,89 +392,6 @@ static void* read_all(void* nothing) {
     return NULL;
 }
 
-// --- the threads that mend links ------------------------------------------------------------------------------------
-
-static struct link* take_due(struct mender* mender) {
-    pthread_mutex_lock(&mender_lock);
-    for (;;) {
-        int64_t now = now_ns(), soonest = INT64_MAX;
-        // `due_ns` does not change while a link is in the list.
-        for (struct link *link = mender->first_due, *before = NULL; link; before = link, link = link->next_due) {
-            if (link->due_ns <= now) {
-                *(before ? &before->next_due : &mender->first_due) = link->next_due;
-                if (!link->next_due) mender->last_due = before;
-                pthread_mutex_unlock(&mender_lock);
-                return link;
-            }
-            soonest = link->due_ns < soonest ? link->due_ns : soonest;
-        }
-        struct timespec until = {soonest / NS_PER_S, soonest % NS_PER_S};
-        if (soonest == INT64_MAX)
-            pthread_cond_wait(&mender->changed, &mender_lock);
-        else
-            pthread_cond_timedwait(&mender->changed, &mender_lock, &until);
-    }
-}
-
-static void* mend_all(void* mender_of_device) {
-    struct mender* mender = mender_of_device;
-    for (;;) {
-        struct link* link = take_due(mender);
-        struct text why;
-        bool final;
-        text_clear(&why);
-        pthread_mutex_lock(&link->lock);
-        bool closed = link->state == CLOSED;
-        pthread_mutex_unlock(&link->lock);
-        bool attached = !closed && attach(link, &why, &final);
-        if (!closed) atomic_store(&mender->fails, !attached);
-        if (!closed && !attached) {
-            pthread_mutex_lock(&link->lock);
-            set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
-            set_text(&link->down, NULL);
-            pthread_mutex_unlock(&link->lock);
-            log_line(LOG_ERROR, link->model, "no runtime yet: %s", why.bytes);
-            schedule_mend(link);
-        }
-        link_drop(link);
-    }
-    return NULL;
-}
-
-bool begin_thread(void* (*run)(void*), void* argument) {
-    pthread_t thread;
-    pthread_attr_t detached;
-    sigset_t all, before;
-    pthread_attr_init(&detached);
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    // Signals are the server's.
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    bool created = pthread_create(&thread, &detached, run, argument) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&detached);
-    return created;
-}
-
-void begin_condition(pthread_cond_t* condition) {
-    pthread_condattr_t clock;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(condition, &clock);
-    pthread_condattr_destroy(&clock);
-}
-
-static bool begin_mender(struct mender* mender) {
-    pthread_mutex_lock(&mender_lock);
-    if (!mender->begun) {
-        begin_condition(&mender->changed);
-        mender->begun = begin_thread(mend_all, mender);
-    }
-    bool is_begun = mender->begun;
-    pthread_mutex_unlock(&mender_lock);
-    return is_begun;
-}
-
 static void begin(void) {
     struct epoll_event event = {.events = EPOLLIN};
     wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -515,7 +428,7 @@ bool link_load(struct link* link, struct text* why, bool* dangerous) {
     }
 }
 
-void link_begin(struct link* link) { schedule_mend(link); }
+void link_begin(struct link* link) { mender_add(link); }
 
 void link_begin_cold(struct link* link) {
     pthread_mutex_lock(&link->lock);
@@ -536,7 +449,7 @@ void link_start(struct link* link) {
         set_text(&link->down, NULL);
     }
     pthread_mutex_unlock(&link->lock);
-    if (starts) schedule_mend(link);
+    if (starts) mender_add(link);
 }
 
 void link_ask(struct link* link, bool waits, int64_t first_deadline_ns) {
@@ -556,7 +469,7 @@ void link_ask(struct link* link, bool waits, int64_t first_deadline_ns) {
     pthread_mutex_unlock(&link->lock);
 }
 
-bool link_is_reachable(const struct link* link) { return !atomic_load(&menders[link->device].fails); }
+bool link_is_reachable(const struct link* link) { return !mender_fails(link->device); }
 
 bool link_rejects(struct link* link, bool* dangerous) {
     int64_t now = now_ns();
@@ -572,7 +485,7 @@ void link_await(struct link* link, int64_t until_ns) {
     int waited = 0;
     pthread_mutex_lock(&link->lock);
     // A device that serves no other model either does not delay the load.
-    while (!link->attempted && !atomic_load(&menders[link->device].fails) && waited == 0)
+    while (!link->attempted && !mender_fails(link->device) && waited == 0)
         waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
     pthread_mutex_unlock(&link->lock);
 }
@@ -581,7 +494,7 @@ struct link* link_new(
     struct replicas* owner, const char* model, const char* bundle, const char* settings, uint32_t device) {
     struct text registration;
     pthread_once(&begun, begin);
-    struct link* link = epoll_fd < 0 || !begin_mender(&menders[device]) ? NULL : calloc(1, sizeof *link);
+    struct link* link = epoll_fd < 0 || !mender_begin(device) ? NULL : calloc(1, sizeof *link);
     if (!link) return NULL;
     text_clear(&registration);
     text_add(&registration, "{\"model\":");

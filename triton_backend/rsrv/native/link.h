@@ -1,4 +1,4 @@
-// What link.c, waiting.c and replicas.c share: a model's link to the runtime of one device.
+// What link.c, mender.c, waiting.c and replicas.c share: a model's link to the runtime of one device.
 #pragma once
 #include <pthread.h>
 
@@ -111,6 +111,12 @@ void link_hold(struct link*);
 void link_drop(struct link*);
 // Under the lock: something waits on the link. The reader looks at it from time to time, until nothing does.
 void link_watch(struct link*);
+// Connects to the runtime, unless the link is closed. False: there is none; the next attempt is due after the back-off.
+bool link_reconnect(struct link*, atomic_bool* fails);
+
+bool mender_begin(uint32_t device);  // false: its thread cannot be started
+void mender_add(struct link*);       // has the device's thread reconnect the link when that is due
+bool mender_fails(uint32_t device);  // the last attempt to reach the device's runtime failed
 bool begin_thread(void* (*run)(void*), void* argument);
 void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
 

@@ -4,7 +4,8 @@
 //   request.c   one client's request: parameters, shapes, the copies into and out of shared memory, the answer
 //   replicas.c  a model's links, one per device of the server: which of them answers a batch
 //   placement.c the placement table: on which devices a model shall run
-//   link.c      a model's connection to a runtime, the thread that reads all of them, and those that mend them
+//   link.c      a model's connection to a runtime, and the thread that reads all of them
+//   mender.c    the threads that connect models to a runtime again, one per device
 //   trace.c     trace contexts of requests, and ended spans until they are reported
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
 //   resubmission.c  a model's requests without a runtime: the next runtime, or another device's, gets them

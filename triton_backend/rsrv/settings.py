@@ -210,7 +210,7 @@ class StubSection(Section):
     front: Front = Field(
         "python",
         description="What answers a model's requests inside Triton. python: a process per model; native: a library for all "
-        "models, faster and smaller, except for models with hooks and meta models. docs/tuning.md has more. Run "
+        "models, faster and smaller, except for meta models and models with hooks or state. docs/tuning.md has more. Run "
         "rsrv-gen again after a change.",
     )
     in_place_ms: float = Field(

@@ -38,7 +38,7 @@ NOT_RUN = {
     "rsrv serve": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
     "~/.cache/rsrv/triton-24.10/perf/perf_analyzer": "would measure for seconds; `make bench` runs it",
-    "awk": "reads a public trace of gigabytes",
+    "awk": "reads a public trace of gigabytes; a test gives it a few rows",
     "docker": "needs a container engine",
     "envoy": "the picker's tests run it with this configuration",
     "helm": "needs a cluster",

@@ -11,10 +11,31 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.sim.scenario import read_trace
+from rsrv.sim.schema import TraceKeys
 from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
 
 COMMANDS = commands()
+#: A few rows as in the public traces whose converters are on the pages, and the times and models of the requests.
+PUBLIC_TRACES = {
+    "invocations_per_function_md.anon.d01.csv": (
+        f"""\
+HashOwner,HashApp,HashFunction,Trigger,1,2,3,...,1440
+o,a,one,http,2,0,1{1437 * ",0"}
+o,a,two,timer{1439 * ",0"},4
+""",
+        [(0, "f-0"), (30, "f-0"), (120, "f-0"), *((60 * 1439 + at, "f-1") for at in (0, 15, 30, 45))],
+    ),
+    "AzureLLMInferenceTrace_code.csv": (
+        """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,110,27
+2023-11-16 19:00:00.0000000,1,1""",
+        [(0, "llm"), (0.052, "llm"), (2576.02, "llm")],
+    ),
+}
 #: By program, the module that parses its command line.
 OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
 
@@ -78,6 +99,19 @@ def helped(module: str) -> str:
     return subprocess.run(
         [sys.executable, "-m", module, "--help"], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout
+
+
+@of("awk")
+def test_a_public_trace_becomes_one_of_ours(command: Command, tmp_path: Path) -> None:
+    """The converter on the page makes a trace that `rsrv-sim` and `rsrv replay` read."""
+    *_, public, _, made = command.words
+    rows, expected = PUBLIC_TRACES[public]
+    (tmp_path / public).write_text(rows)
+    subprocess.run(["bash", "-euc", command.text], check=True, cwd=tmp_path)
+    problems: list[str] = []
+    found = [(one.t, one.model) for one in read_trace(TraceKeys(path=made), tmp_path, problems)]
+    assert problems == []
+    assert found == expected
 
 
 @of("pip")

@@ -24,7 +24,7 @@ WAITS = (
 )
 
 
-class FakeSession:
+class RecordingSession:
     """Records reports and connections; `rejects` to open one, as a runtime that is another one now."""
 
     def __init__(self, *, rejects: bool = False) -> None:
@@ -32,7 +32,7 @@ class FakeSession:
         self.reports: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self.opened = self.closed = 0
 
-    def open_connection(self, key: str) -> "FakeSession":
+    def open_connection(self, key: str) -> "RecordingSession":
         self.opened += 1
         if self.rejects:
             raise Rejected(f"{key} is not loaded")
@@ -51,7 +51,7 @@ def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
     return HookImport(file, partial(load_hooks, file), backstop), backstop
 
 
-def result(found: HookImport[Hooks], session: FakeSession, timeout: float | None = 90.0) -> Hooks:
+def result(found: HookImport[Hooks], session: RecordingSession, timeout: float | None = 90.0) -> Hooks:
     attachment = SimpleNamespace(key="a@1", settings={"stub": {"hook_timeout_s": timeout}})
     return found.result(cast("Session", session), cast("Attachment", attachment))
 
@@ -59,7 +59,7 @@ def result(found: HookImport[Hooks], session: FakeSession, timeout: float | None
 def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
     """Replicas share the functions; the runtime hears of the import before it begins, and the backstop stands by."""
     found, backstop = imported("def preprocess(inputs):\n    return {'x': inputs['x'] + 1}\n", tmp_path)
-    session = FakeSession()
+    session = RecordingSession()
 
     hooks = result(found, session)
 
@@ -75,7 +75,7 @@ def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
 
 def test_a_model_without_the_file_has_no_hooks(tmp_path: Path) -> None:
     """There is nothing to execute, and nothing to wait for."""
-    file, session = tmp_path / "model.py", FakeSession()
+    file, session = tmp_path / "model.py", RecordingSession()
     assert result(HookImport(file, partial(load_hooks, file), FakeBackstop()), session) == Hooks()
     assert session.opened == 0
 
@@ -87,9 +87,9 @@ def test_an_error_of_the_file_is_the_loads_and_the_next_attempt_executes_it_agai
     """Also sys.exit() ends the import, not the thread that waits for it in vain."""
     found, _ = imported(statement, tmp_path)
     with pytest.raises((OSError, SystemExit), match="away"):
-        result(found, FakeSession())
+        result(found, RecordingSession())
     (tmp_path / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
-    assert result(found, FakeSession()).preprocess is not None
+    assert result(found, RecordingSession()).preprocess is not None
 
 
 @pytest.mark.parametrize("rejects", [False, True])
@@ -100,7 +100,7 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
     monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
     os.mkfifo(pipe := tmp_path / "pipe")
     found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
-    session = FakeSession(rejects=rejects)
+    session = RecordingSession(rejects=rejects)
 
     with pytest.raises(HookError, match="importing for 0 s and is at line 3"):
         result(found, session, timeout=0.1)
@@ -121,7 +121,7 @@ def test_an_import_has_an_event_loop_as_on_the_main_thread(tmp_path: Path, keep:
     kept = "LOOP" in keep
     use = "{'open': not LOOP.is_closed(), 'end': LOOP.close()}" if kept else "inputs"
     found, _ = imported(f"import asyncio\n{keep}\ndef preprocess(inputs):\n    return {use}\n", tmp_path)
-    hooks = result(found, FakeSession())
+    hooks = result(found, RecordingSession())
     assert hooks.preprocess is not None
     assert hooks.preprocess({}) == ({"open": True, "end": None} if kept else {})
 
@@ -130,7 +130,7 @@ def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
     """Python's own message does not say why model.py is on another thread."""
     found, _ = imported("import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\n", tmp_path)
     with pytest.raises(ValueError, match=r"main thread.*model\.py is imported on a thread of its own"):
-        result(found, FakeSession())
+        result(found, RecordingSession())
 
 
 def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,15 +142,15 @@ def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytes
     text = f"import runpy\n\n\n\nrunpy.run_path({str(library / 'model.py')!r})\n\ndef preprocess(x):\n    return x\n"
     found, _ = imported(text, tmp_path)
     with pytest.raises(HookError, match="is at line 5"):
-        result(found, FakeSession(), timeout=0.1)
+        result(found, RecordingSession(), timeout=0.1)
     pipe.write_text("")
-    assert result(found, FakeSession()).preprocess is not None
+    assert result(found, RecordingSession()).preprocess is not None
 
 
 def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Further waits would last until the backstop ends the process, before the load fails with its line."""
 
-    class Silent(FakeSession):
+    class Silent(RecordingSession):
         def report(self, report: Mapping[str, Any], patience: float) -> None:
             super().report(report, patience)
             raise TimeoutError
@@ -163,4 +163,4 @@ def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch
         result(found, session, timeout=0.1)
     assert session.reports.qsize() == session.closed == 1
     pipe.write_text("")
-    assert result(found, FakeSession()).preprocess is not None
+    assert result(found, RecordingSession()).preprocess is not None

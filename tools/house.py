@@ -28,6 +28,8 @@ PACKAGES = {
     "rsrv_gateway": "gateway/rsrv_gateway",
     "rsrv_gen": "model_repository_gen/rsrv_gen",
 }
+#: folders of other code whose docstrings are checked, too
+OTHERS = ("bundles/examples", "tests/chaos", "tests/e2e", "tests/fuzz", "tools")
 #: packages below rsrv that make the core
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
 #: what the modules below a name may import of ours, beside each other
@@ -73,7 +75,7 @@ class Module:
 
     @property
     def is_entry(self) -> bool:
-        """Whether it is run, or makes a package, and so needs no importer."""
+        """Return whether it is run, or makes a package, and so needs no importer."""
         return self.path.name in ("__init__.py", "__main__.py")
 
     def imports(self, names: Collection[str]) -> set[str]:
@@ -190,6 +192,12 @@ def hidden_subjects(modules: Iterable[Module]) -> Iterator[str]:
                 yield f"{module.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
 
 
+def other_modules(root: Path = ROOT) -> list[Module]:
+    """Return the modules of OTHERS, named by their paths."""
+    paths = [path for folder in OTHERS for path in sorted((root / folder).rglob("*.py"))]
+    return [Module(str(path.relative_to(root)), path) for path in paths]
+
+
 def docstrings(modules: Iterable[Module]) -> int:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return sum(
@@ -248,7 +256,7 @@ def main() -> int:
     targets = re.findall(r"^([a-z][a-z-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     sources = [one.path for one in modules.values()] + sorted((ROOT / "tools").glob("*.py"))
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    hidden = list(hidden_subjects(modules.values()))
+    hidden = list(hidden_subjects([*modules.values(), *other_modules()]))
     keys = settings()
     print(
         f"source without tests: {lines_of(sources):,} lines, {len(sources)} files",

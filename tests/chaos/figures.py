@@ -1,4 +1,4 @@
-"""From the clients' records to the figures of a fault. Pure."""
+"""Figures of a fault, from the clients' records. Pure."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ _MOUNTS = (
 
 
 class NotPossible(Exception):
-    """This machine does not allow a fault; the message has the reason."""
+    """A fault that this machine does not allow; the message has the reason."""
 
 
 def _unshare() -> list[str]:

@@ -74,7 +74,7 @@ def _elastic(out_dir: Path) -> None:
 
 
 def _sudden(out_dir: Path) -> None:
-    """As `elastic`, but its cost is measured in microseconds, so measured costs predict nothing."""
+    """Measured costs predict nothing: they are microseconds, but a row may ask for any number of steps, as with `elastic`."""
     _of_any_length(out_dir, 0)
 
 

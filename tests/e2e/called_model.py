@@ -16,7 +16,7 @@ TOGETHER = 1000
 
 
 class TritonPythonModel:
-    """what: i32 [1], x: u8 [n] -> x: u8 [n], most: i32 [1], the highest number of requests at a time."""
+    """Inputs what: i32 [1], x: u8 [n]; outputs x: u8 [n], most: i32 [1], the highest number of requests at a time."""
 
     def initialize(self, args: dict[str, str]) -> None:
         import triton_python_backend_utils as pb_utils

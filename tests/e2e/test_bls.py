@@ -237,7 +237,7 @@ def test_a_callee_that_raises_is_internal(server: RunningTriton) -> None:
 
 
 def test_unknown_and_unloaded_models_are_not_found(server: RunningTriton) -> None:
-    """Whether they were there once or never."""
+    """A model that was unloaded is NOT_FOUND, as is one that never existed."""
     server.grpc.unload_model("one")
     try:
         unloaded = ask_one(server)
@@ -262,7 +262,7 @@ def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) 
 
 
 def test_a_callee_that_dies_is_reported_and_comes_back(server: RunningTriton) -> None:
-    """When a callee's process ends, its calls and later ones fail; after a load, it answers again."""
+    """Calls in progress and later ones fail after the end of a callee's process; after a load, the callee answers again."""
     ask(server, calls=[{"model": "one", "what": WAIT}], wait=False)
     # The stub of an earlier load may still be ending.
     wait_until(lambda: len(server.stub_pids("one")) == 1)

@@ -240,7 +240,7 @@ def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
 def test_requests_that_are_held_are_all_answered(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """Of 200 requests for a held model, none executes before it goes on, and all are answered."""
+    """None of 200 requests for a held model executes before the model goes on, and all are answered."""
     control.rsrv("pause", "exact", "--mode", "hold")
     before = control.model("exact").dispatches
     sent = requests("exact")
@@ -307,7 +307,7 @@ def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str
 def test_waiting_requests_are_aborted_by_their_id(
     control: Control, requests: Callable[[str], Requests]
 ) -> None:
-    """Of 100 waiting requests with one id and one with another, the 100 are aborted without an execution."""
+    """A hundred waiting requests with one id are aborted without an execution, and the one with another id is not."""
     control.rsrv("pause", "exact")
     before = control.model("exact").dispatches
     sent = requests("exact")
@@ -545,7 +545,7 @@ def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Con
 
 
 def test_a_restart_under_load_fails_no_request(control: Control) -> None:
-    """Of 16 clients' requests none fails and all answers are right; the next runtime has what rsrv.yaml says by now."""
+    """No request of 16 clients fails, and all answers are right; the next runtime has what rsrv.yaml says by now."""
     server, stop = control.server, threading.Event()
     answered_at: list[float] = []
 
@@ -610,7 +610,7 @@ def test_a_device_sleeps_until_a_request(control: Control) -> None:
 
 @pytest.mark.long
 def test_sleeps_under_load_fail_no_request(control: Control) -> None:
-    """Of four clients' requests none fails and all answers are right, although each sleep ends at once."""
+    """No request of four clients fails, and all answers are right, although each sleep ends at once."""
     server, stop = control.server, threading.Event()
     answered: list[int] = []
 
@@ -637,7 +637,7 @@ def test_sleeps_under_load_fail_no_request(control: Control) -> None:
 
 
 def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
-    """When the control process dies, requests continue, and the next one has the operators' settings."""
+    """Requests continue after the control process dies, and the next one has the operators' settings."""
     control.rsrv("policy", "steady", "--weight", "5")
     first = control.status().server.control_pid
     os.kill(first, signal.SIGKILL)

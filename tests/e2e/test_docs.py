@@ -93,7 +93,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """What a reader of the first page has in the end, and a gateway in front."""
+    """Yield the folder and the server of a reader at the end of the first page, with a gateway in front."""
     with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
         # The commands search for a server there, and find one.

@@ -138,7 +138,7 @@ def test_a_stream(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_request(fleet: Fleet) -> None:
-    """When a client cancels, the model learns of it at once."""
+    """A model learns at once that its client cancels."""
     call = fleet.gateway.grpc.async_infer("waiting", number(1), lambda result, error: None, request_id="gone")
     wait_until((fleet.marks / "gone.started").exists)
     call.cancel()
@@ -147,7 +147,7 @@ def test_a_cancelled_request(fleet: Fleet) -> None:
 
 
 def test_a_cancelled_stream(fleet: Fleet) -> None:
-    """When a client cancels a stream, the model learns of it at once."""
+    """A model learns at once that its client cancels a stream."""
     client = InferenceServerClient(fleet.gateway.url)
     client.start_stream(lambda result, error: None)
     client.async_stream_infer("waiting", number(1), request_id="stream")
@@ -159,7 +159,7 @@ def test_a_cancelled_stream(fleet: Fleet) -> None:
 
 
 def test_a_deadline(fleet: Fleet) -> None:
-    """When the client's deadline passes, client and model learn of it."""
+    """Client and model learn that the client's deadline has passed."""
     status, _ = outcome(
         lambda: fleet.gateway.grpc.infer("waiting", number(1), request_id="late", client_timeout=1)
     )

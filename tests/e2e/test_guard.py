@@ -62,7 +62,7 @@ def works(check: Callable[[], None]) -> bool:
 def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], depth: int
 ) -> None:
-    """When an execution hangs, its client gets an error, at the second runtime; all models recover."""
+    """The client of an execution that hangs gets an error at the second runtime; all models recover."""
     env = {"RSRV_RUNTIME__WATCHDOG_S": "1.5", "RSRV_SCHEDULER__DEPTH": str(depth)}
     server = start(made["sudden"], made["exact"], env=env)
     old = read_status(server.pid)["pid"]

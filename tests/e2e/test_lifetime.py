@@ -205,7 +205,7 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
 
 @pytest.mark.long
 def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
-    """Of 16 clients' requests none fails and all answers are right: those under way and new ones wait for the next runtime."""
+    """No request of 16 clients fails, and all answers are right: those under way and new ones wait for the next runtime."""
     server = start("mlp", "exact", "elastic", "digits", spare=True)
     stop = threading.Event()
     slowest = [0.0] * 16

@@ -183,7 +183,7 @@ def test_a_deadline_passes_before_the_gate(house: House) -> None:
 
 
 def test_the_runtime_is_killed_in_the_middle_of_runs(house: House) -> None:
-    """When the runtime is killed, runs between stages go on in the next one; waiting and later ones are served there, too."""
+    """Runs between stages go on in the next runtime after a kill; waiting and later ones are served there, too."""
     old = int(read_status(house.server.pid)["pid"])
     with house.stopped() as stopped:
         requests = stopped.send(2)

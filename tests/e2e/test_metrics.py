@@ -130,7 +130,7 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
 
 
 def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> None:
-    """When the runtime is killed, the page stays, and shows its end and the next runtime."""
+    """The page stays while the runtime is killed, and shows its end and the next runtime."""
     before = metrics.value("rsrv_runtime_restarts_total")
     assert before is not None
     os.kill(read_status(metrics.server.pid)["pid"], signal.SIGKILL)

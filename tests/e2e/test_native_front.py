@@ -205,7 +205,7 @@ def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> N
 
 
 def test_a_killed_runtime_costs_no_answer(both: RunningTriton) -> None:
-    """Of 16 clients' requests none fails: those under way and new ones wait for the next runtime."""
+    """No request of 16 clients fails: those under way and new ones wait for the next runtime."""
     runtime = read_status(both.pid)["pid"]
     is_back, answered = threading.Event(), [0] * 16
 

@@ -97,7 +97,7 @@ def test_interleaved_sequences_are_as_whole_ones(server: RunningTriton, protocol
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_sequence_without_its_beginning_is_refused(server: RunningTriton, protocol: str) -> None:
-    """So is a request without an id, and one behind the end; a second start begins again."""
+    """A request without an id, or behind the end of its sequence, is refused; a second start begins again."""
     with caller(server, protocol) as call:
         refusal(lambda: sums(call, 99, [1.0])).assert_is("INVALID_ARG", protocol)
         refusal(lambda: sums(call, 0, [1.0])).assert_is("INVALID_ARG", protocol)
@@ -143,7 +143,7 @@ def test_an_answer_in_one_response(server: RunningTriton) -> None:
 
 
 def test_several_answers_share_a_grpc_stream(server: RunningTriton) -> None:
-    """Each is whole, and has one last response."""
+    """Each of many streams is whole, and has one last response."""
     text: dict[str, str] = {str(n): "" for n in range(6)}
     ends: list[str] = []
     with grpc_streams(server) as streams:
@@ -158,7 +158,7 @@ def test_several_answers_share_a_grpc_stream(server: RunningTriton) -> None:
 
 
 def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
-    """Whether it cancels, closes its connection, or its deadline passes: the one slot is the next client's."""
+    """A client that cancels, closes its connection, or misses its deadline leaves the one slot to the next client."""
     with grpc_streams(server) as streams:
         streams.ask("alone", "long", b"hello")
         assert streams.next()[0] == "long"
@@ -203,7 +203,7 @@ def test_streams_closed_at_every_step_leave_nothing(server: RunningTriton) -> No
 
 
 def test_the_runtimes_death_ends_streams_and_sequences(server: RunningTriton) -> None:
-    """With tagged errors, once each; the next runtime begins new ones."""
+    """Streams and sequences end once, with a tagged error; the next runtime begins new ones."""
     with caller(server) as call, grpc_streams(server) as streams:
         assert sums(call, 20, [1.0], start=True) == [1.0]
         streams.ask("teller", "long", b"hello")

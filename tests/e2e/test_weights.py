@@ -49,7 +49,7 @@ KERNELS: Mapping[str, bundles.Array] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """These models on a budget for two of them; none of them is pinned, and the third has no copy on the host."""
+    """Serve three models on a budget for two; none of them is pinned, and the third has no copy on the host."""
     settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
     folder = tmp_path_factory.mktemp("weights")
     repository, expected = write_repository(folder, settings, KERNELS), ["weights_thrash"]

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import psutil
@@ -22,8 +22,9 @@ from local_triton import ServerFailed, TritonServer
 from rsrv.control import find
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 T = TypeVar("T")
@@ -91,16 +92,39 @@ class RunningTriton:
         return found
 
     def urgent_findings(self) -> dict[str, str]:
-        """Return the evidence of the last minute's warnings and critical findings, by name; of none without a control process."""
-        address = next((one.address for one in find.running() if one.server_pid == self.pid), None)
-        if address is None:
+        """Return the evidence of the last minute's warnings and critical findings, by name.
+
+        A server without a runtime has none. One whose control process does not answer fails the test.
+        """
+        if not self._has_runtime():
             return {}
+        answer = wait_until(self._diagnosis, what="an answer of the control process")
+        return {one.name: one.evidence for one in answer.findings if one.severity != pb.SEVERITY_NOTE}
+
+    def _has_runtime(self) -> bool:
+        """Return whether the server runs, and has a runtime that answers or a control process."""
+        if self._control_address() is not None:
+            return True
+        try:
+            read_status(self.pid)
+        except (OSError, Closed):
+            return False
+        return True
+
+    def _diagnosis(self) -> Any:
+        """Return the control process's diagnosis, or None if it does not answer."""
+        address = self._control_address()
+        if address is None:
+            return None
         try:
             with grpc.insecure_channel(address) as channel:
-                answer = control_pb2_grpc.ControlStub(channel).Diagnose(pb.DiagnoseRequest(), timeout=5)
+                return control_pb2_grpc.ControlStub(channel).Diagnose(pb.DiagnoseRequest(), timeout=5)
         except grpc.RpcError:
-            return {}
-        return {one.name: one.evidence for one in answer.findings if one.severity != pb.SEVERITY_NOTE}
+            return None
+
+    def _control_address(self) -> str | None:
+        """Return the address of the running server's control process; None: it has none yet."""
+        return next((one.address for one in find.running() if one.server_pid == self.pid), None)
 
 
 class StartTriton(Protocol):

@@ -143,8 +143,9 @@ class Driver:
         self.given_up: list[str] = []
         #: The latest model to be warmed up again.
         self.warming_again = ""
-        #: Requests whose execution found no memory.
+        #: Requests whose execution found no memory, and the number of those executions that wait for their second try.
         self.again: set[int] = set()
+        self.second_tries = 0
         self._next_id = 0
 
     # --- events --------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class Driver:
             execute = self.executing.pop(event.dispatch)
             if event.out_of_memory and not execute.again:
                 self.again.update(execute.requests)
+                self.second_tries += 1
                 self.patient.add(execute.model)
         if isinstance(event, WarmUpEnded):
             self.warming.remove(event.model)
@@ -424,7 +426,7 @@ class Driver:
                 self.given_up.append(instruction.model)
             case WoundDown(runs, executions, steps):
                 assert self.winding_down
-                assert (runs, executions) == (len(self.under_way), len(self.executing))
+                assert (runs, executions) == (len(self.under_way), len(self.executing) + self.second_tries)
                 self.winding_down = not (runs or executions or steps)
             case EvictWeights():
                 assert instruction.model not in self.warming
@@ -558,6 +560,7 @@ class Driver:
         assert execute.again or not self.held(execute.model)
         if execute.again:
             self.again.difference_update(execute.requests)
+            self.second_tries -= 1
             assert not self.executing
             self.executing[execute.dispatch] = execute
             return

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.scheduler.events import Admit, Finish, Outcome, Pause, RunsAsked, WoundDown
+from rsrv.scheduler.events import Admit, Finish, Outcome, Pause, Prefetch, RunsAsked, WoundDown
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, ids, program
 
@@ -76,6 +76,32 @@ def test_a_held_generation_is_counted_when_the_time_is_over(driver: Driver) -> N
     driver.arrive(driver.request("steps"))
     assert driver.wind_down(0.005) == []
     assert driver.tick(driver.now + 0.005) == [WoundDown(0, 0, steps=1)]
+
+
+def test_an_execution_that_waits_for_its_second_try_is_in_progress(driver: Driver) -> None:
+    """It found no memory while other weights load: the device rests when its second try has ended, not before."""
+    driver.add(program("b"), resident=False)
+    driver.send(Prefetch("b"))
+    request = driver.request()
+    driver.arrive(request)
+    driver.wind_down(30)
+    assert driver.finish(out_of_memory=True) == []
+
+    (again,) = executions(driver.load("b"))
+
+    assert again.again
+    assert driver.finish() == [Finish(request.id, Outcome.ANSWERED), AT_REST]
+
+
+def test_a_second_try_that_waits_is_counted_when_the_time_is_over(driver: Driver) -> None:
+    """The load before it takes too long."""
+    driver.add(program("b"), resident=False)
+    driver.send(Prefetch("b"))
+    driver.arrive(driver.request())
+    driver.wind_down(0.015)
+    assert driver.finish(out_of_memory=True) == []
+
+    assert driver.tick(driver.now + 0.005) == [WoundDown(runs=0, executions=1)]
 
 
 def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:

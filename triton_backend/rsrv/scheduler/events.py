@@ -441,7 +441,8 @@ class Admit:
 class WoundDown:
     """The end of a `WindDown`: without anything in progress, nothing starts any more; otherwise all goes on as before."""
 
-    #: numbers of those that have not ended in time; steps of generations that execute are executions.
+    #: numbers of those that have not ended in time; steps of generations that execute are executions, and so are executions
+    #: that wait for their second try.
     runs: int
     executions: int
     steps: int = 0

@@ -535,7 +535,8 @@ class Scheduler:
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
         """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
         assert self._rest_until is not None
-        runs, executions, steps = self._admission.running, len(self._running), self._waiting_steps()
+        runs, steps = self._admission.running, self._waiting_steps()
+        executions = len(self._running) + len(self._residency.compaction.retries)
         if not (runs or executions or steps):
             if self._rest_until > -inf:
                 self._rest_until = -inf

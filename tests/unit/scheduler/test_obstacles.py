@@ -80,8 +80,33 @@ def test_weights_that_found_no_memory_twice_are_not_loaded_for_a_while() -> None
     assert obstacle(machine, "dogs") == ""
 
 
-def test_restored_weights_wait_for_weights_with_work() -> None:
-    """Weights that a compaction evicted wait while an execution is retried alone, and evict no model with work."""
+def test_a_load_waits_for_a_compaction() -> None:
+    """The model that executes holds the room, but the compaction comes before the load, and makes that room."""
+    machine = machine_of(25, dogs=25, cats=25)
+    machine.arrive(machine.request("dogs"))
+    machine.load("dogs")
+    machine.send(Compact())
+    machine.arrive(machine.request("cats"))
+    assert obstacle(machine, "cats") == "queued (demand): waits for a compaction of the device's memory"
+
+    machine.finish()
+    assert obstacle(machine, "cats") == ""
+
+
+def test_a_load_waits_for_a_request_that_executes_alone() -> None:
+    """There is room, but no load runs beside such a request."""
+    machine = machine_of(50, dogs=25, cats=25)
+    machine.arrive(machine.request("dogs", alone=True))
+    machine.load("dogs")
+    machine.arrive(machine.request("cats"))
+    assert obstacle(machine, "cats") == "queued (demand): waits for a request that executes alone"
+
+    machine.finish()
+    assert obstacle(machine, "cats") == ""
+
+
+def test_restored_weights_wait_for_a_second_try() -> None:
+    """Weights that a compaction evicted wait while an execution is retried, and for no room: they load into free room."""
     machine = machine_of(40, owls=10, dogs=15, cats=15)
     machine.send(Pinned("owls", True))
     machine.load("owls")
@@ -91,13 +116,12 @@ def test_restored_weights_wait_for_weights_with_work() -> None:
     machine.finish()
     machine.send(Compact())
     machine.finish(out_of_memory=True)
-    assert obstacle(machine, "cats") == "queued (restore): waits for a compaction of the device's memory"
+    assert obstacle(machine, "cats") == "queued (restore): waits for the second try of dogs"
 
-    machine.arrive(machine.request("owls"))
-    machine.send(Pinned("owls", False))
     machine.change(weight_budget_bytes=30 * MB)
-    expected = "queued (restore): waits for 10 MB: in use by dogs, kept for requests of owls"
-    assert obstacle(machine, "cats") == expected
+    machine.finish()
+    assert obstacle(machine, "cats") == ""
+    assert not machine.loading
 
 
 def test_the_history_has_the_reasons_of_loads_and_evictions() -> None:

@@ -233,14 +233,12 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
     _require(scheduler._residency.weights.reserved == reserved, "warm-ups are not counted (9)")
     again = any(one.execute.again for one in running)
-    _require(compaction.retrying == again, "a second try is not known")
-    second = compaction.retrying + (compaction.retried_warm_up is not None)
+    retried = compaction.retried
+    warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
+    _require((retried is not None and not warms_up) == again, "a second try is not known")
     # A model whose weights were there when it was added may warm up beside it.
-    alone = (
-        len(running) + (compaction.retried_warm_up is not None) == 1
-        and scheduler._residency.weights.loading is None
-    )
-    _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
+    alone = len(running) + warms_up == 1 and scheduler._residency.weights.loading is None
+    _require(retried is None or alone, "a second try does not have the device to itself")
     kept = [one for one in running if one.execute.alone]
     whole = len(running) == 1 and scheduler._residency.weights.loading is None
     requests = sum(len(one.execute.requests) for one in kept)

@@ -418,8 +418,11 @@ class LoadQueue:
             return self._retry_at
         return self._prefetch_at if self.prefetched and self.first() is None else inf
 
-    def obstacle(self, model: ModelState, now: float) -> str:
-        """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision."""
+    def obstacle(self, model: ModelState, now: float, device: str = "") -> str:
+        """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision.
+
+        `device`: why no load starts on the device.
+        """
         state, reason = model.weights.state, self.reason(model.name)
         if state is WeightState.BACKOFF:
             left = duration(max(0.0, model.weights.backoff_until - now))
@@ -436,11 +439,10 @@ class LoadQueue:
             return f"{waits} the read of {self._family(reading.model)} from disk"
         if loading is not None:
             return f"{waits} the load of {self._family(loading.model)}"
+        if device:
+            return f"{waits} {device}"
         if first is not None and first != model.name:
             return f"{waits} the load of {self._family(first)}, which is first in line"
-        missing = self.weights.missing(model.weights)
-        if missing <= 0:
-            return f"{waits} a compaction of the device's memory"
         present = [
             one for one in self._models.values() if one.weights.state in ON_DEVICE and not one.weights.pinned
         ]
@@ -458,7 +460,8 @@ class LoadQueue:
             parts.append(f"kept for requests of {_names(kept)}")
         if self.weights.pinned_bytes:
             parts.append(f"pinned {amount(self.weights.pinned_bytes)}")
-        return f"{waits} {amount(missing)}: {', '.join(parts) or 'in use by removed models'}"
+        missing = amount(self.weights.missing(model.weights))
+        return f"{waits} {missing}: {', '.join(parts) or 'in use by removed models'}"
 
     def _family(self, name: str) -> str:
         return self._models[name].family if name in self._models else name

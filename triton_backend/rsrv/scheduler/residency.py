@@ -52,9 +52,8 @@ class Compaction:
         "alone",
         "due",
         "pauses",
-        "retried_warm_up",
+        "retried",
         "retries",
-        "retrying",
         "stops",
         "warm_ups",
     )
@@ -67,9 +66,8 @@ class Compaction:
         self.retries: deque[StartedExecution] = deque()
         #: models whose warm-up found no memory. Their weights stay reserved.
         self.warm_ups: deque[ModelState] = deque()
-        #: whether one of the executions is being retried; and the model whose warm-up is.
-        self.retrying = False
-        self.retried_warm_up: ModelState | None = None
+        #: the model whose execution or warm-up has its second try now.
+        self.retried: ModelState | None = None
         #: whether one is to be carried out; and whether nothing else may start on the device, for it or for a retry.
         self.due = False
         self.stops = False
@@ -79,7 +77,7 @@ class Compaction:
 
     def _derive(self) -> None:
         self.due = self._asked or bool(self.retries) or bool(self.warm_ups)
-        self.stops = self.due or self.retrying or self.retried_warm_up is not None
+        self.stops = self.due or self.retried is not None
         self.pauses = self.stops or self.alone
 
     def keep_device(self, alone: bool) -> None:
@@ -107,8 +105,8 @@ class Compaction:
         """Take out the execution that is retried now."""
         if not self.retries:
             return None
-        self.retrying = True
         execution = self.retries.popleft()
+        self.retried = execution.model
         self._derive()
         return execution
 
@@ -116,13 +114,13 @@ class Compaction:
         """Take out the model whose warm-up is retried now; executions are retried before warm-ups."""
         if self.retries or not self.warm_ups:
             return None
-        self.retried_warm_up = self.warm_ups.popleft()
+        self.retried = self.warm_ups.popleft()
         self._derive()
-        return self.retried_warm_up
+        return self.retried
 
     def end_retry(self) -> None:
         """End the second try of an execution or a warm-up."""
-        self.retrying, self.retried_warm_up = False, None
+        self.retried = None
         self._derive()
 
     def finish(self) -> bool:
@@ -131,6 +129,15 @@ class Compaction:
         self._asked = self._restores = False
         self._derive()
         return restores
+
+    @property
+    def obstacle(self) -> str:
+        """Reason why no load starts, in words; "": there is none here."""
+        if self.retried is not None:
+            return f"the second try of {self.retried.family}"
+        if self.due:
+            return "a compaction of the device's memory"
+        return "a request that executes alone" if self.alone else ""
 
 
 class DeviceResidency:

@@ -373,7 +373,7 @@ class Scheduler:
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
         model = self._models.get(event.model) or self._draining[event.model]
         compaction = self._residency.compaction
-        retried = compaction.retried_warm_up is model
+        retried = compaction.retried is model
         if event.out_of_memory and not retried:
             model.history.add(now, "no memory to warm up")
             compaction.retry_warm_up(model)
@@ -693,7 +693,7 @@ class Scheduler:
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""
         state = self._models.get(model)
-        return "" if state is None else self._loads.obstacle(state, now)
+        return "" if state is None else self._loads.obstacle(state, now, self._residency.compaction.obstacle)
 
     def take_touched(self) -> list[str]:
         """Return the loaded models whose part of `load_report` may have changed since the last call."""

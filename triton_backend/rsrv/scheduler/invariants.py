@@ -50,7 +50,7 @@ from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
 from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
-from rsrv.scheduler.residency import IDLE_LOOK_S
+from rsrv.scheduler.residency import IDLE_LOOK_S, CompactionState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
 from rsrv.scheduler.variant_queue import InFlightRequest
@@ -226,10 +226,11 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(state.executions == len(own), "its executions are not those in flight", state)
         requests = sum(len(one.execute.requests) for one in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
-    due = scheduler._residency.compaction.due
-    held_up = bool(running) or not scheduler._residency.idle
-    _require(not due or held_up, "a compaction is due, and nothing in its way")
     compaction = scheduler._residency.compaction
+    held_up = bool(running) or not scheduler._residency.idle
+    _require(
+        compaction.state is not CompactionState.DUE or held_up, "a compaction is due, and nothing in its way"
+    )
     reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
     _require(scheduler._residency.weights.reserved == reserved, "warm-ups are not counted (9)")
     again = any(one.execute.again for one in running)
@@ -243,15 +244,15 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     whole = len(running) == 1 and scheduler._residency.weights.loading is None
     requests = sum(len(one.execute.requests) for one in kept)
     _require(not kept or (whole and requests == 1), "it executes alone, and is not alone (16)")
-    waits = compaction.alone and not kept
+    waits = scheduler._kept_alone and not kept
     _require(
-        not waits or compaction.stops or held_up or scheduler._is_closed,
+        not waits or scheduler._is_compacting or held_up or scheduler._is_closed,
         "it executes alone, and waits for nothing (16)",
     )
     _require(not waits or scheduler._queues.alone > 0, "the device is kept for no request (16)")
     queued = sum(queue.alone for state in states for queue in state.queues.values())
     _require(scheduler._queues.alone == queued, "requests that execute alone are not counted (16)")
-    if not running and not scheduler._residency.compaction.pauses and not scheduler._is_closed:
+    if not (running or scheduler._kept_alone or scheduler._is_compacting or scheduler._is_closed):
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
@@ -305,7 +306,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
     _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
     first = loads.first()
-    if not loading and first is not None and not scheduler._residency.compaction.pauses:
+    keeps = scheduler._kept_alone or scheduler._is_compacting
+    if not loading and first is not None and not keeps:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
 

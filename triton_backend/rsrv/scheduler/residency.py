@@ -6,6 +6,7 @@ state of weights. It marks each model that it changes in `RequestQueues.dirty`, 
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from math import inf
 
 from rsrv.scheduler.events import (
@@ -34,56 +35,40 @@ from rsrv.scheduler.weights import WeightAccounts
 IDLE_LOOK_S = 0.1
 
 
+class CompactionState(Enum):
+    """State of a compaction of the device's memory."""
+
+    #: no compaction is due.
+    NONE = "none"
+    #: nothing starts on the device, until nothing executes, loads or warms up; then the compaction is carried out.
+    DUE = "due"
+    #: an execution or a warm-up has its second try, with the device to itself. Others may wait for theirs.
+    RETRYING = "retrying"
+
+
 class Compaction:
     """Eviction of all evictable weights at once, so that the device's allocator finds contiguous memory again.
 
-    While a compaction is due, nothing starts on the device. Once nothing executes, loads or warms up, all weights that
-    are not pinned are evicted; then everything goes on. There are two causes:
+    All weights are evicted that are not pinned; then everything goes on. There are two causes:
 
     - a command: the evicted weights are restored;
-    - an execution, a load or a warm-up found no memory: it is retried once, with the device to itself.
-
-    Nothing else starts either while a request that executes alone is next, or executes; its weights stay.
+    - an execution, a load or a warm-up found no memory: it is retried once, an execution or a warm-up with the device to
+      itself.
     """
 
-    __slots__ = (
-        "_asked",
-        "_restores",
-        "alone",
-        "due",
-        "pauses",
-        "retried",
-        "retries",
-        "stops",
-        "warm_ups",
-    )
+    __slots__ = ("_asked", "_restores", "retried", "retries", "state", "warm_ups")
 
     def __init__(self) -> None:
+        self.state = CompactionState.NONE
+        #: whether a command or a load asked for one, and whether evicted weights are restored.
         self._asked = False
-        #: whether evicted weights are restored.
         self._restores = False
-        #: executions that found no memory, in their order. Their requests are in flight still.
+        #: executions that found no memory, in their order. Their requests are not answered yet.
         self.retries: deque[StartedExecution] = deque()
         #: models whose warm-up found no memory. Their weights stay reserved.
         self.warm_ups: deque[ModelState] = deque()
         #: the model whose execution or warm-up has its second try now.
         self.retried: ModelState | None = None
-        #: whether one is to be carried out; and whether nothing else may start on the device, for it or for a retry.
-        self.due = False
-        self.stops = False
-        #: whether a request that executes alone is next, or executes; and whether nothing else may start for any reason.
-        self.alone = False
-        self.pauses = False
-
-    def _derive(self) -> None:
-        self.due = self._asked or bool(self.retries) or bool(self.warm_ups)
-        self.stops = self.due or self.retried is not None
-        self.pauses = self.stops or self.alone
-
-    def keep_device(self, alone: bool) -> None:
-        """Keep the device for a request that executes alone, or no longer."""
-        self.alone = alone
-        self._derive()
 
     def ask(self, *, restores: bool) -> None:
         """Compact as soon as the device is idle."""
@@ -100,6 +85,13 @@ class Compaction:
         """Compact, then retry a model's warm-up; its weights stay."""
         self.warm_ups.append(model)
         self._derive()
+
+    def finish(self) -> bool:
+        """End a compaction; return whether to restore the evicted weights."""
+        restores = self._restores
+        self._asked = self._restores = False
+        self._derive()
+        return restores
 
     def next_execution(self) -> StartedExecution | None:
         """Take out the execution that is retried now."""
@@ -123,21 +115,13 @@ class Compaction:
         self.retried = None
         self._derive()
 
-    def finish(self) -> bool:
-        """End a compaction; return whether to restore the evicted weights."""
-        restores = self._restores
-        self._asked = self._restores = False
-        self._derive()
-        return restores
-
-    @property
-    def obstacle(self) -> str:
-        """Reason why no load starts, in words; "": there is none here."""
+    def _derive(self) -> None:
         if self.retried is not None:
-            return f"the second try of {self.retried.family}"
-        if self.due:
-            return "a compaction of the device's memory"
-        return "a request that executes alone" if self.alone else ""
+            self.state = CompactionState.RETRYING
+        elif self._asked or self.retries or self.warm_ups:
+            self.state = CompactionState.DUE
+        else:
+            self.state = CompactionState.NONE
 
 
 class DeviceResidency:
@@ -444,8 +428,6 @@ class DeviceResidency:
 
     def load(self, now: float, out: list[Instruction]) -> None:
         """Start the next load, if the link is free and there is room; abandon a useless one."""
-        if self.compaction.pauses:
-            return
         loading = self.weights.loading
         if loading is not None:
             model = self._models.get(loading.model) or self._draining[loading.model]

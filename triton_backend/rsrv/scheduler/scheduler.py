@@ -52,7 +52,7 @@ from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.request_queue import SLACK, RequestQueues, late_requests
 from rsrv.scheduler.request_times import RequestTimes
-from rsrv.scheduler.residency import DeviceResidency
+from rsrv.scheduler.residency import CompactionState, DeviceResidency
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.slowest import SlowRequest
 from rsrv.scheduler.statistics import (
@@ -100,6 +100,8 @@ class Scheduler:
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
+        #: whether a request that executes alone is next, or executes: no load and no other execution starts.
+        self._kept_alone = False
         self._times = RequestTimes(self._queues, self._running)
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
@@ -287,18 +289,16 @@ class Scheduler:
         """Let nothing begin on the device while a request that executes alone is next, or executes."""
         name = self._discipline.choose() if self._queues.alone else None
         front = None if name is None else self._models[name].front
-        self._residency.compaction.keep_device(
-            self._running.alone or (front is not None and front.front_alone)
-        )
+        self._kept_alone = self._running.alone or (front is not None and front.front_alone)
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
-        running, compaction = self._running, self._residency.compaction
-        if len(running) >= self.settings.depth or compaction.stops or self._is_closed:
+        running = self._running
+        if len(running) >= self.settings.depth or self._is_compacting or self._is_closed:
             return
-        if self._queues.alone or compaction.alone:
+        if self._queues.alone or self._kept_alone:
             self._keep_device()
-        if compaction.alone and (running or not self._residency.idle):
+        if self._kept_alone and (running or not self._residency.idle):
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
@@ -321,7 +321,7 @@ class Scheduler:
             batch.rows,
             self._queues.take(model, queue, batch.count, now),
             batch.seconds,
-            alone=compaction.alone,
+            alone=self._kept_alone,
         )
         running.start(execute, model, now)
         model.started(execute)
@@ -446,7 +446,7 @@ class Scheduler:
     def _compact(self, now: float, out: list[Instruction]) -> None:
         """Carry out a compaction that is due, once the device is idle, and retry what found no memory."""
         compaction = self._residency.compaction
-        if not compaction.due or self._running or not self._residency.idle:
+        if compaction.state is not CompactionState.DUE or self._running or not self._residency.idle:
             return
         reload_seconds = self._residency.compact(now, out)
         first = compaction.next_execution()
@@ -460,13 +460,22 @@ class Scheduler:
             first.model.history.add(now, "execute again", again)
             out.append(again)
 
+    @property
+    def _is_compacting(self) -> bool:
+        """True if nothing else starts on the device, because of a compaction or a second try."""
+        return self._residency.compaction.state is not CompactionState.NONE
+
     def _load(self, now: float, out: list[Instruction]) -> None:
-        """Start the next read and load, unless the device is kept. Evictions may have changed which request is next."""
-        if self._queues.alone or self._residency.compaction.alone:
+        """Start the next read, and the next load unless the device is kept.
+
+        Evictions may have changed which request is next.
+        """
+        if self._queues.alone or self._kept_alone:
             self._keep_device()
         if self._loads.may_read:
             self._residency.read(now, out)
-        self._residency.load(now, out)
+        if not (self._kept_alone or self._is_compacting):
+            self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
         """Repeat the steps about weights: the first model in line may have been shed, or a run's next request committed."""
@@ -586,7 +595,7 @@ class Scheduler:
             soonest = min(soonest, self._delayed[delayed])
         if self._rest_until is not None and self._rest_until > -inf:
             soonest = min(soonest, self._rest_until)
-        if not self._residency.compaction.pauses and not self._is_closed:
+        if not (self._kept_alone or self._is_compacting or self._is_closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:
                 soonest = min(soonest, self._loads.next_try())
             if 0 < len(self._running) < self.settings.depth:
@@ -692,8 +701,15 @@ class Scheduler:
 
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""
-        state = self._models.get(model)
-        return "" if state is None else self._loads.obstacle(state, now, self._residency.compaction.obstacle)
+        state, retried = self._models.get(model), self._residency.compaction.retried
+        device = ""
+        if retried is not None:
+            device = f"the second try of {retried.family}"
+        elif self._is_compacting:
+            device = "a compaction of the device's memory"
+        elif self._kept_alone:
+            device = "a request that executes alone"
+        return "" if state is None else self._loads.obstacle(state, now, device)
 
     def take_touched(self) -> list[str]:
         """Return the loaded models whose part of `load_report` may have changed since the last call."""

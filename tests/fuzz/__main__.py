@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import native_front
 from tests.fuzz.bundles import check_bundles, check_modules
 from tests.fuzz.corpus import good_bundles
 from tests.fuzz.frames import check_answers, check_frames
 from tests.fuzz.watched import Verdict
+
+KINDS = ("bundles", "modules", "frames", "answers", "natives", "requests")
 
 
 def main() -> int:
@@ -17,13 +20,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Hostile input, made from seeds.",
-        epilog="A seed makes the same input on every run. `--first SEED` with 1 of that kind, and 0 of the others, tries it"
+        epilog="A seed makes the same input on every run. `--only KIND --first SEED` with 1 of that kind tries it"
         " alone: what it does by itself is seen again, what it does together with others perhaps not. Of bad requests,"
         " 'crash' names those that were under way when a process died, 'harm' and 'noise' some that went before.",
     )
     parser.add_argument(
         "--first", type=int, default=0, help="the first seed of each kind; default: %(default)s"
     )
+    parser.add_argument("--only", choices=KINDS, help="this kind, and none of the others")
     parser.add_argument("--bundles", type=int, default=10_000, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--modules", type=int, default=1000, metavar="N", help="that are compiled; default: %(default)s"
@@ -39,27 +43,45 @@ def main() -> int:
         "--answers", type=int, default=10_000, metavar="N", help="runtimes that do; default: %(default)s"
     )
     parser.add_argument(
+        "--natives",
+        type=int,
+        default=100,
+        metavar="N",
+        help="native fronts with 60 connections of runtimes that do; default: %(default)s",
+    )
+    parser.add_argument(
         "--requests", type=int, default=20_000, metavar="N", help="of bad clients; default: %(default)s"
+    )
+    parser.add_argument(
+        "--front", choices=("python", "native"), default="python", help="that these ask; default: %(default)s"
     )
     options = parser.parse_args()
 
-    def seeds(count: int) -> range:
+    def seeds(kind: str) -> range:
+        count = getattr(options, kind) if options.only in (None, kind) else 0
         return range(options.first, options.first + count)
 
     with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
         folder = Path(scratch)
-        good = good_bundles(folder / "good") if options.bundles or options.modules or options.frames else []
+        good = good_bundles(folder / "good") if any(map(seeds, KINDS[:3])) else []
         found = [
-            _report("bundles", check_bundles(seeds(options.bundles), good, folder)),
-            _report("modules", check_modules(seeds(options.modules), good, folder)),
-            _report("frames", check_frames(seeds(options.frames), good, folder)),
-            _report("answers", check_answers(seeds(options.answers))),
+            _report("bundles", check_bundles(seeds("bundles"), good, folder)),
+            _report("modules", check_modules(seeds("modules"), good, folder)),
+            _report("frames", check_frames(seeds("frames"), good, folder)),
+            _report("answers", check_answers(seeds("answers"))),
         ]
-        if options.requests:
-            # Only now, because it starts threads, and the others fork.
+        # Only now, because these start threads, and the others fork.
+        if seeds("natives"):
+            from tests.fuzz.natives import check_natives
+
+            found.append(_report("natives", check_natives(seeds("natives"), folder)))
+        if seeds("requests"):
             from tests.fuzz.servers import check_requests
 
-            found.append(_report("requests", check_requests(seeds(options.requests), folder)))
+            if options.front == "native":
+                native_front.ensure()
+            requests = check_requests(seeds("requests"), folder, front=options.front)
+            found.append(_report("requests", requests))
     return int(any(found))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import tritonclient.grpc
 
+from rsrv.settings import Front
 from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
@@ -49,15 +50,15 @@ _FLAGS = (
 )
 
 
-def check_requests(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
+def check_requests(seeds: Sequence[int], scratch: Path, *, front: Front = "python") -> Iterator[Verdict]:
     """Send the request of every seed, and print the outcomes of the honest ones.
 
-    After a death, or a request that is not answered, other servers go on.
+    `front`: of the models that can have it, which are half of those that are asked. After a death, or a request that is not answered, other servers go on.
     """
     attacks = map(make, seeds)
     batch = list(itertools.islice(attacks, _BATCH))
     if batch:
-        _generate(scratch)
+        _generate(scratch, front)
     for number in itertools.count():
         if not batch:
             return
@@ -71,7 +72,7 @@ def check_requests(seeds: Sequence[int], scratch: Path) -> Iterator[Verdict]:
             yield from life.end()
 
 
-def _generate(scratch: Path) -> None:
+def _generate(scratch: Path, front: Front) -> None:
     made = bundles.ensure()
     (scratch / "bundles").mkdir()
     for name in (*MODELS, *INTERNAL):
@@ -80,10 +81,13 @@ def _generate(scratch: Path) -> None:
         folder = stateful.ensure() if name == "sums" else stateful.ensure_brief()
         (scratch / "bundles" / name).symlink_to(folder / name)
     config = scratch / "rsrv.yaml"
-    config.write_text(_SETTINGS)
+    config.write_text(f"{_SETTINGS}stub: {{front: {front}}}\n")
     with contextlib.redirect_stdout(io.StringIO()):
         arguments = [str(scratch / "bundles"), "-o", str(scratch / "gen"), "--config", str(config)]
         assert rsrv_gen.main(arguments) == 0
+    for name in ("exact", "elastic"):
+        has_native = 'backend: "rsrv"' in (scratch / "gen" / name / "config.pbtxt").read_text()
+        assert has_native == (front == "native")
 
 
 class _Sent(NamedTuple):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.__main__ import KINDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -16,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
     "counts",
     [
         pytest.param({"answers": 100}, id="answers"),
+        pytest.param({"natives": 2}, id="natives", marks=pytest.mark.long),
         pytest.param({"bundles": 10, "frames": 100}, id="bundles and frames", marks=pytest.mark.long),
     ],
 )
 def test_hostile_input_is_refused_and_harms_no_process(counts: Mapping[str, int]) -> None:
     """Hostile input is refused; it runs in a new process, because forking is forbidden beside this one's threads."""
-    kinds = ("bundles", "modules", "frames", "answers", "requests")
-    options = [word for kind in kinds for word in (f"--{kind}", str(counts.get(kind, 0)))]
+    options = [word for kind in KINDS for word in (f"--{kind}", str(counts.get(kind, 0)))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", *options], check=False, cwd=ROOT, capture_output=True, text=True
     )

@@ -43,7 +43,7 @@ BUILT = native_front.ROOT / "build" / "native"
 SANITIZERS: dict[str, Sequence[str]] = {
     "undefined": ("-fsanitize=undefined", "-fsanitize-trap=undefined"),
     "thread": ("-fsanitize=thread",),
-    "address": ("-fsanitize=address",),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
 
 
@@ -207,6 +207,8 @@ class Front:
         environment = {
             **os.environ,
             "RSRV_RUNTIME_DIR": str(folder / "run"),
+            # Its runtimes are those of the test.
+            "RSRV_RUNTIME_PYTHON": "/bin/false",
             "TSAN_OPTIONS": "halt_on_error=1",
         }
         self._folder = folder
@@ -222,7 +224,8 @@ class Front:
         )
         (folder / "run").mkdir(mode=0o700)
         self._listeners = []
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        #: lines, and None at the end
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         all_behaviours = (self.behaviours, *map(list, further))
@@ -247,11 +250,11 @@ class Front:
         status = self.process.wait(60)
         self._reader.join(60)
         for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
             listener.close()
-        self._log.seek(0)
-        log = self._log.read()
         self._log.close()
-        assert error is not None or status == 0, f"the front ended with {status}:\n{log[-4000:]}"
+        assert error is not None or status == 0, f"the front ended with {status}:\n{self._log_tail()}"
 
     def directory(self, device: int, *, create: bool = False) -> Path:
         """Return the directory of a device's runtime."""
@@ -267,11 +270,15 @@ class Front:
 
     def hear(self, count: int = 1) -> list[str]:
         """Return the next lines of the program, in any order."""
-        try:
-            return sorted(self._said.get(timeout=60) for _ in range(count))
-        except queue.Empty:
-            self._log.flush()
-            raise AssertionError(f"no answer: {Path(self._log.name).read_text()[-4000:]}") from None
+        said = []
+        for _ in range(count):
+            try:
+                line = self._said.get(timeout=60)
+            except queue.Empty:
+                raise AssertionError(f"no answer:\n{self._log_tail()}") from None
+            assert line is not None, f"the front ended with {self.process.wait(60)}:\n{self._log_tail()}"
+            said.append(line)
+        return sorted(said)
 
     def ask(self, *commands: str) -> list[str]:
         """Return the lines that follow commands with one line each."""
@@ -283,6 +290,10 @@ class Front:
         with self.process.stdout as lines:
             for line in lines:
                 self._said.put(line.rstrip("\n"))
+        self._said.put(None)
+
+    def _log_tail(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")[-4000:]
 
     def _serve(self, listener: socket.socket, behaviours: list[Behaviour], devices: int) -> None:
         while True:
@@ -295,5 +306,7 @@ class Front:
             threading.Thread(target=self._talk, args=(connection, behaviour), daemon=True).start()
 
     def _talk(self, connection: Connection, behaviour: Behaviour) -> None:
+        board = connection.board
         with connection.sock, suppress(Closed, OSError):
             behaviour(connection)
+        os.close(board.fd)

@@ -5,16 +5,13 @@ The program is built with a sanitizer, which ends it at the first fault. Every s
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import socket
 import struct
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -40,7 +37,7 @@ from rsrv.wire.memory import Board
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import send
 from rsrv.wire.traces import Mark, Span, read_spans, unpack_marks
-from tests.fuzz.speaker import Speaker, some_fds
+from tests.fuzz.natives import load, misbehaving
 from tests.unit.native.front import (
     CLIENT,
     INTERFACE,
@@ -684,39 +681,9 @@ def test_a_runtime_that_breaks_the_protocol_is_left(tmp_path: Path, frame: bytes
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_frames_of_a_runtime_do_no_harm(program: Path, tmp_path: Path, seed: int) -> None:
     """Runtimes of two devices send frames with random faults and descriptors: each request is answered once."""
-    rng = random.Random(seed)
-    runs = 30 if seed == 0 else 500
-    # Of both devices: once the model is cold, it starts on one of them.
-    left, last = itertools.count(runs - 1, -1), threading.Event()
-
-    def talk(connection: Connection) -> None:
-        if next(left) == 0:
-            last.set()
-        speaker = Speaker(rng, ())
-        connection.greet()
-        while rng.random() < 0.3:
-            send(connection.sock, speaker.frame(rng.choice((Kind.COLD, Kind.STARTING))))
-        if rng.random() < 0.9:
-            connection.register(described())
-        connection.board.publish(rng.getrandbits(63), busy=rng.random() < 0.5)
-        for _ in range(rng.choice((1, 3, 20))):
-            with ExitStack() as stack:
-                fds = some_fds(rng, stack) if rng.random() < 0.2 else []
-                send(connection.sock, speaker.frame(Kind.DONE if rng.random() < 0.7 else None), fds)
-
-    numbers = itertools.count()
-    runtimes: list[Behaviour] = [talk] * runs
-    with Front(program, tmp_path, runtimes, runtimes) as front:
-
-        def is_over() -> bool:
-            number = next(numbers)
-            # Without a deadline a request can wait longer than the test for its answer: for one runtime after another.
-            (line,) = front.ask(f"send {number} {1 + number % 8} reactant_timeout_ns=5000000000")
-            return line == doubled(number, 1 + number % 8) and last.is_set()
-
-        assert front.ask("open") == ["opened - ok 0 0"]
-        wait_until(is_over, timeout=30 if seed == 0 else 600)
-        assert front.ask("close") == ["closed - ok 0 0"]
+    runtimes, is_over = misbehaving(seed, 30 if seed == 0 else 500)
+    with Front(program, tmp_path, *runtimes) as front:
+        load(front, is_over, 60 if seed == 0 else 600)
 
 
 def test_the_versions_agree() -> None:

@@ -29,7 +29,18 @@ PACKAGES = {
     "rsrv_gen": "model_repository_gen/rsrv_gen",
 }
 #: folders of other code whose docstrings are checked, too
-OTHERS = ("bundles/examples", "tests/chaos", "tests/e2e", "tests/fuzz", "tools")
+OTHERS = (
+    "bundles/examples",
+    "tests/chaos",
+    "tests/e2e",
+    "tests/examples",
+    "tests/fuzz",
+    "tests/unit/bundle",
+    "tests/unit/gen",
+    "tests/unit/hooks",
+    "tests/unit/placement",
+    "tools",
+)
 #: packages below rsrv that make the core
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
 #: what the modules below a name may import of ours, beside each other

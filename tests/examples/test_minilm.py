@@ -189,7 +189,7 @@ def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> No
 
 
 def test_related_sentences_are_closer_than_unrelated_ones(minilm: Pipeline) -> None:
-    """Of two sentences on animals and two on money, each is closest to its neighbour."""
+    """Each of two sentences on animals and two on money is closest to its neighbour."""
     found = minilm.run(
         [
             "A cat sits on the mat.",

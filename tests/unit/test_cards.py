@@ -17,7 +17,7 @@ PROFILE = CardProfile(
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """It says how many kernels were tuned."""
+    """The profile says how many kernels were tuned."""
     write_profile(tmp_path / "l4.profile", PROFILE)
     found = read_profile(tmp_path / "l4.profile")
     assert found == PROFILE

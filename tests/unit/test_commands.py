@@ -69,7 +69,7 @@ def test_help_comes_at_once(script: EntryPoint) -> None:
 
 
 def test_the_version_is_pyproject_s_everywhere() -> None:
-    """It stands there; the installed package says the same, and files for other programs, which cannot ask, do, too."""
+    """The installed package says the version of pyproject.toml, and so do files for other programs, which cannot ask."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert distribution("rsrv").version == rsrv.__version__ == version
     copies = [

@@ -273,7 +273,7 @@ def test_a_copy_of_the_process_logs_without_its_thread() -> None:
 
 
 def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its arguments may change before it is written; a message that cannot be made ends no thread."""
+    """A line's arguments may change before it is written; a message that cannot be made ends no thread."""
     handler = logs.Aside(pipe.end)
     handler.setFormatter(logs.formatter("json"))
     names = ["a"]
@@ -361,7 +361,7 @@ def test_lines_about_single_requests_are_limited_by_their_message(root: logging.
 
 
 def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logger) -> None:
-    """Also after the settings are known."""
+    """Lines are limited also after the settings are known."""
     for aside in (False, True):
         logs.setup(aside=aside)
         (handler,) = [one for one in root.handlers if one.name == "rsrv"]

@@ -1,4 +1,4 @@
-"""What make says before it installs anything."""
+"""Messages of make before it installs anything."""
 
 from __future__ import annotations
 

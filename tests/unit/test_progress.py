@@ -110,7 +110,7 @@ def test_a_terminal_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_that_fails_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the work fails, the bar vanishes and the error passes."""
+    """The bar vanishes if the work fails, and the error passes."""
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     with pytest.raises(ValueError, match="no box"), steps("packing", 2, stream=stream):

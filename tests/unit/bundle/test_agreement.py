@@ -232,7 +232,7 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
 
 
 def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_path: Path) -> None:
-    """If random inputs give NaN, examples or samples are compared; without them, the check fails."""
+    """Examples or samples are compared where random inputs give NaN; without them, the check fails."""
     bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
 
     def source(x: Array) -> Any:

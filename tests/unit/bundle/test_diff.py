@@ -141,7 +141,7 @@ def test_meta_models_differ_in_what_they_call(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_trouble_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If a bundle cannot be read, diff exits 2."""
+    """A bundle that cannot be read makes diff exit 2."""
     a = bundle(tmp_path / "a", {"w": ONES})
     assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
     assert "none: there is no such file or directory" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def source_of(module: str) -> Path | None:
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a package of an example is missing, the message names it and the extra that installs it."""
+    """The message names a missing package of an example, and the extra that installs it."""
     monkeypatch.setitem(examples.build._PACKAGES, "mlp", ("no-such-package",))
     assert examples.build.main(["-o", str(tmp_path), "mlp"]) == 1
     said = capsys.readouterr().err

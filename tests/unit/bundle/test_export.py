@@ -404,7 +404,7 @@ def test_a_name_that_no_model_can_have_is_refused_first(tmp_path: Path, name: st
 def test_an_interrupted_replacement_leaves_the_old_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If an export is interrupted between its two renames, the old bundle is restored."""
+    """The old bundle is restored after an export that was interrupted between its two renames."""
     old = export(tmp_path / "m", batch_sizes=[1, 8])
     rename = Path.rename
 

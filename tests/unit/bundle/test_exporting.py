@@ -323,7 +323,7 @@ def test_a_family_from_one_factory_shares_its_backbone(
 
 
 def test_a_linen_module_is_exported_as_a_function(models: str) -> None:
-    """Its `apply` and variables are what --jax takes."""
+    """--jax takes the module's `apply` and its variables."""
     assert cli.main(["export", "--jax", f"{models}:linen_pair", "-o", "out/m", "--batch-sizes", "1,2"]) == 0
     assert [weight.name for weight in read_bundle("out/m").weights] == ["params/bias", "params/kernel"]
 
@@ -381,7 +381,7 @@ def dirty(code: object) -> object:
 
 
 def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a framework is missing or has another version, the message says what to install."""
+    """The message says what to install for a framework that is missing or has another version."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
     monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
     with pytest.raises(LoadError, match=r"dce_jaxpr.*; run pip install .*\[export-flax\]"):

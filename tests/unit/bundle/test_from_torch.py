@@ -265,7 +265,7 @@ def test_nothing_of_torchax_is_there_before_an_export() -> None:
 
 
 def test_a_torchax_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torchax has another version, the message says what to install."""
+    """The message says what to install for another version of torchax."""
     monkeypatch.delitem(sys.modules, "rsrv_bundle.torch_programs", raising=False)
     monkeypatch.delattr("rsrv_bundle.torch_programs", raising=False)
     monkeypatch.setitem(sys.modules, "torchax", None)
@@ -418,7 +418,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, mes
 
 
 def test_an_index_that_the_model_does_not_take_is_explained(tmp_path: Path) -> None:
-    """If random indices are out of the model's range, the message asks for an example.
+    """The message asks for an example where random indices are out of the model's range.
 
     An example must be an array.
     """

@@ -77,7 +77,7 @@ def test_a_bad_module_is_refused_in_the_same_words(look: Inspector) -> None:
 
 
 def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector) -> None:
-    """If a module crashes the parser, the error names file and signal, and the next module is parsed."""
+    """The error names file and signal of a module that crashes the parser, and the next module is parsed."""
     with pytest.raises(BundleError, match=f"^model.b4.mlir: ({CRASHED})"):
         look(CRASHING, "model.b4.mlir")
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -114,7 +114,7 @@ def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
 
 
 def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
-    """If the idle process is killed, the next module is parsed by a new one."""
+    """A new process parses the next module after the idle one was killed."""
     look(GOOD_MODULE, "model.mlir")
     os.kill(pid(look), signal.SIGKILL)
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
@@ -137,7 +137,7 @@ def test_a_process_that_is_killed_again_is_no_modules_fault(
 def test_a_process_that_cannot_start_is_no_modules_fault(
     look: Inspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the process cannot start, as without jaxlib, the error says so and blames no module."""
+    """The error says that the process cannot start, as without jaxlib, and blames no module."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(InspectorError, match="does not start"):
         look(GOOD_MODULE, "model.mlir")

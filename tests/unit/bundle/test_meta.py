@@ -51,7 +51,7 @@ def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
     ids=["no run", "no Python", "calls itself", "no outputs"],
 )
 def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """If a rule is broken, the error names it and the earlier bundle remains alone."""
+    """The error names the rule that is broken, and the earlier bundle remains alone."""
     written(tmp_path / "outer")
     before = read_bundle(tmp_path / "outer").digest
     with pytest.raises(BundleError, match=message):

@@ -1,4 +1,4 @@
-"""What the commands say of a path that is no bundle."""
+"""Messages of the commands about a path that is no bundle."""
 
 from pathlib import Path
 

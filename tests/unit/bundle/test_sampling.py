@@ -86,7 +86,7 @@ def many(settings: Sequence[float], place: int = 0) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1), (0, 0.6), (400, 1), (400, 0.8), (100, 0.5), (0, 0.2)])
 def test_draws_from_large_vocabularies_are_exact(top_k: int, top_p: float) -> None:
-    """Also where top-k and top-p leave more tokens than the likeliest 256, each comes by its probability, and no other."""
+    """Each token comes by its probability, and no other, also where top-k and top-p leave more than the likeliest 256."""
     order = np.argsort(-MANY)[: top_k or None]
     masses = np.exp(MANY[order]) / np.exp(MANY[order]).sum()
     left = np.cumsum(masses) - masses < top_p

@@ -65,7 +65,7 @@ def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_pa
 
 
 def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the upgraded answers differ by one bit, here through a weight, nothing is written."""
+    """Nothing is written if the upgraded answers differ by one bit, here through a weight."""
 
     def changed_weights(bundle: Any) -> list[Any]:
         return [np.nextafter(array, np.float32(np.inf)) for array in load_weights(bundle)]

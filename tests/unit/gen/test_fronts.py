@@ -1,4 +1,4 @@
-"""Which models of a repository get the native front, and what a model with it consists of."""
+"""The models of a repository that get the native front, and the files of such a model."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
 def test_bundles_that_changed_a_moment_ago_are_read_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of bundles that changed within the last seconds, only the place is noted."""
+    """Only the place of bundles that changed within the last seconds is noted."""
     runs.notes.unlink()
     monkeypatch.setattr(known, "SETTLED_NS", 10**12)
     for _ in range(2):

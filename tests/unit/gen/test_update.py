@@ -280,7 +280,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
 
 
 def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: Path) -> None:
-    """If another run has replaced the version, it is not undone and the old one is forgotten."""
+    """A version that another run has replaced is not undone, and the old one is forgotten."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
     write_bundle(bundles / "one", "v3")
@@ -338,7 +338,7 @@ def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bu
 def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the process ends while it removes an old version, that version is not restored."""
+    """An old version is not restored if the process ends while it removes that version."""
     write_bundle(bundles / "one", "v2")
     put = bring(gen, bundles).put["one"]
     with monkeypatch.context() as patch:
@@ -352,7 +352,7 @@ def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
 def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the old version would lie in the repository, as on a mount point, it is dropped and logged."""
+    """An old version that would lie in the repository, as on a mount point, is dropped and logged."""
     monkeypatch.setattr(staging, "place_beside", lambda repository: repository)
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).put["one"])

@@ -43,7 +43,7 @@ def test_importing_it_loads_numpy_and_nothing_else() -> None:
 def test_what_is_missing_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str, use: Callable[[], Any]
 ) -> None:
-    """If an optional package is missing, the function that needs it says what to install."""
+    """The function that needs a missing optional package says what to install."""
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)

@@ -141,7 +141,7 @@ def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int
 
 
 def test_only_the_beginning_of_an_endless_text_is_looked_at(path: Path) -> None:
-    """Of a long text, only 64 bytes for each token are read."""
+    """Only 64 bytes of a long text are read for each token."""
     text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])
     assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7], [2, 4, 5, 3]]
 

@@ -1,4 +1,4 @@
-"""Which requests of a batch go to which device."""
+"""Shares of a batch's requests for several devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def counts(parts: list[int], devices: int) -> list[int]:
 
 
 def test_idle_devices_share_a_batch() -> None:
-    """Its last answer comes in half of the time, or a third."""
+    """The last answer comes in half of the time, or a third."""
     assert counts(divide([1] * 32, device(), [device()]), 2) == [16, 16]
     assert counts(divide([1] * 33, device(), [device()] * 2), 3) == [11, 11, 11]
 

@@ -128,7 +128,7 @@ def test_long_executions_are_no_peaks() -> None:
 
 
 def test_a_queue_shows_what_a_full_device_hides() -> None:
-    """Of two models that share a device half and half, the one with the queue asks for more."""
+    """The model with the queue asks for more, of two that share a device half and half."""
     costs = Costs(300.0)
     for n in range(4):
         queue = shown(n * 1.0, n * 10, n * 10, queued=20)

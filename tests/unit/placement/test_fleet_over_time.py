@@ -96,7 +96,7 @@ def test_work_is_spread_once_it_is_known() -> None:
 
 
 def test_moves_cause_no_misses() -> None:
-    """When the load shifts models move, and no request waits for weights because of it."""
+    """Models move as the load shifts, and no request waits for weights because of it."""
     fleet = Fleet(["u", "v", "w"], mixed(2, 12), load_s=2.0)
     gateway = Gateway(fleet, halflife_device_s=10)
     play(fleet, [gateway], 60.0)
@@ -124,7 +124,7 @@ def test_old_homes_are_freed() -> None:
 
 
 def test_a_worker_that_dies_and_returns() -> None:
-    """Its models are served elsewhere from the next look on, and work is even again after it has returned."""
+    """The worker's models are served elsewhere from the next look on, and work is even again after it has returned."""
     fleet = Fleet(["u", "v", "w"], mixed(4, 12))
     gateway = Gateway(fleet)
     play(fleet, [gateway], 60.0)
@@ -159,7 +159,7 @@ def test_gateways_agree(seed: int, late: float) -> None:
 
 
 def test_gateways_that_disagree_come_together() -> None:
-    """Where one gateway had a model elsewhere than the other, both have it in one place after their next repacks."""
+    """A model that two gateways had in different places is in one after their next repacks."""
     fleet = Fleet(
         ["u", "v"], {"a": Model(rate=20), "b": Model(rate=20), "c": Model(rate=20), "d": Model(rate=20)}
     )
@@ -181,7 +181,7 @@ def test_gateways_that_disagree_come_together() -> None:
 @FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_no_move_makes_a_warm_model_cold(seed: int) -> None:
-    """Whatever the loads do and however often all is packed again, no request of a fleet with memory to spare waits for weights.
+    """No request of a fleet with memory to spare waits for weights, under any loads and repacks.
 
     No worker loads more models at a time than moves may be under way.
     """

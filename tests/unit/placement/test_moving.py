@@ -138,7 +138,7 @@ def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
 
 
 def test_a_worker_with_the_weights_serves_in_between() -> None:
-    """If a model's home crashes, a worker with its weights serves until the new home is warm."""
+    """A worker with the model's weights serves after its home crashed, until the new home is warm."""
     fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
     scene = Scene(fleet, Script(a=("v",)))
     scene.settle()
@@ -207,7 +207,7 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
-    """Where more is placed than fits the busiest have their weights fetched, and the others are not waited for."""
+    """The busiest models have their weights fetched where more is placed than fits, and the others are not waited for."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()
@@ -254,7 +254,7 @@ def test_weights_evicted_at_their_home_are_not_prefetched_again() -> None:
 
 
 def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
-    """Where weights are swapped, requests move at once, because prefetched weights might be evicted first."""
+    """Requests move at once where weights are swapped, because prefetched weights might be evicted first."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
     scene = Scene(fleet, Script(a=("v",), b=("w",)))
     scene.settle()

@@ -171,7 +171,7 @@ def test_replicas() -> None:
 
 
 def test_a_server_gets_work_for_all_of_its_devices() -> None:
-    """Of nine equal models, eight devices of one server get eight, and the only one of another server gets one."""
+    """Eight devices of one server get eight of nine equal models, and the only one of another server gets one."""
     loads = [UnitLoad(f"m{at}", 0.5, 10) for at in range(9)]
     packing = pack(loads, [WorkerBudget("eight", None, 8), WorkerBudget("one", None)])
     assert packing.utilisation == pytest.approx({"eight": 4.0, "one": 0.5})
@@ -225,7 +225,7 @@ def test_one_model_is_too_large() -> None:
 
 
 def test_oversubscription_is_allowed() -> None:
-    """Where swapping is allowed, busy models share a device although another has memory: work alone decides."""
+    """Busy models share a device although another has memory, where swapping is allowed: work alone decides."""
     loads = [UnitLoad("hot", 0.9, 10), UnitLoad("warm", 0.4, 80), UnitLoad("cool", 0.4, 80)]
     assert pack(loads, WORKERS).oversubscribed == ()
     packing = pack(loads, WORKERS, forbid_oversubscription=False)
@@ -246,7 +246,7 @@ class TestHysteresis:
         assert packing.held == ("o",)
 
     def test_much_better_elsewhere(self) -> None:
-        """It leaves one that is much busier, and is the one with the least bytes for what that gains."""
+        """The model that moves leaves a much busier device, and has the least bytes for what that gains."""
         packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.05)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("b",)}
         assert packing.held == ()
@@ -256,7 +256,7 @@ class TestHysteresis:
     )
     @pytest.mark.parametrize(("hot", "cool"), [("m", "n"), ("n", "m")])
     def test_the_model_with_less_traffic_moves(self, hot: str, cool: str, others: list[UnitLoad]) -> None:
-        """Of two models of equal bytes that relieve their device alike, in either order of their names."""
+        """The names' order does not decide between models of equal bytes that relieve their device alike: traffic does."""
         loads = [UnitLoad(hot, 0.6, 50), UnitLoad(cool, 0.4, 50), *others]
         previous = {hot: ["a"], cool: ["a"], "o": ["b"], "p": ["b"]}
         placed = pack(loads, WORKERS, previous=previous, hysteresis=0.1).placed
@@ -284,7 +284,7 @@ class TestHysteresis:
 
     @pytest.mark.parametrize("full", [0.5, 0.95, 2.0])
     def test_loads_change_a_little(self, full: float) -> None:
-        """When each load changes by up to a tenth, hardly any bytes move."""
+        """Hardly any bytes move when each load changes by up to a tenth."""
         problem = catalogue(150, 12, full)
         before = pack(problem.loads, problem.workers, hysteresis=0.1)
         loads = drift(problem.loads, Random(1))

@@ -202,7 +202,7 @@ def test_a_meta_model_and_what_it_calls_are_together() -> None:
 
 
 def test_a_meta_model_whose_callees_are_apart_is_warned_of() -> None:
-    """If no worker has all callees of a meta model, they are packed one by one, with a warning."""
+    """Callees of a meta model that no worker has together are packed one by one, with a warning."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
     fleet.servers["v"].ready = {"a", "m"}
     fleet.servers["w"].ready = {"b"}
@@ -306,7 +306,7 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
 
 
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
-    """Its models come one by one; all is packed once, a moment after the last."""
+    """The worker's models come one by one; all is packed once, a moment after the last."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
     late = fleet.servers.pop("w")
     late.ready = set()
@@ -327,7 +327,7 @@ def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
 
 
 def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
-    """If a worker dies, its models get another home at once, and all models are repacked a moment later."""
+    """Models of a dead worker get another home at once, and all models are repacked a moment later."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}), Script(a=("u",), b=("v",)))
     scene.settle()
     scene.script.placed.update(a=("w",), b=("w",))
@@ -376,7 +376,7 @@ def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
 
 
 def test_a_control_service_that_is_away_moves_nothing() -> None:
-    """If a control service does not answer, its last view stays valid and nothing moves."""
+    """The last view of a control service that does not answer stays valid, and nothing moves."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))
     table = scene.settle().table
     scene.fleet.servers["v"].instance = None

@@ -139,7 +139,7 @@ def test_items_or_requests_count() -> None:
 @pytest.mark.parametrize("fill", ["least", "rr"])
 @given(data=st.data())
 def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
-    """Of concurrent requests of one item, each replica gets exactly a quantum before the next one."""
+    """Each replica gets exactly a quantum of concurrent requests of one item before the next one."""
     quantum = data.draw(st.integers(1, 9))
     placed = WORKERS[: data.draw(st.integers(2, 4))]
     router = packed(*placed, quantum=quantum, fill=fill)
@@ -172,7 +172,7 @@ def test_a_run_ends_when_nothing_is_under_way() -> None:
 
 
 def test_a_run_ends_where_the_model_has_gone() -> None:
-    """If the table drops a run's replica, the next request goes to another one."""
+    """The next request goes to another replica if the table drops that of a run."""
     router = packed("w0", "w1", quantum=8)
     assert chosen(router).worker == "w0"
     router.update({"a": Routes(ready=WORKERS, placed=("w1", "w2"), quantum=8)})
@@ -249,7 +249,7 @@ def test_failover_moves_what_is_counted() -> None:
 
 
 def test_a_worker_that_leaves_and_returns_has_kept_its_load() -> None:
-    """What is under way at a worker that is out of the table counts when it is back."""
+    """Requests in progress at a worker that is out of the table count when it is back."""
     router = Router("least_outstanding")
     both = {"a": Routes(ready=("w0", "w1"))}
     router.update(both)

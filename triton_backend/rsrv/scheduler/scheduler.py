@@ -7,6 +7,7 @@ recorded run can be replayed. `Scheduler.handle` states the order in which an ev
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 from math import inf
 from typing import assert_never
 
@@ -72,6 +73,16 @@ from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, Weig
 _AT_REST = RUNNABLE | {WeightState.ABSENT, WeightState.BACKOFF}
 
 
+class SchedulerPhase(Enum):
+    """Phase of a scheduler, which serves until it comes to rest for the next runtime."""
+
+    SERVING = "serving"
+    #: no run is admitted, and no execution starts once no run and no generation is in progress. It has a time limit.
+    WINDING_DOWN = "winding down"
+    #: nothing is in progress, and nothing starts.
+    AT_REST = "at rest"
+
+
 class Scheduler:
     """Decisions for one device. Not thread-safe: one loop owns it."""
 
@@ -106,8 +117,9 @@ class Scheduler:
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
         self._round = 0.0
-        #: when winding down must have ended, -inf once it has; None: it has not begun.
-        self._rest_until: float | None = None
+        self._phase = SchedulerPhase.SERVING
+        #: when winding down must have ended.
+        self._rest_until = inf
         #: what `_plan` does, in this order.
         residency = self._residency
         self._steps = (
@@ -146,7 +158,7 @@ class Scheduler:
         self._apply(event, now, out)
         self._expire(now, out)
         self._plan(now, out)
-        if self._rest_until is not None:
+        if self._phase is SchedulerPhase.WINDING_DOWN:
             self._come_to_rest(now, out)
         if self._queues.ended:
             self._times.keep_ended(now)
@@ -245,8 +257,7 @@ class Scheduler:
             case SettingsChanged():
                 self._change(event.settings, now, out)
             case WindDown():
-                self._rest_until = None if event.within is None else now + event.within
-                self._admission.closed = event.within is not None
+                self._wind_down(event.within, now)
             case _:
                 assert_never(event)
 
@@ -532,10 +543,10 @@ class Scheduler:
 
     @property
     def _is_closed(self) -> bool:
-        """True if no execution starts any more, because the runtime is about to end."""
-        if self._rest_until is None:
-            return False
-        return self._rest_until == -inf or not (self._admission.running or self._waiting_steps())
+        """True if no new execution starts, because the runtime is about to end; second tries still do."""
+        if self._phase is SchedulerPhase.WINDING_DOWN:
+            return not (self._admission.running or self._waiting_steps())
+        return self._phase is SchedulerPhase.AT_REST
 
     def _waiting_steps(self) -> int:
         """Return the number of generations whose next step waits; the others in progress execute one."""
@@ -543,18 +554,23 @@ class Scheduler:
 
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
         """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
-        assert self._rest_until is not None
         runs, steps = self._admission.running, self._waiting_steps()
         executions = len(self._running) + len(self._residency.compaction.retries)
         if not (runs or executions or steps):
-            if self._rest_until > -inf:
-                self._rest_until = -inf
-                out.append(WoundDown(0, 0))
-        elif now >= self._rest_until > -inf:
-            self._rest_until, self._admission.closed = None, False
+            self._phase, self._rest_until = SchedulerPhase.AT_REST, inf
+            out.append(WoundDown(0, 0))
+        elif now >= self._rest_until:
+            self._wind_down(None, now)
             out.append(WoundDown(runs, executions, steps))
             self._admission.proceed(now, out)
             self._plan(now, out)
+
+    def _wind_down(self, within: float | None, now: float) -> None:
+        """Wind down within so many seconds; None: serve as before a `WindDown`."""
+        serves = within is None
+        self._phase = SchedulerPhase.SERVING if serves else SchedulerPhase.WINDING_DOWN
+        self._rest_until = inf if within is None else now + within
+        self._admission.closed = not serves
 
     # --- deadlines that cannot be met ------------------------------------------------------------------------
 
@@ -593,7 +609,7 @@ class Scheduler:
         delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
             soonest = min(soonest, self._delayed[delayed])
-        if self._rest_until is not None and self._rest_until > -inf:
+        if self._phase is SchedulerPhase.WINDING_DOWN:
             soonest = min(soonest, self._rest_until)
         if not (self._kept_alone or self._is_compacting or self._is_closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:

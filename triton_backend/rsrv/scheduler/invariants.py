@@ -38,8 +38,9 @@ Of statistics:
 
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
-    13. as many run as may while any waits, unless the runtime is about to end, and no more but those admitted before the limit shrank; runs that call a held
-       model do not count;
+    13. as many run as may while any waits, unless the runtime is about to end; runs that call a held model do not count. (The
+       tests' driver checks that none is admitted above the limit. More may run: after the limit shrank, or when runs that
+       did not count go on.)
     14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run is due.
 """
 
@@ -178,13 +179,6 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_admission(scheduler: Scheduler) -> None:
     admission = scheduler._admission
-    _require(
-        admission.taken <= admission.limit + admission.surplus, f"{admission.taken} places are taken (13)"
-    )
-    _require(
-        not admission.surplus or admission.taken == admission.limit + admission.surplus,
-        "too many count as too many (13)",
-    )
     ahead = sum((meta.waiting + meta.running / 2) * meta.seconds for meta in admission._metas.values())
     _require(
         abs(admission.ahead - ahead) < 1e-6 * (1 + ahead), f"{admission.ahead} s of runs, not {ahead} (13)"

@@ -62,7 +62,6 @@ class MetaAdmission:
         "limit",
         "live",
         "stalled",
-        "surplus",
         "waiting",
     )
 
@@ -74,8 +73,6 @@ class MetaAdmission:
         self.closed = False
         #: admitted runs that call a held model.
         self.stalled: set[int] = set()
-        #: places taken above the limit: by runs admitted before it shrank, or that went on after others took their places.
-        self.surplus = 0
         #: all waiting and admitted runs by id; and the numbers of the waiting ones, in order of arrival.
         self.live: dict[int, Run] = {}
         self.waiting: dict[int, int] = {}
@@ -167,12 +164,10 @@ class MetaAdmission:
             meta.seconds += change
             self.ahead += (meta.waiting + meta.running / 2) * change
             self.stalled.discard(id)
-            self._recount()
 
     def reconfigure(self, discipline: Discipline, limit: int) -> None:
         """Admit by other settings from now on. Admitted runs stay."""
         self.limit = limit
-        self._recount()
         if discipline is not self._discipline:
             self._discipline = discipline
             for id in self.waiting:
@@ -183,7 +178,6 @@ class MetaAdmission:
         self.stalled = {
             id for id, run in self.live.items() if id not in self.waiting and self._calls_held(run)
         }
-        self._recount()
         for id in self.waiting:
             self._place(self.live[id])
 
@@ -223,9 +217,6 @@ class MetaAdmission:
 
     def _calls_held(self, run: Run) -> bool:
         return any(model in self._models and self._models[model].held for model in run.models)
-
-    def _recount(self) -> None:
-        self.surplus = max(0, self.taken - self.limit)
 
     def _place(self, run: Run) -> None:
         if self._calls_held(run):

@@ -316,7 +316,7 @@ def test_groups_are_the_tensors_that_the_same_models_have(
     for name, keys in models.items():
         own = weights.add(program(name, tensors={key: size[key] for key in keys}))
         if data.draw(st.booleans()):
-            weights.adopt(own, 0.0)
+            weights.adopt(own)
         here[name] = own
         if data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(here)))

@@ -397,7 +397,7 @@ class LoadQueue:
 
         A load that follows an abandoned one is never useless: else impatient clients would never be served.
         """
-        return not (self.weights.abandoning or _is_needed(model)) and self.first() is not None
+        return not _is_needed(model) and self.first() is not None
 
     def is_useless_read(self, model: ModelState) -> bool:
         """True if the read that runs is not needed any more and delays another; as `is_useless`."""
@@ -550,7 +550,7 @@ class LoadQueue:
 
     def _protected_until(self, model: ModelState) -> float:
         """Return when a model has kept its weights for `residency_factor` times the duration of their load."""
-        return model.weights.since + self._factor * model.weights.last_load_seconds
+        return model.weights.loaded_at + self._factor * model.weights.last_load_seconds
 
     def _unused_from(self, model: ModelState) -> float:
         """Return when a model without waiting requests counts as unused: after twice its usual pause."""

@@ -408,7 +408,7 @@ def late_requests(
         if deadline is None:
             continue
         latest = deadline - queue.costs.request(entry.rows, coalesce=model.program.coalesce)
-        loaded = now + weights.expected_wait(model.weights, now)
+        loaded = now + weights.expected_wait(model.weights)
         if max(free, loaded) > latest + SLACK:
             yield LateRequest(entry, queue, model, free <= latest + SLACK and not model.held)
         else:

@@ -173,7 +173,7 @@ class DeviceResidency:
         """Adopt the weights of an added model that are on the device, or queue their load."""
         model.weights.on_disk = event.on_disk
         if event.resident:
-            self.weights.adopt(model.weights, now)
+            self.weights.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
             # If it is pinned, tensors that it shares with others take none of their room any more.
@@ -196,8 +196,7 @@ class DeviceResidency:
             return False
         if weights.state in RUNNABLE:
             self.loads.end_backoffs()
-            evict = self.weights.evict(weights, why="removed")
-            out.append(evict)
+            out.append(self.weights.evict(weights, why="removed"))
         self.weights.groups.leave(weights)
         self.loads.retry()
         return True
@@ -366,7 +365,7 @@ class DeviceResidency:
                 self.loads.copy_changed(model, present=True)
             case WeightsLoaded():
                 self.loads.forget(model)
-                self.weights.loaded(weights, event.seconds, now)
+                self.weights.loaded(weights, event.seconds)
                 model.totals.load.observe(event.seconds)
                 weights.unserved = model.has_work
                 self.limit_idleness(model, now)
@@ -423,7 +422,7 @@ class DeviceResidency:
             if not self.weights.abandoning_read and (model.draining or self.loads.is_useless_read(model)):
                 self._abandon(model, now, out)
         elif (first := self.loads.next_read()) is not None:
-            out.append(self.weights.read(first.weights, str(self.loads.reason(first.name)), now))
+            out.append(self.weights.read(first.weights, str(self.loads.reason(first.name))))
             self._queues.dirty[first] = None
 
     def load(self, now: float, out: list[Instruction]) -> None:
@@ -442,7 +441,7 @@ class DeviceResidency:
         model, victims = planned
         # Account for the load before the evictions: tensors that it shares with the victims stay.
         reason = self.loads.reason(model.name)
-        load = self.weights.load(model.weights, "" if reason is None else reason.value, now)
+        load = self.weights.load(model.weights, "" if reason is None else reason.value)
         # If weights do not load on demand, all victims were asked for, so they return after the warm-up.
         returns = not self.loads.on_demand and model.needs_warm_up
         for victim in victims:

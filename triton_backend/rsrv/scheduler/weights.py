@@ -130,6 +130,7 @@ class ModelWeights:
         "abandoned",
         "backoff_seconds",
         "backoff_until",
+        "begun_at",
         "desired",
         "epoch",
         "expected_load_seconds",
@@ -140,13 +141,13 @@ class ModelWeights:
         "load_bytes",
         "load_error",
         "load_seconds",
+        "loaded_at",
         "loads",
         "model",
         "on_disk",
         "out_of_memory",
         "pinned",
         "read_seconds",
-        "since",
         "state",
         "unserved",
         "uses",
@@ -186,9 +187,11 @@ class ModelWeights:
         self.last_load_seconds = program.load_seconds
         #: whether they were loaded for requests that wait, none of which has executed yet.
         self.unserved = False
-        #: when the latest load or read began, or ended if it is over; and how long the load was expected to take.
-        self.since = 0.0
+        #: when the latest load or read began, and how long the load was expected to take.
+        self.begun_at = 0.0
         self.expected_load_seconds = 0.0
+        #: when they came to the device last.
+        self.loaded_at = 0.0
         #: when an execution on them ended last, or when they were loaded, or the model was added.
         self.last_used = 0.0
         #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
@@ -351,16 +354,16 @@ class WeightAccounts:
         """Bytes of these weights and of all pinned ones."""
         return self.pinned_bytes + sum([group.bytes for group in weights.groups if not group.pins])
 
-    def expected_wait(self, weights: ModelWeights, now: float) -> float:
+    def expected_wait(self, weights: ModelWeights) -> float:
         """Seconds until the weights can be on the device at the earliest."""
         if weights.state not in TAKING_BYTES:
-            before = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
+            before = 0.0 if self.loading is None else self.expected_wait(self.loading)
             if weights.on_disk:
-                begun = now - weights.since if weights is self.reading else 0.0
-                before = max(before, weights.read_seconds - begun)
+                passed = self.now - weights.begun_at if weights is self.reading else 0.0
+                before = max(before, weights.read_seconds - passed)
             return before + weights.transfer_seconds
         if weights.state is WeightState.LOADING:
-            return max(0.0, weights.since + weights.expected_load_seconds - now)
+            return max(0.0, weights.begun_at + weights.expected_load_seconds - self.now)
         return 0.0
 
     def reload_seconds(self, several: Iterable[ModelWeights]) -> float:
@@ -377,32 +380,31 @@ class WeightAccounts:
 
     # --- loads, evictions, pins ----------------------------------------------------------------------------------
 
-    def adopt(self, weights: ModelWeights, now: float) -> None:
+    def adopt(self, weights: ModelWeights) -> None:
         """Account for weights that are on the device already."""
-        self._epoch += 1
-        weights.epoch = self._epoch
-        weights.since = weights.last_used = now
+        self._begin(weights)
+        weights.loaded_at = weights.last_used = self.now
         self.move(weights, WeightEvent.ADOPT)
 
-    def read(self, weights: ModelWeights, why: str, now: float) -> ReadWeights:
+    def read(self, weights: ModelWeights, why: str) -> ReadWeights:
         """Start a read from disk, while none runs."""
-        self._epoch += 1
-        weights.epoch = self._epoch
-        weights.since = now
+        self._begin(weights)
         self.reading = weights
         self.move(weights, WeightEvent.READ, why)
         return ReadWeights(weights.model, weights.epoch)
 
-    def load(self, weights: ModelWeights, why: str, now: float) -> LoadWeights:
+    def load(self, weights: ModelWeights, why: str) -> LoadWeights:
         """Start a load, while none runs."""
-        self._epoch += 1
-        weights.epoch = self._epoch
-        weights.since = now
+        self._begin(weights)
         weights.load_bytes = weights.absent_bytes
         weights.expected_load_seconds = weights.remaining_seconds
         self.loading = weights
         self.move(weights, WeightEvent.LOAD, why)
         return LoadWeights(weights.model, weights.epoch)
+
+    def _begin(self, weights: ModelWeights) -> None:
+        self._epoch += 1
+        weights.epoch, weights.begun_at = self._epoch, self.now
 
     def abandon(self, weights: ModelWeights) -> AbandonLoad:
         """Request the end of the load or the read; it may still end well."""
@@ -438,7 +440,7 @@ class WeightAccounts:
         weights.read_seconds = seconds
         self.move(weights, WeightEvent.READ_ENDED, seconds=seconds)
 
-    def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
+    def loaded(self, weights: ModelWeights, seconds: float) -> None:
         """Account for a load that ended well, and learn from its duration."""
         self.loading, self.abandoning = None, False
         self.move(weights, WeightEvent.LOADED, seconds=seconds)
@@ -453,7 +455,7 @@ class WeightAccounts:
         elif not weights.load_seconds:
             # Neither the program nor a measurement says how long: take the pace of other models' loads.
             weights.load_seconds = self._seconds_per_byte * size
-        weights.since = weights.last_used = now
+        weights.loaded_at = weights.last_used = self.now
 
     def not_loaded(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
         """Account for a load or a read that ended without weights."""

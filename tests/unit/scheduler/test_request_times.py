@@ -4,9 +4,11 @@ from math import inf
 
 import pytest
 
+from rsrv.scheduler.batching import VariantCosts
 from rsrv.scheduler.events import Outcome, Pause, Request
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.slowest import KEPT, WINDOW_S, SlowestRequests, SlowRequest, Wait
+from rsrv.scheduler.slowest import KEPT, WINDOW_S, Ending, SlowestRequests, SlowRequest
+from rsrv.scheduler.variant_queue import InFlightRequest, VariantQueue
 from tests.unit.scheduler.driver import Driver, program
 
 
@@ -39,12 +41,12 @@ def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine
     machine.finish(seconds=0.004)
 
     slow = slowest(machine, "a")
-    assert (slow.outcome, slow.request.rows, slow.wait.arrived) == (Outcome.ANSWERED, 3, 2.0)
+    assert (slow.ending.outcome, slow.request.rows, slow.wait.arrived) == (Outcome.ANSWERED, 3, 2.0)
     assert parts(slow) == (0.5, 0.0, 0.0, 0.004)
     assert slow.evicted is not None
     assert (slow.evicted.at, slow.evicted.details["model"]) == (1.0, "b")
-    assert slow.execute is not None
-    assert slow.execute.rows == 3
+    assert slow.ending.execute is not None
+    assert slow.ending.execute.rows == 3
 
 
 def test_a_request_waits_behind_another_model(machine: Driver) -> None:
@@ -57,10 +59,10 @@ def test_a_request_waits_behind_another_model(machine: Driver) -> None:
     machine.finish(seconds=0.125)
 
     slow = slowest(machine, "a")
-    assert (slow.seconds, slow.behind) == (0.875, ("b",))
+    assert (slow.seconds, slow.ending.behind) == (0.875, ("b",))
     assert parts(slow) == (0.0, 0.0, 0.75, 0.125)
     assert slow.evicted is None
-    assert slowest(machine, "b").behind == ()
+    assert slowest(machine, "b").ending.behind == ()
 
 
 def test_a_request_waits_for_others_to_join(machine: Driver) -> None:
@@ -101,7 +103,7 @@ def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
     machine.tick(0.25)
 
     slow = slowest(machine, "a")
-    assert (slow.outcome, slow.execute, slow.seconds) == (Outcome.EXPIRED, None, 0.25)
+    assert (slow.ending.outcome, slow.ending.execute, slow.seconds) == (Outcome.EXPIRED, None, 0.25)
     assert parts(slow) == (0.25, 0.0, 0.0, 0.0)
 
 
@@ -117,10 +119,10 @@ def test_requests_are_found_by_the_tags_of_their_clients(machine: Driver) -> Non
 
     found = machine.scheduler.find_requests(7, None, machine.now)
     assert [slow.request for slow in found] == [done, runs, waits]
-    assert [slow.outcome for slow in found] == [Outcome.ANSWERED, None, None]
-    assert [slow.execute is None for slow in found] == [False, False, True]
+    assert [slow.ending.outcome for slow in found] == [Outcome.ANSWERED, None, None]
+    assert [slow.ending.execute is None for slow in found] == [False, False, True]
     assert (parts(found[1]), parts(found[2])) == ((0.0, 0.0, 0.0, 2.0), (0.0, 0.0, 2.0, 0.0))
-    assert found[2].behind == ("a",)
+    assert found[2].ending.behind == ("a",)
     assert machine.scheduler.find_requests(0, done.id, machine.now) == found[:1]
     assert machine.scheduler.find_requests(0, None, machine.now) == []
 
@@ -130,8 +132,11 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
     arrived = ended - seconds
     if not arrived < kept.latest_arrival(ended):
         return False
-    wait = Wait(arrived, seconds, 0.0, 0.0, 0.0, seconds)
-    kept.add(Request(int(ended), "a", 0, 1), wait, Outcome.ANSWERED, None, (), None)
+    ending = Ending(ended, arrived, seconds, -inf, (), (), Outcome.ANSWERED, None, (), None)
+    entry = InFlightRequest(
+        Request(int(ended), "a", 0, 1), (0, 0.0, 0), VariantQueue(0, VariantCosts({})), arrived
+    )
+    kept.add([entry], ending)
     return True
 
 

@@ -165,7 +165,7 @@ class Reports:
         for slow in self._scheduler.slowest(group.key, self._clock()) if fronts else ():
             # Requests of a stub's connections may have equal numbers, but hardly at the same time.
             for since, until in fronts.get(own_number(slow.request.id), ()) if slow.front is None else ():
-                before, after = slow.wait.arrived - since, until - slow.wait.arrived - slow.seconds
+                before, after = slow.arrived - since, until - slow.ending.at
                 if before >= 0 and after >= 0:
                     self._scheduler.add_front(slow, before, after)
                     break
@@ -519,7 +519,7 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
 
 
 def _slow_request(slow: SlowRequest) -> dict[str, Any]:
-    request, wait, execute, evicted = slow.request, slow.wait, slow.execute, slow.evicted
+    request, wait, execute, evicted = slow.request, slow.wait, slow.ending.execute, slow.evicted
     before, after = slow.front or (None, None)
     state = "waiting" if execute is None else "executing"
     return {
@@ -537,8 +537,8 @@ def _slow_request(slow: SlowRequest) -> dict[str, Any]:
         "executing_s": wait.executing,
         "before_s": before,
         "after_s": after,
-        "outcome": state if slow.outcome is None else slow.outcome.value,
-        "behind": slow.behind,
+        "outcome": state if slow.ending.outcome is None else slow.ending.outcome.value,
+        "behind": slow.ending.behind,
         "evicted": None if evicted is None else {"at": evicted.at, "what": evicted.what, **evicted.details},
         "batch": None if execute is None else (len(execute.requests), execute.rows, execute.size),
     }

@@ -8,7 +8,7 @@ from rsrv.scheduler.events import CallerError, Execute
 from rsrv.scheduler.model import ModelState
 
 #: executions that `behind` looks at, and names that it returns
-_RECENT, _MAX_NAMES = 32, 3
+_RECENT, _MAX_NAMES = 16, 3
 #: seconds on the host that an execution is charged for, at most: a process that was stopped meanwhile is not its fault
 _MAX_HOST_S = 0.001
 
@@ -35,8 +35,8 @@ class InFlight(dict[int, StartedExecution]):
         super().__init__()
         #: when the latest execution ended.
         self._freed = -inf
-        #: the latest executions that ended: the model, and from when to when the device had it.
-        self._recent: deque[tuple[ModelState, float, float]] = deque(maxlen=_RECENT)
+        #: the latest executions that ended: the model's family, and from when to when the device had it.
+        self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
         #: number of executions started since the beginning; the dispatch of the latest.
         self.started = 0
 
@@ -63,7 +63,7 @@ class InFlight(dict[int, StartedExecution]):
         ended = self.pop(dispatch)
         since = max(ended.started, self._freed)
         ended.occupied_seconds = max(seconds, min(now - since, seconds + _MAX_HOST_S))
-        self._recent.append((ended.model, since, now))
+        self._recent.append((ended.model.family, since, now))
         self._freed = now
         return ended
 
@@ -72,15 +72,17 @@ class InFlight(dict[int, StartedExecution]):
 
         `begun_before`: executions that began later do not count.
         """
-        running = [(one.model, max(one.started, self._freed), until) for one in self.values()]
+        running = [(one.model.family, max(one.started, self._freed), until) for one in self.values()]
         seconds: dict[str, float] = {}
-        for model, start, end in (*running, *reversed(self._recent)):
+        for family, start, end in (*running, *reversed(self._recent)):
             if end <= since:
                 break
             if start < begun_before:
-                part = min(end, until) - max(start, since)
-                seconds[model.family] = seconds.get(model.family, 0.0) + part
-        return tuple(sorted(seconds, key=lambda name: -seconds[name])[:_MAX_NAMES])
+                part = (min(until, end)) - (max(since, start))
+                seconds[family] = seconds.get(family, 0.0) + part
+        if len(seconds) > 1:
+            return tuple(sorted(seconds, key=seconds.__getitem__, reverse=True)[:_MAX_NAMES])
+        return tuple(seconds)
 
     @property
     def alone(self) -> bool:

@@ -1,17 +1,23 @@
 """The slowest requests of one model in the last hour, each with what its time went to.
 
-Every request that ends is compared with the fastest of those that are kept. All else is computed for those that enter.
+Every request that ends is compared with the fastest of those that are kept. Of those that enter, what is lost later is
+noted, once for all of an execution; the parts of their time are computed when they are read.
 """
 
+from collections.abc import Collection, Iterable
 from heapq import heapify, heappush, heapreplace
 from math import inf
 from typing import NamedTuple
 
 from rsrv.scheduler.events import Execute, Outcome, Request
 from rsrv.scheduler.history import HistoryRecord
+from rsrv.scheduler.variant_queue import InFlightRequest
 
 #: requests kept of each model, and seconds after which they are dropped.
 KEPT, WINDOW_S = 100, 3600.0
+
+#: from when to when.
+Periods = Collection[tuple[float, float]]
 
 
 class Wait(NamedTuple):
@@ -34,6 +40,30 @@ class Wait(NamedTuple):
         return max(0.0, self.seconds - self.paused - self.weights - self.peers - self.executing)
 
 
+class Ending(NamedTuple):
+    """How requests ended together, or are in progress: what their time went to."""
+
+    #: when they ended; now, of those in progress.
+    at: float
+    #: until when they waited: the start of their execution, if there was one.
+    started: float
+    #: of their execution, on the device; inf: all since `started`.
+    seconds: float
+    #: when no more requests were waited for to join; -inf: they were not held back.
+    held_until: float
+    #: in which the weights of their model could not be executed on, and in which it was held.
+    absences: Periods
+    holds: Periods
+    #: None: in progress.
+    outcome: Outcome | None
+    #: None: they never executed.
+    execute: Execute | None
+    #: names of the models that executed while they waited, the one with the most time first.
+    behind: tuple[str, ...]
+    #: the latest eviction of the weights before `absences`.
+    evicted: HistoryRecord | None
+
+
 class SlowRequest(NamedTuple):
     """A request that took long, or still does; ordered by its time."""
 
@@ -41,17 +71,36 @@ class SlowRequest(NamedTuple):
     #: makes entries of equal time distinct.
     number: int
     request: Request
-    wait: Wait
-    #: None: in progress.
-    outcome: Outcome | None
-    #: its execution, if there was one.
-    execute: Execute | None
-    #: names of the models that executed while it waited, the one with the most time first.
-    behind: tuple[str, ...]
-    #: the latest eviction of the weights that it waited for.
-    evicted: HistoryRecord | None
+    arrived: float
+    ending: Ending
     #: seconds in its front before it arrived here, and after it ended; None: not known.
     front: tuple[float, float] | None = None
+
+    @property
+    def wait(self) -> Wait:
+        """Parts of its time."""
+        end, arrived = self.ending, self.arrived
+        paused, weights = _blocked(end, arrived)
+        peers = max(0.0, min(end.held_until, end.started) - arrived - paused - weights)
+        executing = min(end.seconds, end.at - end.started)
+        return Wait(arrived, self.seconds, paused, weights, peers, executing)
+
+    @property
+    def evicted(self) -> HistoryRecord | None:
+        """The latest eviction of the weights that it waited for; None: it did not wait for weights."""
+        return self.ending.evicted if _blocked(self.ending, self.arrived)[1] else None
+
+
+def _blocked(end: Ending, arrived: float) -> tuple[float, float]:
+    """Return a request's seconds in which its model was held, and those of the rest in which its weights were absent."""
+    both = [(max(a, c), min(b, d)) for a, b in end.absences for c, d in end.holds]
+    absent = _overlap(end.absences, arrived, end.started) - _overlap(both, arrived, end.started)
+    return _overlap(end.holds, arrived, end.started), absent
+
+
+def _overlap(periods: Periods, since: float, until: float) -> float:
+    """Return the seconds of a time that fall into periods."""
+    return sum([max(0.0, min(end, until) - max(begin, since)) for begin, end in periods])
 
 
 class SlowestRequests:
@@ -71,29 +120,26 @@ class SlowestRequests:
         """Return the time before which a request arrived if it is kept, should it end now."""
         return now - self.floor if now < self.review_at else inf
 
-    def add(
-        self,
-        request: Request,
-        wait: Wait,
-        outcome: Outcome,
-        execute: Execute | None,
-        behind: tuple[str, ...],
-        evicted: HistoryRecord | None,
-    ) -> None:
-        ended = wait.arrived + wait.seconds
-        if ended >= self.review_at:
-            self._drop_old(ended)
-        if wait.seconds <= self.floor:
-            return
-        self._added += 1
-        slow = SlowRequest(wait.seconds, self._added, request, wait, outcome, execute, behind, evicted)
-        if len(self._heap) < KEPT:
-            heappush(self._heap, slow)
-        else:
-            heapreplace(self._heap, slow)
-        self.review_at = min(self.review_at, ended + WINDOW_S)
-        if len(self._heap) == KEPT:
-            self.floor = self._heap[0].seconds
+    def add(self, entries: Iterable[InFlightRequest], ending: Ending) -> None:
+        """Keep those of these requests that are slow enough."""
+        at = ending.at
+        if at >= self.review_at:
+            self._drop_old(at)
+        heap = self._heap
+        for entry in entries:
+            arrived = entry.arrived
+            seconds = at - arrived
+            if seconds <= self.floor:
+                continue
+            self._added += 1
+            slow = SlowRequest(seconds, self._added, entry.request, arrived, ending)
+            if len(heap) < KEPT:
+                heappush(heap, slow)
+            else:
+                heapreplace(heap, slow)
+            if len(heap) == KEPT:
+                self.floor = heap[0].seconds
+            self.review_at = min(self.review_at, at + WINDOW_S)
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
         """Note the time that one of the requests had in its front."""
@@ -111,12 +157,11 @@ class SlowestRequests:
         return [
             one
             for one in self._heap
-            if ((one.request.tag == tag and tag) or one.request.id == id)
-            and one.wait.arrived + one.seconds > old
+            if ((one.request.tag == tag and tag) or one.request.id == id) and one.ending.at > old
         ]
 
     def _drop_old(self, now: float) -> None:
-        ends = [one.wait.arrived + one.seconds + WINDOW_S for one in self._heap]
+        ends = [one.ending.at + WINDOW_S for one in self._heap]
         self._heap = [one for one, end in zip(self._heap, ends, strict=True) if end > now]
         heapify(self._heap)
         self.review_at = min((end for end in ends if end > now), default=inf)

@@ -267,15 +267,12 @@ class RequestQueues:
         self.queued -= count
         self.alone -= queue.front_alone
         self.dirty[model] = None
-        observe = model.totals.queue_wait.observe
-        for entry in queue.entries[:count]:
+        taken, observe = queue.take(count), model.totals.queue_wait.observe
+        for entry in taken:
             observe(now - entry.arrived)
-        if not self.runs:
-            return queue.take(count)
-        of_runs = [entry for entry in queue.entries[:count] if entry.request.run]
-        ids = queue.take(count)
-        self._promote(of_runs)
-        return ids
+        if self.runs:
+            self._promote([entry for entry in taken if entry.request.run])
+        return tuple([entry.request.id for entry in taken])
 
     def finish(
         self,

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
+from itertools import takewhile
 from math import inf
 from operator import attrgetter
 
@@ -74,16 +74,15 @@ class VariantQueue:
         entry.queue, entry.place = self, place
         self.push(entry)
 
-    def take(self, count: int) -> tuple[int, ...]:
-        """Take the first `count` requests out; return their ids, in order."""
-        ids = []
-        for entry in islice(self.entries, count):
+    def take(self, count: int) -> list[InFlightRequest]:
+        """Take out the first `count` requests, in order."""
+        taken = self.entries[:count]
+        for entry in taken:
             entry.queue = None
             self.rows -= entry.rows
             self.alone -= entry.request.alone
-            ids.append(entry.request.id)
         del self.entries[:count]
-        return tuple(ids)
+        return taken
 
     def reorder(self) -> None:
         """Sort again after the places of requests have changed."""

@@ -7,7 +7,7 @@ without work cost nothing.
 In every discipline the level of a request comes first: committed sub-calls of running metas (level 0), then priorities.
 Disciplines differ in the order within a level, and `fair` lets a priority use up only the model's own share.
 
-A new discipline is one class and one line in `disciplines.DISCIPLINES`.
+CONTRIBUTING.md lists what a new discipline needs.
 """
 
 from typing import Protocol
@@ -67,14 +67,14 @@ class Discipline(Protocol):
     def hold(self, name: str) -> None:
         """Ignore a model's work until the next `update` or `wait`. It claims nothing meanwhile."""
 
-    def link(self, filling: bool) -> None:
-        """Take in that a load starts without any eviction (`filling`), or that any load ends."""
+    def set_filling(self, filling: bool) -> None:
+        """Note whether a load into free room runs: one that evicts nothing."""
+
+    def end_work(self, name: str) -> None:
+        """Take out a model whose work has ended."""
 
     def remove(self, name: str) -> None:
-        """Remove a model without work."""
-
-    def forget(self, name: str) -> None:
-        """Forget a removed model."""
+        """Remove a model that was removed from the scheduler."""
 
     def start(self, dispatch: int, name: str, expected: float) -> None:
         """Take in that an execution of a candidate starts, with its expected seconds."""

@@ -30,13 +30,13 @@ class Fifo:
     def hold(self, name: str) -> None:
         self._ranking.pop(name, None)
 
-    def link(self, filling: bool) -> None:
+    def set_filling(self, filling: bool) -> None:
         """Do nothing."""
 
-    def remove(self, name: str) -> None:
+    def end_work(self, name: str) -> None:
         self._ranking.pop(name, None)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         self._ranking.pop(name, None)
 
     def advance(self, now: float) -> None:

@@ -167,10 +167,10 @@ class Fair:
             lag = self._clock - self._entry(account)
         elif name in self._eligible or name in self._early:
             lag = self._clock - account.start
-        self.remove(name)
+        self.end_work(name)
         account.held_lag = max(0.0, lag)
 
-    def remove(self, name: str) -> None:
+    def end_work(self, name: str) -> None:
         account = self._accounts.get(name)
         if account is None:
             return
@@ -181,7 +181,7 @@ class Fair:
         self._part(name, account)
         self._settle()
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         account = self._accounts.pop(name, None)
         if account is not None:
             for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
@@ -221,7 +221,7 @@ class Fair:
             self._part(name, account)
         self._settle()
 
-    def link(self, filling: bool) -> None:
+    def set_filling(self, filling: bool) -> None:
         if not filling:
             self._linked, self._link_from = self._link_time(), None
         elif self._link_from is None:

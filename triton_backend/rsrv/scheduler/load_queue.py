@@ -5,22 +5,25 @@ discipline ranks first loads, beside the executions that run. It gets free bytes
 `eviction.choose_victims` chooses. Not evicted for it are:
 
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
-- weights with waiting requests, if evicting all idle weights would free enough, even those that are protected for now;
+- weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights count: the
+  load waits for the end of their protection;
 - weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
   load again;
-- weights that were loaded less than `residency_factor` times their load's duration ago, if requests wait for them, or
-  are expected soon: the model's pauses are usually shorter than half a load, and the present one is less than twice as
-  long as usual. So clients that think for a moment between two requests do not lose their weights each time; loads that take
-  turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much longer
-  for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
+- weights in their protected time, `residency_factor` times the duration of their load, if requests wait for them or are
+  expected soon. Requests are expected soon if the model's usual pause is shorter than half a load, and the present pause
+  is less than twice as long as the usual one. So a client that pauses between two requests keeps its weights; loads that
+  take turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much
+  longer for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
 
 Weights of which the host has no copy are in line for the disk instead, in the same order, and for the link once they were
 read: a load never waits for the disk while weights in host memory are in line.
 
-While the first model finds no room, no other loads: small models do not starve a large one. Required loads come before
-all of these; for pinned models only the first exception holds. Models to be warmed up take turns with models that have
-work, and spare weights that were loaded less than the said time ago. Prefetched weights come last, and then those that a
-compaction, or an earlier runtime's death, evicted.
+While the first model finds no room, no other loads: small models do not starve a large one.
+
+Required loads precede all of these. They evict any weights but those of the first item, idle ones first. The load for a
+warm-up takes turns with models that have work, and also spares weights with waiting requests in their protected time.
+Prefetched weights load when no model is required or demanded, and evict only idle weights that are not protected. Restored
+weights come last, and load into free room only.
 
 If weights do not load on demand, only required loads evict others.
 """
@@ -575,7 +578,7 @@ def evictable(model: ModelState) -> bool:
 def _is_needed(model: ModelState) -> bool:
     """True if a load or a read of the model's weights is not to be abandoned."""
     weights = model.weights
-    serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
+    serves = weights.pinned or weights.desired or weights.retry_due or weights.abandoned
     return model.has_work or serves or model.needs_warm_up
 
 

@@ -80,7 +80,7 @@ class RequestQueues:
         self.runs: dict[int, list[InFlightRequest]] = {}
         #: models that changed since the scheduler settled its accounts (a dictionary for its order).
         self.dirty: dict[ModelState, None] = {}
-        #: requests that ended without an execution, until the scheduler takes them out.
+        #: requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
         self.ended: list[EndedWait] = []
         #: requests that ended without a model, or whose model was removed.
         self.departed = OutcomeCounts()

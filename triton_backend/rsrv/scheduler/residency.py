@@ -1,7 +1,8 @@
 """Residency of weights on the device: loads, evictions, pins, warm-ups and compactions.
 
-`DeviceResidency` carries out what `LoadQueue` decides and takes in how loads and warm-ups end. Nothing else changes the
-state of weights. It marks each model that it changes in `RequestQueues.dirty`, so that the scheduler settles it.
+`LoadQueue` moves absent weights between ABSENT, QUEUED and BACKOFF. `DeviceResidency` makes every other change: it carries
+out what `LoadQueue` decides, and takes in how reads, loads and warm-ups end. Both go through `WeightAccounts.move`. It marks
+each model that it changes in `RequestQueues.dirty`, so that the scheduler settles it.
 """
 
 from collections import deque
@@ -289,7 +290,7 @@ class DeviceResidency:
     def _end_requirement(self, model: ModelState) -> None:
         """End the requirement of a load; also forget that an earlier try found no memory."""
         if model.name in self.loads.required:
-            model.weights.out_of_memory = False
+            model.weights.retry_due = False
             self.loads.end_requirement(model)
 
     def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
@@ -299,7 +300,7 @@ class DeviceResidency:
         self.loads.reconfigure(settings)
         if ends_on_demand:
             self._end_on_demand(now, out)
-        # They do not leave by idleness while only commands move them.
+        # Look again in this event: in explicit mode no weights are evicted for idleness, and otherwise each has its own limit.
         self.idle_at = now
 
     def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
@@ -355,7 +356,7 @@ class DeviceResidency:
             return None
         weights = model.weights
         if weights.state is WeightState.LOADING:
-            self._queues.discipline.link(False)
+            self._queues.discipline.set_filling(False)
         elif weights.state is not WeightState.READING:
             return None
         self._queues.dirty[model] = None
@@ -395,16 +396,16 @@ class DeviceResidency:
         """Retry a load that found no memory once, after a compaction; give up any other."""
         weights = model.weights
         desired = weights.pinned or weights.desired or model.needs_warm_up
-        if event.out_of_memory and not weights.out_of_memory:
+        if event.out_of_memory and not weights.retry_due:
             if not model.has_work and not desired:
                 # Requests of a held model cause the next load when the model goes on.
                 return
-            weights.out_of_memory = True
+            weights.retry_due = True
             self.compaction.ask(restores=False)
             self.loads.require(model)
             return
         self.loads.back_off(model, now, "" if event.out_of_memory else event.error)
-        weights.out_of_memory = False
+        weights.retry_due = False
         self.loads.forget(model)
         if desired:
             weights.desired = False
@@ -447,7 +448,7 @@ class DeviceResidency:
         for victim in victims:
             self.evict(victim, Cause.ROOM, now, out, loading_for=model, returns=returns)
         self.loads.started(model)
-        self._queues.discipline.link(not victims)
+        self._queues.discipline.set_filling(not victims)
         out.append(load)
         self._queues.dirty[model] = None
 

@@ -94,7 +94,8 @@ class Scheduler(SchedulerQueries):
         self._admission = MetaAdmission(self._models, self._discipline, self.settings.meta_concurrency)
         self._residency = DeviceResidency(self._models, self._draining, self._queues, self.settings)
         self._loads = self._residency.loads
-        #: models that are held back for more requests, by when that ends.
+        #: models that may not execute yet, by the time when they may: they wait for more requests, or let others go first
+        #: after a second try.
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
@@ -124,14 +125,15 @@ class Scheduler(SchedulerQueries):
 
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.
-        3. Expire: queued requests and waiting runs whose deadline is `now` or earlier end; free places are given to
-           waiting runs; weights that were idle for too long leave; models whose delay has ended become candidates; if the discipline sheds, requests that would be late even if
-           they executed next end, too.
+        3. Expire: (a) queued requests whose deadline is `now` or earlier; (b) waiting runs likewise, then free slots go to
+           waiting runs; (c) weights that were idle for too long; (d) delays that have ended; (e) if the discipline sheds,
+           requests that would be late even if they executed next.
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next read from disk
-           and the next load, while none runs; (d) executions, while fewer than `depth` are in flight; (e) the next load again, where a dispatch may
-           have changed which one is first. If the next request executes alone, (c) and (d) start nothing else.
-        5. Come to rest, if it was told to wind down: nothing is in progress any more, or the time for it is over.
+           and the next load, while none runs; (d) executions, while fewer than `depth` are in flight; (e) the next load
+           again, where a dispatch may have changed which one is first. If the next request executes alone, (c) starts no
+           load and (d) no other execution. Reads from disk go on.
+        5. End a wind-down: when nothing is in progress any more, or when its time is over.
 
         So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other.
 
@@ -423,7 +425,7 @@ class Scheduler(SchedulerQueries):
         self._queues.refuse_all(model, Reason.UNLOADED, now, out)
         # The discipline and the load queue learn that it has no work before they forget it.
         self._settle(now)
-        self._discipline.forget(name)
+        self._discipline.remove(name)
         del self._models[name]
         self._admission.reconsider()
         model.draining = True
@@ -504,7 +506,7 @@ class Scheduler(SchedulerQueries):
         name, discipline, state = model.name, self._discipline, model.weights.state
         self._delayed.pop(name, None)
         if not model.has_work:
-            (discipline.hold if model.queued else discipline.remove)(name)
+            (discipline.hold if model.queued else discipline.end_work)(name)
             if state in (WeightState.QUEUED, WeightState.READING):
                 self._loads.end_demand(model)
             self._loads.changed(model)

@@ -1,7 +1,7 @@
 """The states of one model's weights on the device, and the table of changes between them.
 
 Weights are in exactly one `WeightState`. `TRANSITIONS` is the only way from one to another: `WeightAccounts.move` looks
-each change up there, keeps the byte accounts by it, and raises `InvariantError` with the model's history if the table
+each change up there, updates the byte accounts, and raises `InvariantError` with the model's history if the table
 has no such change. docs/architecture.md shows the table as a diagram.
 
 These facts are attributes beside the state, because each of them holds in several states:
@@ -12,7 +12,11 @@ These facts are attributes beside the state, because each of them holds in sever
 - whether the host has a copy: it may come or go wherever the weights are;
 - an abandoned read or load: it may still end well, so the weights are reading or loading until it ends;
 - an eviction that was requested while the weights load or warm up: it takes effect at the end of either;
-- reasons to load: several may hold at a time, and those of a load that fails hold on.
+- reasons to load: several may hold at a time, and those of a load that fails hold on;
+- desired: they are to be on the device even without requests, wherever they are now;
+- a warm-up that is due (`ModelState.needs_warm_up`): before they are on the device;
+- a second try after a lack of memory: of their load while they are absent, of a warm-up while they are reserved;
+- the time of the back-off: it goes on when a new reason queues them, and refuses requests.
 """
 
 from collections.abc import Mapping
@@ -49,7 +53,7 @@ class LoadReason(StrEnum):
     DEMAND = "demand"
     #: they were prefetched, or their load took too long for a request's deadline and the next request should find them.
     PREFETCH = "prefetch"
-    #: a compaction evicted them, or an earlier runtime's death did, and there is room for them again.
+    #: a compaction evicted them, or an earlier runtime had them on the device. They load into free room, or are dropped.
     RESTORE = "restore"
 
 

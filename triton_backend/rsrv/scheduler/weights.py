@@ -145,9 +145,9 @@ class ModelWeights:
         "loads",
         "model",
         "on_disk",
-        "out_of_memory",
         "pinned",
         "read_seconds",
+        "retry_due",
         "state",
         "unserved",
         "uses",
@@ -162,7 +162,8 @@ class ModelWeights:
         self.groups: list[SharedTensorGroup] = []
         #: true if they stay on the device even if other weights need room.
         self.pinned = program.pinned
-        #: whether an operator or a pin, not only a request, asked for them to load or to stay. Ends with an eviction.
+        #: whether they are to be on the device even without requests: pinned, prefetched, adopted, or present when explicit
+        #: mode began. An eviction ends it, unless the weights return.
         self.desired = program.pinned
         #: whether a load would wait for the disk, so that they are read first; and the seconds that the latest read took.
         self.on_disk = False
@@ -171,9 +172,10 @@ class ModelWeights:
         self.epoch = 0
         #: bytes that this load moves: those that no other model has on the device.
         self.load_bytes = 0
-        #: whether the latest load or read that ended was abandoned, or found no memory.
+        #: whether the latest read or load that ended was abandoned.
         self.abandoned = False
-        self.out_of_memory = False
+        #: whether a load found no memory, and is to be retried once after a compaction.
+        self.retry_due = False
         #: when the back-off after a failed load ends, its length, and why the load failed; "": it found no memory twice,
         #: with all others evicted.
         self.backoff_until = -inf
@@ -250,7 +252,7 @@ class ModelWeights:
 
 
 class WeightAccounts:
-    """State changes of all weights, and the bytes that they take. The one place that loads or evicts."""
+    """States of all weights, and the device bytes that they take. `move` is the only way from one state to another."""
 
     __slots__ = (
         "_epoch",
@@ -445,7 +447,7 @@ class WeightAccounts:
         self.loading, self.abandoning = None, False
         self.move(weights, WeightEvent.LOADED, seconds=seconds)
         weights.loads += 1
-        weights.abandoned = weights.out_of_memory = False
+        weights.abandoned = weights.retry_due = False
         weights.backoff_seconds, weights.backoff_until = 0.0, -inf
         weights.last_load_seconds = seconds
         size, moved = weights.bytes, weights.load_bytes

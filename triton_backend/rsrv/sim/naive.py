@@ -45,8 +45,8 @@ class RoundRobin(Fifo):
         self._started += 1
         self._turns[name] = self._started
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
+    def remove(self, name: str) -> None:
+        super().remove(name)
         self._turns.pop(name, None)
 
     def rank(self, candidate: Candidate) -> Rank:

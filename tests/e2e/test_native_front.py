@@ -1,16 +1,18 @@
 """The native front beside the Python front, on one server: equal answers, and equal errors to the letter.
 
-The whole suite runs over the native front with the variable RSRV_STUB__FRONT=native, as `make test-long` does for some files.
+Other files run over the native front with the variable RSRV_STUB__FRONT=native; the Makefile has those of `make test-long`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.e2e.calls import (
     random_u32,
 )
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
+from tests.runtime_commands import command
 from tests.waiting import wait_until
 
 #: Models with both fronts; the one with the native front has this in front of its name.
@@ -118,6 +121,7 @@ REQUESTS: list[tuple[str, Arrays, dict[str, Any]]] = [
             ("reactant_timeout_ns", 1),
             ("rsrv_run", "x"),
             ("rsrv_run", 12345),
+            ("rsrv_run", "12345"),
             ("rsrv_run", str(2**64)),
         )
     ),
@@ -147,6 +151,52 @@ def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
 
     (python,) = refusals("short_queue")
     assert refusals(f"{NATIVE}short_queue") == {python}
+
+
+def test_commands_refuse_alike(both: RunningTriton) -> None:
+    """A paused model's refusal, and the end of a request that an operator aborts, have the same texts."""
+
+    @contextmanager
+    def paused(model: str, mode: str) -> Iterator[None]:
+        command(both.pid, {"command": "pause", "model": model, "mode": mode})
+        try:
+            yield
+        finally:
+            command(both.pid, {"command": "continue", "model": model})
+
+    def refused(call: Caller, model: str) -> Arrays | str:
+        with paused(model, "reject"):
+            return told(call, model, {"x": X}, {})
+
+    def aborted(call: Caller, model: str) -> Arrays | str:
+        with ThreadPoolExecutor(1) as pool, paused(model, "hold"):
+            answer = pool.submit(told, call, model, {"x": X}, {"request_id": "stop"})
+            wait_until(lambda: read_status(both.pid)["models"][model]["queued"] == 1, what="the request")
+            assert command(both.pid, {"command": "abort", "request": "stop"})["aborted"] == 1
+            return answer.result()
+
+    with caller(both) as call:
+        for ask, expected in ((refused, "[rsrv:PAUSED]"), (aborted, "StatusCode.CANCELLED")):
+            python = ask(call, "exact")
+            assert expected in python
+            assert ask(call, f"{NATIVE}exact") == python
+
+
+@pytest.mark.long
+def test_weights_that_are_not_resident_refuse_alike(start_triton: StartTriton, tmp_path: Path) -> None:
+    """A request that finds no weights, where only a control plane moves them, has the same text."""
+    native_front.ensure()
+    (tmp_path / "bundles").mkdir()
+    for name in ("exact", f"{NATIVE}exact"):
+        (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
+    settings = ["lifecycle: {mode: explicit}", "models:", "  exact: {front: python}"]
+    settings.append(f"  {NATIVE}exact: {{front: native}}")
+    server = start_triton(make_repository(tmp_path, settings="\n".join(settings)), extra_args=EXPLICIT)
+    command(server.pid, {"command": "evict", "model": None})
+    with caller(server) as call:
+        python, native = (told(call, name, {"x": X}, {}) for name in ("exact", f"{NATIVE}exact"))
+    assert "[rsrv:NOT_RESIDENT]" in python
+    assert native == python
 
 
 def test_cold_models_refuse_alike(both: RunningTriton) -> None:
@@ -192,12 +242,44 @@ def test_a_hundred_cold_models_start_and_fall_back(
         at_once(server, 4, ask_for_ten)
 
 
+def loaded_libraries(server: RunningTriton) -> int:
+    """Return how many copies of the library the server has in memory."""
+    maps = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in maps if line.endswith("libtriton_rsrv.so")})
+
+
+def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Each copy has threads and connections of its own; all find the one runtime, and after its death the next one."""
+    native_front.ensure()
+    (tmp_path / "bundles").mkdir()
+    names = ("one", "two")
+    for name in names:
+        (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
+    settings = "lifecycle: {mode: static}\nstub: {front: native}"
+    copy = shutil.copytree(make_repository(tmp_path, settings=settings), tmp_path / "copy")
+    server = start_triton(copy, extra_args=EXPLICIT, spare=True)
+    assert loaded_libraries(server) == 2
+
+    def ask(call: Caller, number: int) -> None:
+        x = X + number
+        assert_same(call(names[number % 2], {"x": x}), {"y": x @ bundles.exact_kernel()})
+
+    at_once(server, 8, ask)
+    runtime = read_status(server.pid)["pid"]
+    os.kill(runtime, signal.SIGKILL)
+    at_once(server, 8, ask)
+    assert read_status(server.pid)["pid"] != runtime
+    server.grpc.unload_model("one")
+    with caller(server) as call:
+        ask(call, 1)
+        server.grpc.load_model("one")
+        ask(call, 0)
+
+
 def test_only_the_python_front_has_a_process_per_model(both: RunningTriton) -> None:
     """Models with the native front have no stub, one copy of the library, and their figures in the status."""
     assert len(both.stub_pids()) == len(MODELS)
-    maps = Path(f"/proc/{both.pid}/maps").read_text().splitlines()
-    inodes = {line.split()[4] for line in maps if line.endswith("libtriton_rsrv.so")}
-    assert len(inodes) == 1
+    assert loaded_libraries(both) == 1
     with caller(both) as call:
         before = read_status(both.pid)["models"][f"{NATIVE}exact"]["outcomes"]["answered"]
         call(f"{NATIVE}exact", {"x": X})

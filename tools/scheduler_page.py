@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
+from rsrv.scheduler.eviction import POLICIES
 from rsrv.scheduler.settings import Eviction
 from rsrv.sim.fleet_plots import save
 from rsrv.sim.metrics import summarize
@@ -287,7 +288,6 @@ def _finish(figure: Figure, labelled: Axes) -> Figure:
 
 # --- eviction ------------------------------------------------------------------------------------------------
 
-POLICIES: tuple[Eviction, ...] = ("lru", "cost")
 MODELS = 200
 MODEL_BYTES = 250_000_000
 LINK_BYTES_PER_S = 25e9

@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from rsrv.explain import YamlError, explain, read_yaml
+from rsrv.scheduler.settings import DisciplineName, Eviction
 from rsrv.settings_fleet import GatewaySection, PlacedModelSection, PlacementSection, Section
 from rsrv.settings_times import Duration, WeekTime
 from rsrv.text import nearest
@@ -36,7 +37,7 @@ class SettingsError(Exception):
 class SchedulerSection(Section):
     """Order of models on the device, and limits of queues."""
 
-    discipline: Literal["fair", "fifo", "edf"] = Field(
+    discipline: DisciplineName = Field(
         "fair",
         description="Which model gets the device. fair: device time in proportion to the models' weights; fifo: the oldest "
         "request's; edf: the earliest deadline's, and requests that cannot meet theirs end at once.",
@@ -58,7 +59,7 @@ class SchedulerSection(Section):
         description="Concurrent runs of meta models; further runs wait, at most until their deadline. Between its calls a run"
         " holds memory, not the device.",
     )
-    eviction: Literal["lru", "cost"] = Field(
+    eviction: Eviction = Field(
         "lru",
         description="Which idle weights are evicted. lru: the least recently used; cost: those whose bytes save the least "
         "loading time, by recent requests.",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.device import Array
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.settings import load_settings
 from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double
@@ -42,7 +43,7 @@ class Log:
         return double(inputs, weights)
 
 
-@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+@pytest.mark.parametrize("discipline", sorted(DISCIPLINES))
 def test_sub_calls_overtake_what_waits_and_take_it_along(
     start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path], discipline: str
 ) -> None:

@@ -11,7 +11,10 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import pytest
+
 from rsrv.scheduler import invariants
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
@@ -57,6 +60,11 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import Cause
+
+#: Parametrizes a test by the name of each discipline.
+every_discipline = pytest.mark.parametrize("discipline", sorted(DISCIPLINES))
+#: The disciplines under which the first request of all that can execute is in the next execution.
+FIRST_OF_ALL = ("fifo", "edf")
 
 #: The cost of one execution of a size, by default.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}
@@ -507,8 +515,13 @@ class Driver:
         """Return its position; requests are numbered as they came, or became the oldest of their run."""
         level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
         due = request.deadline if request.due is None else request.due
-        due = inf if due is None else due
-        return level, due if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
+        return level, self._urgency(due), self._numbers[request.id]
+
+    def _urgency(self, due: float | None) -> float:
+        """Return the discipline's part of the order: what goes before the number."""
+        if self.settings.discipline != "edf":
+            return 0.0
+        return inf if due is None else due
 
     def _watch_admit(self, id: int) -> None:
         assert not self.winding_down
@@ -536,8 +549,7 @@ class Driver:
         self.left_waiting[run.id] = finish
 
     def _run_order(self, run: Run) -> tuple[int, float, int]:
-        deadline = inf if run.deadline is None or self.settings.discipline != "edf" else run.deadline
-        return run.priority or DEFAULT_PRIORITY, deadline, run.id
+        return run.priority or DEFAULT_PRIORITY, self._urgency(run.deadline), run.id
 
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
@@ -570,8 +582,8 @@ class Driver:
             if (one.model, one.variant) == (execute.model, execute.variant)
         ]
         assert requests == sorted(queue, key=self._order)[: len(requests)]
-        if self.settings.discipline != "fair":
-            # The first of all executable requests is in it, or was held back for company.
+        if self.settings.discipline in FIRST_OF_ALL:
+            # Or it waits for others to join it.
             able = [
                 one
                 for one in self.waiting.values()

@@ -1,11 +1,8 @@
 """Requests that execute alone: they may end the process, and nothing else of the device shall be suspected then."""
 
-import pytest
-
-from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import LoadWeights, Outcome, Prefetch
 from rsrv.scheduler.settings import SchedulerSettings
-from tests.unit.scheduler.driver import Driver, executions, ids, program
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, ids, program
 
 
 def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
@@ -96,7 +93,7 @@ def test_company_is_not_waited_for() -> None:
     assert executions(machine.arrive(machine.request(alone=True)))
 
 
-@pytest.mark.parametrize("discipline", sorted(DISCIPLINES))
+@every_discipline
 def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(discipline: str) -> None:
     """Two models take turns, although every request of the one executes alone."""
     machine = Driver(SchedulerSettings(discipline=discipline, depth=2))

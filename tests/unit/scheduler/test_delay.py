@@ -9,9 +9,7 @@ import pytest
 from rsrv.scheduler.events import Outcome
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
-from tests.unit.scheduler.driver import COSTS, program
-
-DISCIPLINES = ["edf", "fair", "fifo"]
+from tests.unit.scheduler.driver import COSTS, every_discipline, program
 
 
 def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
@@ -20,7 +18,7 @@ def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
     return device
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_lonely_request_starts_after_the_delay(discipline: str) -> None:
     """Without another request, it starts 5 ms after its arrival, by a tick that the scheduler requested."""
     device = delayed(discipline)
@@ -41,7 +39,7 @@ def test_without_a_delay_nothing_is_held_back() -> None:
     assert device.started(request) == 0.0
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_full_batch_does_not_wait(discipline: str) -> None:
     """The 32nd row makes the cheapest size full: the execution starts with it."""
     device = delayed(discipline)
@@ -80,7 +78,7 @@ def test_others_use_the_device_during_a_delay() -> None:
     assert device.started(held) is None
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_deadline_shortens_the_delay(discipline: str) -> None:
     """With 3 ms to its deadline and 1 ms of cost it is held back for at most 2 ms, and answered in time."""
     device = delayed(discipline)
@@ -121,7 +119,7 @@ def test_removal_ends_the_wait() -> None:
     assert device.scheduler.next_wakeup() is None
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str) -> None:
     """The front has no deadline, the next one has: it does not pass while the device has nothing to do."""
     device = delayed(discipline, delay=1.0)
@@ -133,7 +131,7 @@ def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str
     assert device.ended_at[dated.id] <= 0.5 + 1e-5
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str) -> None:
     """Four rows of one request take 20 ms together, though four of one row took 4 ms: 20 ms are left for it."""
     device = Device(SchedulerSettings(discipline=discipline))

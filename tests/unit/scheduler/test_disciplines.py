@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import get_args
 
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import DEFAULT_PRIORITY
-from rsrv.scheduler.settings import SchedulerSettings
-from tests.unit.scheduler.driver import Driver, executions, ids, program
+from rsrv.scheduler.settings import DisciplineName, SchedulerSettings
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, ids, program
 
 
 def machine(discipline: str) -> Driver:
@@ -20,6 +21,11 @@ def machine(discipline: str) -> Driver:
 def order(driver: Driver) -> str:
     """Return the models of all further executions."""
     return "".join(execute.model for execute in driver.finish_all()[1:])
+
+
+def test_the_settings_have_the_name_of_each_discipline() -> None:
+    """Operators can choose each discipline, and no other."""
+    assert sorted(get_args(DisciplineName)) == sorted(DISCIPLINES)
 
 
 def test_fifo_goes_by_arrival() -> None:
@@ -62,7 +68,7 @@ def test_edf_serves_the_urgent_request_deep_in_a_queue() -> None:
     assert first.requests == ids([urgent])
 
 
-@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+@every_discipline
 def test_committed_requests_go_first(discipline: str) -> None:
     """A sub-call of a running meta goes before everything, in every discipline."""
     driver = machine(discipline)
@@ -75,7 +81,7 @@ def test_committed_requests_go_first(discipline: str) -> None:
     assert order(driver)[0] == "c"
 
 
-@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+@every_discipline
 def test_priorities_go_in_order(discipline: str) -> None:
     """Priority 1 goes before 4, no priority and 9, within a model and between unserved models."""
     driver = machine(discipline)

@@ -207,7 +207,8 @@ def popular_and_latest(eviction: Eviction) -> Device:
 def test_the_setting_decides() -> None:
     """lru evicts the popular model, cost the one with a single request."""
     gone = {}
-    for eviction in POLICIES:
+    policies: tuple[Eviction, ...] = ("lru", "cost")
+    for eviction in policies:
         device = popular_and_latest(eviction)
         out = device.arrive(device.request("r"))
         gone[eviction] = [one.model for one in out if isinstance(one, EvictWeights)]

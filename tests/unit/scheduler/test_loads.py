@@ -9,9 +9,8 @@ import pytest
 from rsrv.scheduler.events import EvictWeights, LoadWeights, Outcome, RequestsArrived
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
-from tests.unit.scheduler.driver import program
+from tests.unit.scheduler.driver import every_discipline, program
 
-DISCIPLINES = ["edf", "fair", "fifo"]
 COST = {(0, 1): 0.010}
 
 
@@ -82,7 +81,7 @@ def test_idle_models_are_evicted_before_those_with_work() -> None:
     assert device.evictions == {"c": 1}
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_load_runs_beside_executions(discipline: str) -> None:
     """While weights are on their way for 1 s the device executes what is resident, without a pause."""
     device = budgeted(200, discipline)
@@ -94,7 +93,7 @@ def test_a_load_runs_beside_executions(discipline: str) -> None:
     assert device.got["a"] >= 0.99
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_no_model_starves_while_half_of_the_models_fit(discipline: str) -> None:
     """Six saturated models share room for three: each gets a sixth of the device, which never pauses."""
     device = budgeted(300, discipline)
@@ -119,7 +118,7 @@ def test_shares_follow_weights_while_models_swap() -> None:
     assert (device.got["A"] + device.got["B"]) / sum(light) == pytest.approx(5.0, rel=0.3)
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
     """With a factor of 4 no model with work is evicted within 4 load times after its load: the device is not idle."""
     device = budgeted(300, discipline)
@@ -139,7 +138,7 @@ def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
     assert sum(device.got.values()) >= 0.95 * device.now
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_large_model_is_not_overtaken_on_the_link(discipline: str) -> None:
     """While the first in line finds no room, a small one behind it is not loaded into what room there is."""
     device = budgeted(100, discipline)
@@ -194,7 +193,7 @@ def test_everything_is_answered_when_load_ends(budget: int) -> None:
     assert len(device.ended) == 120
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_model_that_always_has_work_is_evicted_in_turn(discipline: str) -> None:
     """Two saturated models share room for one, and each is served."""
     device = budgeted(100, discipline)
@@ -217,7 +216,7 @@ def test_the_next_in_line_is_evicted_in_the_end(depth: int) -> None:
     assert min(device.got.values()) >= 0.5
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 @pytest.mark.parametrize("small", [1, 4])
 def test_a_large_model_gets_its_room_from_busy_small_ones(discipline: str, small: int) -> None:
     """It needs the room of all: of those that execute, and of the one that goes next, too."""
@@ -268,7 +267,7 @@ def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_launching_ahead_does_not_keep_a_model_on_the_device_for_ever(discipline: str, depth: int) -> None:
     """Something of the resident model executes all the time; the one that waits for its place gets it all the same."""
     device = budgeted(100, discipline=discipline, depth=depth)

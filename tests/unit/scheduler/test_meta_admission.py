@@ -25,9 +25,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import MetaSnapshot
-from tests.unit.scheduler.driver import Driver, program
-
-every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+from tests.unit.scheduler.driver import Driver, every_discipline, program
 
 
 def admission(discipline: str = "fair", concurrency: int = 1) -> Driver:

@@ -19,9 +19,8 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
-from tests.unit.scheduler.driver import Driver, executions, ids, program
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, ids, program
 
-DISCIPLINES = ["edf", "fair", "fifo"]
 COST = {(0, 1): 0.010}
 SINGLE = {(0, 1): 0.001}
 
@@ -273,7 +272,7 @@ def test_what_is_held_is_no_backlog(machine: Driver) -> None:
     assert machine.scheduler.backlog_seconds(machine.now) == pytest.approx(0.010)
 
 
-@pytest.mark.parametrize("discipline", DISCIPLINES)
+@every_discipline
 def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> None:
     """A change of discipline leaves held requests waiting."""
     driver = Driver()

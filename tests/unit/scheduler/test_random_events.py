@@ -456,9 +456,9 @@ def test_a_million_random_events() -> None:
     for seed in range(200):
         settings = SchedulerSettings(
             depth=1 + seed % 3,
-            discipline=sorted(DISCIPLINES)[seed // 3 % 3],
+            discipline=sorted(DISCIPLINES)[seed // 3 % len(DISCIPLINES)],
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
-            eviction=sorted(POLICIES)[seed % 2],
+            eviction=sorted(POLICIES)[seed % len(POLICIES)],
             meta_concurrency=1 + seed % 4,
             on_demand=seed % 5 > 0,
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rsrv.scheduler.events import (
     AbandonLoad,
     CopyChanged,
@@ -18,7 +16,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.weight_states import WeightState
-from tests.unit.scheduler.driver import Driver, executions, program
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, program
 
 
 def machine_of(disk: str, host: str = "", *, budget: int = 1000, discipline: str = "fifo") -> Driver:
@@ -196,7 +194,7 @@ def test_a_copy_that_goes_before_the_load_is_read_again() -> None:
     assert machine.read("b") == [LoadWeights("b", 3)]
 
 
-@pytest.mark.parametrize("discipline", ["edf", "fair", "fifo"])
+@every_discipline
 def test_what_weights_wait_for_has_words(discipline: str) -> None:
     """The history and the obstacle say that weights are read, or wait for the read of others."""
     machine = machine_of("ab", discipline=discipline)

@@ -7,9 +7,7 @@ import pytest
 from rsrv.scheduler.events import Outcome, Reason, SettingsChanged
 from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
-from tests.unit.scheduler.driver import Driver, executions, ids, program
-
-every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, ids, program
 
 
 def busy(discipline: str, names: str = "ab") -> Driver:

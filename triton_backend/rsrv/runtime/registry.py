@@ -276,7 +276,7 @@ class Registry:
     def _start_seconds(self, key: str) -> float:
         """Return the least time after which a new model can serve; 0.0 unless requests are refused for it."""
         device = self.weights.device
-        if device is None or self._scheduler.settings.discipline != "edf":
+        if device is None or not self._scheduler.sheds:
             return 0.0
         return device.known_start(key) or 0.0
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import inf
 
+from rsrv.scheduler.discipline import Discipline
 from rsrv.scheduler.history import History, HistoryRecord
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.load_queue import LoadQueue
@@ -38,6 +39,7 @@ class SchedulerQueries:
     _queues: RequestQueues
     _admission: MetaAdmission
     _residency: DeviceResidency
+    _discipline: Discipline
     _loads: LoadQueue
     _running: InFlight
     _times: RequestTimes
@@ -66,6 +68,11 @@ class SchedulerQueries:
         if not self._running:
             return None
         return self.backlog_seconds(now) + self._running.overdue_seconds(now)
+
+    @property
+    def sheds(self) -> bool:
+        """True if requests whose deadline cannot be met any more end at once."""
+        return self._discipline.sheds
 
     def admission_seconds(self) -> float:
         """Expected time until a run of a meta model that came now would be admitted; 0 while a place is free."""

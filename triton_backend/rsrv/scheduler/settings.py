@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
+#: the disciplines of `disciplines` by name.
+DisciplineName = Literal["fair", "fifo", "edf"]
 #: a policy of eviction; see `eviction`.
 Eviction = Literal["lru", "cost"]
 
@@ -12,7 +14,7 @@ Eviction = Literal["lru", "cost"]
 class SchedulerSettings:
     """Settings by name and unit of the configuration's sections."""
 
-    #: the order in which models execute; a key of `DISCIPLINES`.
+    #: the order in which models execute; a key of the disciplines that the scheduler is given.
     discipline: str = "fair"
     #: executions given to the device at once. The device runs them one after the other.
     depth: int = 1

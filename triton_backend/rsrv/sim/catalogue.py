@@ -17,6 +17,7 @@ from typing import Any
 
 from rsrv.runtime.host_copies import HostCopy, choose_copies
 from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     Event,
     Finish,
@@ -28,6 +29,7 @@ from rsrv.scheduler.events import (
     RequestsArrived,
 )
 from rsrv.sim.arrivals import instant
+from rsrv.sim.naive import NAIVE
 from rsrv.sim.record import Record, StartRecord
 
 
@@ -88,9 +90,9 @@ class Catalogue:
         self._queue = StartQueue()
         #: models that start, with the time at which they were asked for.
         self._asked: dict[str, float] = {}
-        #: seconds of each model's shortest start, under edf: requests that it would serve too late end at once.
+        #: seconds of each model's shortest start, if the discipline sheds: requests that it would serve too late end at once.
         self._start_seconds: dict[str, float] = {}
-        self._edf = scenario.discipline == "edf"
+        self._sheds = {**DISCIPLINES, **NAIVE}[scenario.discipline]().sheds
         self._building: StartRecord | None = None
         #: requests for models that start.
         self._waiting: dict[str, dict[int, Request]] = {}
@@ -215,7 +217,7 @@ class Catalogue:
         self._building = None
         del self._asked[start.model]
         self._queue.charge(start.model, now - start.began, now)
-        if self._edf:
+        if self._sheds:
             seconds = now - start.began
             self._start_seconds[start.model] = min(seconds, self._start_seconds.get(start.model, inf))
         self._starts.append(start)

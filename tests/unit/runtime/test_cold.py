@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -433,6 +434,39 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
     assert is_answered(request.answers.get(timeout=20), 1.0)
     assert models() == {"doubling": "ready"}
     assert is_answered(stub.ask(2.0), 2.0)
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["changes", "disappears"])
+def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
+    lazy: Runtime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path, gone: bool
+) -> None:
+    """The stub leaves all the same; the next request starts what is there by then, or is told that nothing is."""
+    path = tmp_path / "bundle"
+    shutil.copytree(doublings["a"], path)
+    stub = start_stub(lazy, path)
+    assert is_answered(stub.ask(3.0), 3.0)
+    deferred = stub.engine._deferred
+    wait_until(lambda: deferred.idle)
+    fall_back = deferred.dismissed
+
+    def fall_back_meanwhile(attachment: Attachment, start_timeout_s: float) -> None:
+        shutil.rmtree(path)
+        if not gone:
+            shutil.copytree(doublings["b"], path)
+        fall_back(attachment, start_timeout_s)
+
+    deferred.dismissed = fall_back_meanwhile
+    dismiss(lazy, stub.attachment.key)
+    wait_until(lambda: models() == {})
+
+    if gone:
+        assert "could not be started: " in error_of(stub.ask(3.0))
+        shutil.copytree(doublings["b"], path)
+    # A pause follows a start that failed.
+    answers = [stub.ask(3.0)]
+    while answers[-1].error is not None and wait_until(lambda: stub.is_cold):
+        answers.append(stub.ask(3.0))
+    assert answers[-1].arrays["y"].tolist() == [[8.0, 8.0, 8.0]]
 
 
 def test_what_the_runtime_has_told_of_a_start_ends_with_it(

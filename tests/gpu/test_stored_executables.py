@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,11 +18,16 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables
+from rsrv.stub.session import Launcher
+from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.stateful import export_stateful
 from rsrv_gen.cli import main as rsrv_gen
-from tests.gpu.fake_gpu import INSTALLED, FakeGpu
-from tests.unit.runtime.conftest import build_here
+from tests.gpu.conftest import end_runtime
+from tests.gpu.fake_gpu import INSTALLED, ROOT, FakeGpu
+from tests.unit.runtime.conftest import Runtime, build_here
+from tests.unit.runtime.test_cold import Stub
+from tests.waiting import PATIENCE_S
 
 
 def start(repository: Path, cache: Path) -> tuple[int, int]:
@@ -76,6 +81,32 @@ def test_a_server_loads_what_rsrv_gen_compiled_without_a_card(
     assert "doubling: 3 modules" in runtime("compile_for", repository, "h100")
     assert gpu.run(start, repository, tmp_path / "second cache") == (0, 4)
     assert "3 kept" in runtime("compile_for", repository, "h100")
+
+
+def test_a_lazy_model_starts_with_what_rsrv_gen_compiled(
+    gpu: FakeGpu, doubling: Path, tmp_path: Path
+) -> None:
+    """The first request of a cold model has its executables read: a card's server compiles nothing."""
+    repository = tmp_path / "gen"
+    assert rsrv_gen([str(doubling), "-o", str(repository)]) == 0
+    runtime("compile_for", repository, "h100")
+    settings = repository / "lazy.yaml"
+    settings.write_text("control: {enabled: false}\nruntime: {platform: cuda, start: lazy}\n")
+    variables = {**gpu.environment, "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    launcher = Launcher(os.getpid(), "0", settings, ROOT, {**os.environ, **variables})
+    stub = Stub(cast(Runtime, launcher), doubling)
+    try:
+        assert read_status(os.getpid())["models"] == {}
+
+        assert stub.send().answers.get(timeout=PATIENCE_S).error is None
+
+        status = read_status(os.getpid())
+        assert status["models"].keys() == {"doubling"}
+        # The device's probe, and three sizes.
+        assert (status["compiled"], status["from_cache"]) == (0, 4)
+    finally:
+        stub.model.close()
+        end_runtime(launcher)
 
 
 def export_sums(path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import queue
 import random
 import shutil
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -124,11 +126,32 @@ def bytes_tokenizer() -> Tokenizer:
     return found
 
 
+def sums(
+    call: Caller,
+    id: int | str,
+    values: list[float],
+    *,
+    start: bool = False,
+    end: bool = False,
+    **options: Any,
+) -> list[float]:
+    """Send one chunk of a sequence of `sums`, and return the sums until each value."""
+    x = np.asarray([values], np.float32)
+    answer = call("sums", {"x": x}, sequence_id=id, sequence_start=start, sequence_end=end, **options)
+    return [float(one) for one in answer["y"][0]]
+
+
 class Stream:
     """The answer of a generate_stream request, read line by line."""
 
-    def __init__(self, server: RunningTriton, model: str, **fields: Any) -> None:
+    def __init__(self, server: RunningTriton, model: str, *, buffer_bytes: int = 0, **fields: Any) -> None:
+        """`buffer_bytes`: what the client's kernel takes before it is read, 0 for its default."""
         self._connection = HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        self._connection.sock = socket.socket()
+        self._connection.sock.settimeout(60)
+        if buffer_bytes:
+            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self._connection.sock.connect(("127.0.0.1", server.http_port))
         self._connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(fields))
         self._answer = self._connection.getresponse()
 
@@ -159,10 +182,17 @@ def generate(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]
 class GrpcStreams:
     """Answers over one gRPC stream, by request id."""
 
-    def __init__(self, server: RunningTriton) -> None:
+    def __init__(self, server: RunningTriton, reads: threading.Event | None = None) -> None:
+        """`reads`: what is behind the first response is only read once it is set."""
         self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
         self._came: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
-        self._client.start_stream(lambda result, error: self._came.put((result, error)))
+        self._reads = reads
+        self._client.start_stream(self._keep)
+
+    def _keep(self, result: Any, error: InferenceServerException | None) -> None:
+        self._came.put((result, error))
+        if self._reads is not None:
+            self._reads.wait()
 
     def ask(self, model: str, id: str, prompt: bytes, **options: Any) -> None:
         tensor = tritonclient.grpc.InferInput("text_input", [1], "BYTES")
@@ -189,13 +219,15 @@ class GrpcStreams:
             return str(error.message())
 
     def close(self, *, cancel: bool = False) -> None:
+        if self._reads is not None:
+            self._reads.set()
         self._client.stop_stream(cancel_requests=cancel)
         self._client.close()
 
 
 @contextmanager
-def grpc_streams(server: RunningTriton) -> Iterator[GrpcStreams]:
-    made = GrpcStreams(server)
+def grpc_streams(server: RunningTriton, reads: threading.Event | None = None) -> Iterator[GrpcStreams]:
+    made = GrpcStreams(server, reads)
     try:
         yield made
     finally:

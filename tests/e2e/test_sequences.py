@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rsrv.wire.socket import read_status
-from tests.e2e.calls import PROTOCOLS, Caller, caller, refusal
+from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.stateful import (
     Stream,
@@ -19,6 +21,7 @@ from tests.e2e.stateful import (
     ensure,
     generate,
     grpc_streams,
+    sums,
     told,
 )
 from tests.e2e.test_bls import add
@@ -59,6 +62,34 @@ input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
 output [{ name: "text_output" data_type: TYPE_STRING dims: [1] }]
 instance_group [{ kind: KIND_CPU count: 1 }]
 """
+#: Ensembles of one step: of a storyteller, and of the model of sums.
+_TOLD = """
+platform: "ensemble"
+input [{ name: "text_input" data_type: TYPE_STRING dims: [1] }]
+output [{ name: "text_output" data_type: TYPE_STRING dims: [1] }]
+model_transaction_policy { decoupled: true }
+ensemble_scheduling { step [{
+  model_name: "teller" model_version: -1
+  input_map { key: "text_input" value: "text_input" }
+  output_map { key: "text_output" value: "text_output" }
+}] }
+"""
+_SUMMED = """
+platform: "ensemble"
+max_batch_size: 4
+input [{ name: "x" data_type: TYPE_FP32 dims: [-1] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [-1] }]
+ensemble_scheduling { step [{
+  model_name: "sums" model_version: -1
+  input_map { key: "x" value: "x" }
+  output_map { key: "y" value: "y" }
+}] }
+"""
+
+
+def add_ensemble(repository: Path, name: str, config: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +98,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     folder = tmp_path_factory.mktemp("sequences")
     repository = make_repository(folder, ensure(), settings="aliases: {champion: teller}")
     add(repository, "asking", _ASKING, _ASKING_CONFIG)
+    add_ensemble(repository, "told", _TOLD)
+    add_ensemble(repository, "summed", _SUMMED)
     with running_triton(repository, folder / "server.log", spare=True) as running:
         yield running
-
-
-def sums(
-    call: Caller, id: int | str, values: list[float], *, start: bool = False, end: bool = False
-) -> list[float]:
-    """Send one chunk of a sequence, and return the sums until each value."""
-    x = np.asarray([values], np.float32)
-    answer = call("sums", {"x": x}, sequence_id=id, sequence_start=start, sequence_end=end)
-    return [float(one) for one in answer["y"][0]]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -174,10 +198,55 @@ def test_a_client_that_goes_frees_its_slot(server: RunningTriton) -> None:
     assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
 
 
+def test_answers_that_are_read_late_are_whole(server: RunningTriton) -> None:
+    """The work goes on for clients that read nothing behind a first piece; at last they have all, and others had theirs."""
+    reads, tokens = threading.Event(), 1000
+    with (
+        Stream(server, "alone", buffer_bytes=4096, text_input="late", max_tokens=tokens) as stream,
+        grpc_streams(server, reads) as streams,
+    ):
+        texts = [next(iter(stream))["text_output"].encode(), b""]
+        # There is one slot: each answer begins when the one before has been made as a whole.
+        streams.ask("alone", "late", b"late", parameters={"max_tokens": tokens})
+        texts[1] += streams.next()[1]["text_output"][0]
+        assert generate(server, "alone", text_input="a", max_tokens=5)["text_output"] == told(b"a", 5)
+
+        texts[0] += b"".join(piece["text_output"].encode() for piece in stream)
+        reads.set()
+        last = False
+        while not last:
+            _, outputs, last = streams.next()
+            texts[1] += b"".join(outputs.get("text_output", ()))
+    assert [text.decode() for text in texts] == [told(b"late", tokens)] * 2
+
+
 def test_a_model_of_tritons_own_asks(server: RunningTriton) -> None:
     """BLS sends sequences, and reads streams."""
     answer = generate_plain(server, "asking", text_input="hello")
     assert answer["text_output"] == told(b"hello", 30)
+
+
+def test_an_ensemble_streams_the_answer_of_its_step(server: RunningTriton) -> None:
+    """The client's parameters and deadline reach the generation, and each of its pieces is a response of the ensemble."""
+    with Stream(server, "told", text_input="hello", max_tokens=30) as stream:
+        parts = list(stream)
+    assert "".join(part["text_output"] for part in parts) == told(b"hello", 30)
+    assert len(parts) > 1
+    with Stream(server, "told", text_input="hello", max_tokens="x") as stream:
+        ((message,),) = (part.values() for part in stream)
+    assert "parameter max_tokens must be" in message
+    with grpc_streams(server) as streams:
+        streams.ask("told", "late", b"hello", timeout=200_000)
+        assert "[rsrv:DEADLINE]" in streams.failure()
+
+
+def test_an_ensemble_passes_sequences_on(server: RunningTriton) -> None:
+    """The step gets the sequence's id, its start and its end."""
+    with caller(server) as call:
+        for start, end, total in ((True, False, 2.0), (False, False, 4.0), (False, True, 6.0)):
+            x = np.full((1, 1), 2, np.float32)
+            answer = call("summed", {"x": x}, sequence_id=55, sequence_start=start, sequence_end=end)
+            assert answer["y"].tolist() == [[total]]
 
 
 def generate_plain(server: RunningTriton, model: str, **fields: Any) -> dict[str, Any]:

@@ -18,21 +18,21 @@ from rsrv.scheduler.eviction import (
     rate,
 )
 from rsrv.scheduler.settings import Eviction, SchedulerSettings
-from rsrv.scheduler.weights import SharedTensorGroup, Uses, remember
+from rsrv.scheduler.weights import Arrivals, SharedTensorGroup, remember_arrivals
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 
 NOW = 1000.0
 
 
-def asked(*times: float) -> Uses:
-    uses: Uses = ()
+def asked(*times: float) -> Arrivals:
+    arrivals: Arrivals = ()
     for t in times:
-        uses = remember(uses, 1, t)
-    return uses
+        arrivals = remember_arrivals(arrivals, 1, t)
+    return arrivals
 
 
-def every(gap: float, *, until: float = NOW, count: int = 100) -> Uses:
+def every(gap: float, *, until: float = NOW, count: int = 100) -> Arrivals:
     """Return regular requests, the last of them `gap` before `until`."""
     return asked(*(until - gap * number for number in range(count, 0, -1)))
 
@@ -44,8 +44,10 @@ def own(size: int) -> SharedTensorGroup:
     return group
 
 
-def idle(name: str, uses: Uses, *, size: int = 100, load: float = 0.01, used: float = 0.0) -> Resident:
-    return Resident(name, [own(size)], used, None, load, uses)
+def idle(
+    name: str, arrivals: Arrivals, *, size: int = 100, load: float = 0.01, used: float = 0.0
+) -> Resident:
+    return Resident(name, [own(size)], used, None, load, arrivals)
 
 
 def order(*residents: Resident, now: float = NOW, policy: Eviction = "cost") -> str:
@@ -80,19 +82,19 @@ def test_popularity_ages() -> None:
 
 def test_a_long_silence_is_forgotten_after_few_requests() -> None:
     """After years of one request a day, eight requests within seconds decide the rate."""
-    uses = every(86400.0)
+    arrivals = every(86400.0)
     for second in range(8):
-        uses = remember(uses, 1, NOW + second)
+        arrivals = remember_arrivals(arrivals, 1, NOW + second)
 
-    assert uses == asked(*(NOW + second for second in range(8)))
+    assert arrivals == asked(*(NOW + second for second in range(8)))
 
 
 def test_dear_loads_stay_and_large_weights_go() -> None:
     """With equal requests, the load seconds that a byte saves decide."""
-    uses = every(1.0)
+    arrivals = every(1.0)
 
-    assert order(idle("d", uses, load=0.1), idle("c", uses, load=0.01)) == "cd"
-    assert order(idle("s", uses, size=10), idle("l", uses, size=1000)) == "ls"
+    assert order(idle("d", arrivals, load=0.1), idle("c", arrivals, load=0.01)) == "cd"
+    assert order(idle("s", arrivals, size=10), idle("l", arrivals, size=1000)) == "ls"
 
 
 def test_equal_values_go_by_the_latest_use() -> None:
@@ -106,9 +108,9 @@ def test_equal_values_go_by_the_latest_use() -> None:
 @given(st.lists(st.integers(1, 12), max_size=12))
 def test_requests_that_come_together_are_as_many(batches: list[int]) -> None:
     """One event of several requests, or as many events at one moment: the memory is the same."""
-    together: Uses = ()
+    together: Arrivals = ()
     for moment, requests in enumerate(batches):
-        together = remember(together, requests, moment)
+        together = remember_arrivals(together, requests, moment)
 
     assert together == asked(*(moment for moment, requests in enumerate(batches) for _ in range(requests)))
 
@@ -119,11 +121,11 @@ _times = st.lists(st.floats(0.0, NOW), max_size=12).map(sorted)
 @given(_times, st.floats(1e-6, 100.0), st.floats(0.0, 1e6))
 def test_any_history_gives_a_rate(times: list[float], grain: float, later: float) -> None:
     """For any history, the rate falls without requests, and is at most that of all requests within one grain."""
-    uses = asked(*times)
+    arrivals = asked(*times)
 
-    assert 0.0 <= rate(uses, NOW, grain) <= len(uses) / grain * 1.001
-    assert rate(uses, NOW + later, grain) <= rate(uses, NOW, grain)
-    assert (rate(uses, NOW, grain) > 0.0) == bool(times)
+    assert 0.0 <= rate(arrivals, NOW, grain) <= len(arrivals) / grain * 1.001
+    assert rate(arrivals, NOW + later, grain) <= rate(arrivals, NOW, grain)
+    assert (rate(arrivals, NOW, grain) > 0.0) == bool(times)
 
 
 @given(_times, _times, st.sampled_from([1e-3, 60.0, 1e4]))
@@ -137,7 +139,7 @@ def test_time_has_no_unit(one: list[float], other: list[float], unit: float) -> 
 # --- any policy ----------------------------------------------------------------------------------------------
 
 _resident = st.builds(
-    lambda size, used, rank, load, uses: ([own(size)], used, rank, load, asked(*sorted(uses))),
+    lambda size, used, rank, load, arrivals: ([own(size)], used, rank, load, asked(*sorted(arrivals))),
     st.integers(0, 100),
     st.floats(0.0, NOW),
     st.none() | st.integers(0, 10),

@@ -124,10 +124,10 @@ def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> N
 
     assert machine.remove("a") == [Finish(waiting.id, Outcome.REFUSED, Reason.UNLOADED)]
     assert machine.scheduler.snapshot().models["a"].draining
-    assert machine.scheduler.holds("a")
+    assert machine.scheduler.knows("a")
     assert machine.finish() == [Finish(running.id, Outcome.ANSWERED), EvictWeights("a", 1)]
     assert machine.scheduler.snapshot().models == {}
-    assert not machine.scheduler.holds("a")
+    assert not machine.scheduler.knows("a")
 
 
 def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Driver) -> None:

@@ -250,7 +250,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
         (RequestsArrived((fresh, fresh)), "twice"),
         (RequestsArrived((Request(99, "a", 0, -1),)), "-1 rows"),
         (ExecutionFinished(7, 0.1), "dispatch 7 is not in flight"),
-        (ModelAdded(program("a")), "loaded already"),
+        (ModelAdded(program("a")), "added already"),
         (ModelAdded(program("b", {})), "no compiled size"),
         (ModelAdded(program("b", max_queue_depth=0)), "max_queue_depth"),
         (ModelAdded(program("b", max_batch_rows=0)), "max_batch_rows"),

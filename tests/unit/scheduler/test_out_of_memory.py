@@ -151,11 +151,11 @@ def test_a_model_removed_before_its_second_try_still_gets_it() -> None:
     driver.arrive(driver.request("b"))
     driver.finish(min(driver.executing), out_of_memory=True)
     driver.remove("a")
-    assert driver.scheduler.holds("a")
+    assert driver.scheduler.knows("a")
     driver.finish_all()
 
     assert driver.outcome(request) is Outcome.ANSWERED
-    assert not driver.scheduler.holds("a")
+    assert not driver.scheduler.knows("a")
 
 
 def test_the_discipline_charges_both_tries_once() -> None:
@@ -678,7 +678,7 @@ def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
     assert driver.warming == {"b"}
     driver.warm_up_ends("b")
 
-    assert not driver.scheduler.holds("b")
+    assert not driver.scheduler.knows("b")
 
 
 # --- more of loads -----------------------------------------------------------------------------------------
@@ -739,7 +739,7 @@ def test_no_memory_for_a_model_that_is_gone_evicts_no_weights() -> None:
 
     assert driver.fail_load("b", out_of_memory=True) == []
     assert driver.resident == {"a"}
-    assert not driver.scheduler.holds("b")
+    assert not driver.scheduler.knows("b")
 
 
 def test_another_warm_up_does_not_end_a_second_try() -> None:

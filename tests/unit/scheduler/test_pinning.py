@@ -279,10 +279,10 @@ def test_a_model_that_is_removed_while_it_warms_up_leaves_afterwards() -> None:
     driver.add(program("a"), resident=False, warm_up=True)
     driver.load("a")
     assert driver.remove("a") == []
-    assert driver.scheduler.holds("a")
+    assert driver.scheduler.knows("a")
 
     assert driver.warm_up_ends("a") == [EvictWeights("a", 1)]
-    assert not driver.scheduler.holds("a")
+    assert not driver.scheduler.knows("a")
 
 
 def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
@@ -296,7 +296,7 @@ def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
             assert driver.load("a") == [EvictWeights("a", 1)]
         else:
             assert driver.abandon_load("a") == []
-        assert not driver.scheduler.holds("a")
+        assert not driver.scheduler.knows("a")
         assert held(driver) == (0, 0)
 
 

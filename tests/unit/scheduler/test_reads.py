@@ -131,9 +131,9 @@ def test_a_model_that_is_removed_during_its_read_leaves_when_that_ends() -> None
 
     assert AbandonLoad("a", 1) in machine.remove("a")
     assert machine.outcome(request) is Reason.UNLOADED
-    assert machine.scheduler.holds("a")
+    assert machine.scheduler.knows("a")
     assert machine.abandon_load("a") == [ReadWeights("b", 2)]
-    assert not machine.scheduler.holds("a")
+    assert not machine.scheduler.knows("a")
 
 
 def test_a_read_that_fails_backs_off_with_its_reason() -> None:

@@ -153,9 +153,9 @@ class Loop:
             starting, returned = self._registry.starting(), {one.key for one in models}
             before = self._handover.before or ()
             models += [one for one in before if one.name in starting and one.key not in returned]
-        place, last_used = self._handover.place, self._scheduler.last_used
+        place, last_arrival = self._handover.place, self._scheduler.last_arrival
         # Those that no request has come for since stay in their order.
-        return sorted(models, key=lambda one: (-last_used(one.key), place(one.key)))
+        return sorted(models, key=lambda one: (-last_arrival(one.key), place(one.key)))
 
     def have_successor(self, successor: Successor) -> None:
         """Have the process that becomes the next runtime prepared before an end that is planned."""

@@ -459,7 +459,7 @@ class Registry:
 
     def release(self) -> list[str]:
         """End the lives of models that the scheduler has released; return their keys."""
-        released = [key for key in self.catalog.ending if not self._scheduler.holds(key)]
+        released = [key for key in self.catalog.ending if not self._scheduler.knows(key)]
         for key in released:
             model = self.catalog.get(key)
             self._advance(key, LifecycleEvent.RELEASED)

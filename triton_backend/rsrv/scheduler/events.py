@@ -1,7 +1,7 @@
 """Events and instructions of the scheduler: two closed unions of frozen values.
 
 Times are seconds on one monotonic clock (the caller's choice); durations are seconds; sizes of
-weights are bytes. A *model* is an opaque key, unique among the loaded ones. *Rows* are elements along
+weights are bytes. A *model* is an opaque key, unique among the added ones. *Rows* are elements along
 the batch axis; a compiled *size* is the number of rows that an executable takes, padding included. A
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rsrv.scheduler.ranking import Rank
 from rsrv.scheduler.settings import Eviction
-from rsrv.scheduler.weights import SharedTensorGroup, Uses
+from rsrv.scheduler.weights import Arrivals, SharedTensorGroup
 
 _rank = attrgetter("rank")
 
@@ -34,35 +34,35 @@ class Resident:
     #: all of its bytes. A group is freed when no other model uses it.
     groups: Sequence[SharedTensorGroup]
     #: when they were last used.
-    used: float
+    last_used: float
     #: the discipline's rank of the model's work; None if no request waits.
     rank: Rank | None = None
     #: seconds that a load of all of them would take.
     load_seconds: float = 0.0
     #: when requests arrived for the model.
-    uses: Uses = ()
+    arrivals: Arrivals = ()
 
     @property
     def bytes(self) -> int:
         return sum(group.bytes for group in self.groups)
 
 
-def rate(uses: Uses, now: float, grain: float) -> float:
+def rate(arrivals: Arrivals, now: float, grain: float) -> float:
     """Expected requests per second, up to a factor that is the same for all models.
 
-        (sum over uses of age ** -1/2) ** 2 / number of uses,          age = now - use + grain
+        (sum over arrivals of age ** -1/2) ** 2 / number of arrivals,          age = now - arrival + grain
 
-    The less time has passed since a use, the likelier is the next one: by a power of that time (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2
-    is the usual one (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU
-    (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if everything took twice as long, the
-    order would be the same. Remembering a few uses, also of absent models, comes from LRU-K (E. O'Neil, P. O'Neil,
-    G. Weikum: SIGMOD 1993).
+    The less time has passed since an arrival, the likelier is the next one: by a power of that time (J. Anderson and
+    L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2 is the usual one
+    (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU (D. Lee et al.: IEEE
+    Trans. Computers 50, 2001), but without a unit of time: if everything took twice as long, the order would be the same.
+    Remembering a few arrivals, also of absent models, comes from LRU-K (E. O'Neil, P. O'Neil, G. Weikum: SIGMOD 1993).
 
     `grain`, in seconds, above 0: the distance below which two times count as one.
     """
-    if not uses:
+    if not arrivals:
         return 0.0
-    return sum([1.0 / sqrt(now - use + grain) for use in uses]) ** 2 / len(uses)
+    return sum([1.0 / sqrt(now - arrival + grain) for arrival in arrivals]) ** 2 / len(arrivals)
 
 
 #: the order in which idle weights are evicted at a time: the smallest first.
@@ -71,18 +71,18 @@ Policy = Callable[[Resident, float], Any]
 
 def lru(one: Resident, now: float) -> tuple[float, str]:
     """Evict the least recently used weights first."""
-    return (one.used, one.model)
+    return (one.last_used, one.model)
 
 
 def cost(one: Resident, now: float) -> tuple[float, float, str]:
-    """Evict the weights first whose bytes save the fewest seconds of loading, per second (see the module).
+    """Order weights by the loading time that each of their bytes saves per second, the least first (see the module).
 
     The grain of time is a load: requests that arrive within one share it. Weights that load at once have no value; equal
     values go by `lru`.
     """
     value = 0.0
     if one.load_seconds:
-        value = rate(one.uses, now, one.load_seconds) * one.load_seconds / max(1, one.bytes)
+        value = rate(one.arrivals, now, one.load_seconds) * one.load_seconds / max(1, one.bytes)
     return (value, *lru(one, now))
 
 
@@ -122,14 +122,14 @@ def choose_victims(
 ) -> list[str] | None:
     """Choose victims that free `missing` bytes together, in order of eviction; None if all candidates are not enough.
 
-    They are chosen by `in_order`. Weights stay if the other victims free enough, or if they would free nothing: all of
+    They are chosen by `in_eviction_order`. Weights stay if the other victims free enough, or if they would free nothing: all of
     their groups are used by models that stay, or belong to `keep`, the groups that the load has too.
     """
     if missing <= 0:
         return []
     chosen: list[Resident] = []
     room = _FreedBytes(keep)
-    for one in in_order(residents, now, policy):
+    for one in in_eviction_order(residents, now, policy):
         if missing <= 0:
             break
         chosen.append(one)
@@ -149,7 +149,7 @@ def choose_victims(
 def freed_by_all(
     residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = (), enough: float = inf
 ) -> int:
-    """Return the bytes that are freed if all of these are evicted; of many, those that free `enough` are counted."""
+    """Return the bytes that are freed if all of these are evicted. Stops counting at `enough` bytes."""
     room, freed = _FreedBytes(keep), 0
     for one in residents:
         if freed >= enough:
@@ -158,8 +158,8 @@ def freed_by_all(
     return freed
 
 
-def in_order(residents: Iterable[Resident], now: float, policy: Policy) -> list[Resident]:
-    """Sort candidates by when they are likely needed next, the latest first.
+def in_eviction_order(residents: Iterable[Resident], now: float, policy: Policy) -> list[Resident]:
+    """Sort candidates by the time when they are likely needed next, the latest first.
 
     Idle ones come first, in the policy's order, because their next use is unknown. Ones with waiting requests follow,
     the last in the discipline's order first.

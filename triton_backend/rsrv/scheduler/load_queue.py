@@ -585,7 +585,9 @@ def _is_needed(model: ModelState) -> bool:
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = discipline.rank(model) if discipline is not None and model.has_work else None
     weights = model.weights
-    return Resident(model.name, weights.groups, weights.last_used, rank, weights.return_seconds, weights.uses)
+    return Resident(
+        model.name, weights.groups, weights.last_used, rank, weights.return_seconds, weights.arrivals
+    )
 
 
 def _names(models: Sequence[ModelState]) -> str:

@@ -47,7 +47,7 @@ class _Meta:
 
 
 class MetaAdmission:
-    """Admission of at most `limit` runs at a time. `models` are the loaded ones."""
+    """Admission of at most `limit` runs at a time. `models` are the known ones."""
 
     __slots__ = (
         "_admitted",

@@ -59,7 +59,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
 
 
 class ModelState:
-    """One loaded or draining model: its queues, weights, counters and history.
+    """One known or draining model: its queues, weights, counters and history.
 
     The scheduler writes it; disciplines see it as a `Candidate`.
     """

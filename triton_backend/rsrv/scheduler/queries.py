@@ -1,4 +1,8 @@
-"""Questions about the scheduler that others ask: none changes a later decision."""
+"""Questions about the scheduler that others ask: none changes a later decision.
+
+*Known* models are those that were added and not removed; *draining* ones were removed, and something of them is still on
+the device.
+"""
 
 from collections.abc import Iterable
 from math import inf
@@ -79,38 +83,38 @@ class SchedulerQueries:
         return self._admission.wait_seconds()
 
     def load_seconds(self, model: str) -> float:
-        """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is not loaded."""
+        """Return the expected seconds of loading a model's weights now; 0 if they are resident, or it is unknown."""
         state = self._models.get(model)
         return 0.0 if state is None or state.weights.state in ON_DEVICE else state.weights.remaining_seconds
 
     def on_disk(self, model: str) -> bool:
-        """Return whether a loaded model's weights are read from disk before a load; False for others."""
+        """Return whether a known model's weights are read from disk before a load; False for others."""
         state = self._models.get(model)
         return state is not None and state.weights.on_disk
 
-    def holds(self, model: str) -> bool:
-        """True if a model is loaded or draining: its key may be added again only when it is neither."""
+    def knows(self, model: str) -> bool:
+        """True if a model is known or draining: its key may be added again only when it is neither."""
         return model in self._models or model in self._draining
 
-    def last_used(self, model: str) -> float:
-        """Return when the latest requests for a loaded model came; -inf for others, and if none has come."""
+    def last_arrival(self, model: str) -> float:
+        """Return when the latest requests for a known model came; -inf for others, and if none has come."""
         state = self._models.get(model)
-        return -inf if state is None or not state.weights.uses else state.weights.uses[-1]
+        return -inf if state is None or not state.weights.arrivals else state.weights.arrivals[-1]
 
     def idle_since(self, model: str) -> float:
-        """Return when a loaded model's weights were last used; inf: requests wait for them, or they load or execute."""
+        """Return when a known model's weights were last used; inf: requests wait for them, or they load or execute."""
         state = self._models.get(model)
         if state is None or state.queued or state.executing or state.weights.state not in _AT_REST:
             return inf
         return state.weights.last_used
 
     def queued(self, model: str) -> int:
-        """Requests that wait for a loaded model; 0 for others."""
+        """Requests that wait for a known model; 0 for others."""
         state = self._models.get(model)
         return 0 if state is None else state.queued
 
     def history(self, model: str, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
-        """Return the latest events, instructions and states of a loaded or draining model, oldest first; none of others.
+        """Return the latest events, instructions and states of a known or draining model, oldest first; none of others.
 
         `beside`: other records about the model to insert, oldest first.
         """
@@ -118,7 +122,7 @@ class SchedulerQueries:
         return (History() if state is None else state.history).records(beside)
 
     def slowest(self, model: str, now: float) -> list[SlowRequest]:
-        """Return the slowest requests of a loaded or draining model, the slowest first; none of others."""
+        """Return the slowest requests of a known or draining model, the slowest first; none of others."""
         state = self._find(model)
         return [] if state is None else state.slowest.read(now)
 
@@ -134,7 +138,7 @@ class SchedulerQueries:
         return kept + self._times.in_progress(tag, id, now)
 
     def obstacle(self, model: str, now: float) -> str:
-        """Return what the absent weights of a loaded model wait for, in words; "" if they wait for nothing."""
+        """Return what the absent weights of a known model wait for, in words; "" if they wait for nothing."""
         state, retried = self._models.get(model), self._residency.compaction.retried
         device = ""
         if retried is not None:
@@ -146,12 +150,12 @@ class SchedulerQueries:
         return "" if state is None else self._loads.obstacle(state, now, device)
 
     def take_touched(self) -> list[str]:
-        """Return the loaded models whose part of `load_report` may have changed since the last call."""
+        """Return the known models whose part of `load_report` may have changed since the last call."""
         touched, self._touched = self._touched, {}
         return [model.name for model in touched if not model.draining]
 
     def load_report(self, names: Iterable[str] | None = None) -> LoadReport:
-        """Return the part of `snapshot` that is read often, of loaded models. `names`: of these alone; None: of all."""
+        """Return the part of `snapshot` that is read often, of known models. `names`: of these alone; None: of all."""
         found = self._models if names is None else {*names} & self._models.keys()
         models = {name: self._models[name].load_report() for name in found}
         weights = self._residency.weights
@@ -166,11 +170,11 @@ class SchedulerQueries:
         ]
 
     def totals(self) -> dict[str, Totals]:
-        """Return the counters of loaded and draining models by name, over all versions. To be read at once."""
+        """Return the counters of known and draining models by name, over all versions. To be read at once."""
         return self._past.with_present((state.family, state.totals) for state in self._states())
 
     def model(self, key: str) -> ModelSnapshot | None:
-        """Return statistics of one loaded or draining model."""
+        """Return statistics of one known or draining model."""
         state = self._find(key)
         return None if state is None else state.snapshot()
 
@@ -194,7 +198,7 @@ class SchedulerQueries:
         return sum(one.program.weight_bytes for one in present)
 
     def snapshot(self) -> SchedulerSnapshot:
-        """Return statistics of all loaded and draining models."""
+        """Return statistics of all known and draining models."""
         states, totals = self._states(), OutcomeCounts()
         for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)

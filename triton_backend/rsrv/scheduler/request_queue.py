@@ -25,7 +25,7 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.statistics import OutcomeCounts, Stage
 from rsrv.scheduler.variant_queue import Deadlines, InFlightRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
-from rsrv.scheduler.weights import WeightAccounts, remember
+from rsrv.scheduler.weights import WeightAccounts, remember_arrivals
 
 #: seconds by which a deadline may seem to be missed, because sums of times are rounded.
 SLACK = 1e-6
@@ -63,7 +63,7 @@ class RequestQueues:
     def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
         #: gives the order in which requests wait.
         self.discipline = discipline
-        #: loaded models; the scheduler adds and removes them.
+        #: known models; the scheduler adds and removes them.
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
         self.live: dict[int, InFlightRequest] = {}
@@ -187,7 +187,7 @@ class RequestQueues:
                 model.weights.observe_pause(now)
             if model.weights.state not in ON_DEVICE:
                 model.totals.misses += len(ids)
-            model.weights.uses = remember(model.weights.uses, len(ids), now)
+            model.weights.arrivals = remember_arrivals(model.weights.arrivals, len(ids), now)
             model.history.add(now, "arrived", ids)
         if deadlines.heap:
             deadlines.clean(self.queued)

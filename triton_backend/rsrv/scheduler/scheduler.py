@@ -83,7 +83,7 @@ class Scheduler(SchedulerQueries):
         self._disciplines = disciplines
         self._now = -inf
         self._check_settings(self.settings)
-        #: loaded models. A removed model moves to `_draining` until nothing of it is on the device.
+        #: known models. A removed model moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
         #: models that have changed since `take_touched`
@@ -174,7 +174,7 @@ class Scheduler(SchedulerQueries):
                 self._residency.weights.check(event.program)
                 name = event.program.model
                 if name in self._models:
-                    raise CallerError(f"model {name!r} is loaded already: remove it first")
+                    raise CallerError(f"model {name!r} was added already: remove it first")
                 if name in self._draining:
                     raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
             case SettingsChanged():

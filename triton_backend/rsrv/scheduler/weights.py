@@ -1,7 +1,7 @@
 """The weights of all models on the device: their states, their bytes, and the budget.
 
 A tensor is identified by its content. Models with equal tensors share the bytes: these count once, and stay on the device
-while any of the models needs them. Tensors that exactly the same loaded models have form one *group*. Sums over the
+while any of the models needs them. Tensors that exactly the same models have form one *group*. Sums over the
 groups of a model cost far less than sums over its tensors: a model that shares nothing is one group, and a family of
 fine-tunes with one backbone has two groups for each member.
 
@@ -34,20 +34,20 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 _MIN_MEASURED_SHARE = 0.5
 #: requests of a model whose times are remembered. More would tell popular models from the rest a little better where
 #: nothing changes; fewer would follow a change sooner.
-_REMEMBERED_USES = 8
+_REMEMBERED_ARRIVALS = 8
 
 #: when the latest requests for a model arrived, oldest first. The memory reaches as far back as the model's own
 #: requests do, not a number of seconds.
-Uses = tuple[float, ...]
+Arrivals = tuple[float, ...]
 
 
-def remember(uses: Uses, requests: int, now: float) -> Uses:
-    """Return the latest uses after that many more at `now`."""
-    return (uses + (now,) * min(requests, _REMEMBERED_USES))[-_REMEMBERED_USES:]
+def remember_arrivals(arrivals: Arrivals, requests: int, now: float) -> Arrivals:
+    """Return the latest arrivals after that many more at `now`."""
+    return (arrivals + (now,) * min(requests, _REMEMBERED_ARRIVALS))[-_REMEMBERED_ARRIVALS:]
 
 
 class SharedTensorGroup:
-    """Tensors that exactly the same loaded models have. They are on the device while one of these uses them."""
+    """Tensors that exactly the same models have. They are on the device while one of these uses them."""
 
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
@@ -128,6 +128,7 @@ class ModelWeights:
 
     __slots__ = (
         "abandoned",
+        "arrivals",
         "backoff_seconds",
         "backoff_until",
         "begun_at",
@@ -150,7 +151,6 @@ class ModelWeights:
         "retry_due",
         "state",
         "unserved",
-        "uses",
         "usual_pause",
     )
 
@@ -199,7 +199,7 @@ class ModelWeights:
         #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
         self.usual_pause = 0.0
         #: when its latest requests arrived, wherever the weights were.
-        self.uses: Uses = ()
+        self.arrivals: Arrivals = ()
 
     @property
     def bytes(self) -> int:

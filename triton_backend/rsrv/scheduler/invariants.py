@@ -226,16 +226,16 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         compaction.state is not CompactionState.DUE or held_up, "a compaction is due, and nothing in its way"
     )
     reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
-    _require(scheduler._residency.weights.reserved == reserved, "warm-ups are not counted (9)")
+    _require(scheduler._residency.accounts.reserved == reserved, "warm-ups are not counted (9)")
     again = any(one.execute.again for one in running)
     retried = compaction.retried
     warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
     _require((retried is not None and not warms_up) == again, "a second try is not known")
     # A model whose weights were there when it was added may warm up beside it.
-    alone = len(running) + warms_up == 1 and scheduler._residency.weights.loading is None
+    alone = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
     _require(retried is None or alone, "a second try does not have the device to itself")
     kept = [one for one in running if one.execute.alone]
-    whole = len(running) == 1 and scheduler._residency.weights.loading is None
+    whole = len(running) == 1 and scheduler._residency.accounts.loading is None
     requests = sum(len(one.execute.requests) for one in kept)
     _require(not kept or (whole and requests == 1), "it executes alone, and is not alone (16)")
     waits = scheduler._kept_alone and not kept
@@ -253,7 +253,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 
 def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
-    weights, loads = scheduler._residency.weights, scheduler._loads
+    accounts, loads = scheduler._residency.accounts, scheduler._loads
     owners: dict[SharedTensorGroup, list[ModelWeights]] = {}
     for state in states:
         for group in state.weights.groups:
@@ -267,15 +267,15 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(not group.tensors or group.bytes == sum(group.tensors.values()), "not its bytes (8)")
         _require(tensors.keys().isdisjoint(group.tensors), "a tensor is in two groups (8)")
         tensors |= dict.fromkeys(group.tensors, group)
-    _require(weights.groups.by_tensor() == tensors, "the tensors known are not those of the models (8)")
+    _require(accounts.groups.by_tensor() == tensors, "the tensors known are not those of the models (8)")
     for state in states:
         if state.program.tensors is not None:
             own = {key for group in state.weights.groups for key in group.tensors}
             _require(own == set(state.program.tensors), "its groups are not its tensors (8)", state)
     held = sum(group.bytes for group in owners if group.users)
     pinned = sum(group.bytes for group in owners if group.pins)
-    _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
-    _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
+    _require(accounts.bytes == held, f"{accounts.bytes} bytes counted, {held} held (8)")
+    _require(accounts.pinned_bytes == pinned, f"{accounts.pinned_bytes} bytes counted, {pinned} pinned (8)")
     for state in scheduler._models.values():
         if state.weights.state in ON_DEVICE and scheduler.settings.on_demand:
             latest = scheduler._now + max(state.program.idle_seconds, IDLE_LOOK_S)
@@ -284,22 +284,22 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     unpinned = [state for state in present if not state.weights.pinned]
     for state in states:
         _check_state(scheduler, state)
-    counted = set(weights.unpinned)
+    counted = set(accounts.unpinned)
     _require(counted == {one.weights for one in unpinned}, "those that are not pinned are not known (8)")
-    _require(not loads.overdue(scheduler._now), f"{held} bytes held of {weights.budget} (8)")
+    _require(not loads.victims_over_budget(scheduler._now), f"{held} bytes held of {accounts.budget} (8)")
     loading = [state for state in states if state.weights.state is WeightState.LOADING]
     _require(len(loading) <= 1, "more than one load is in progress (9)")
     _require(
-        weights.loading is (loading[0].weights if loading else None),
+        accounts.loading is (loading[0].weights if loading else None),
         "the load in progress is another one (9)",
     )
     reading = [state.weights for state in states if state.weights.state is WeightState.READING]
-    _require(reading == [weights.reading] * len(reading), "the read in progress is another one (9)")
-    _require(len(reading) == (weights.reading is not None), "the read in progress is not known (9)")
+    _require(reading == [accounts.reading] * len(reading), "the read in progress is another one (9)")
+    _require(len(reading) == (accounts.reading is not None), "the read in progress is not known (9)")
     _require(all(one.on_disk for one in reading), "what is being read is in host memory (9)")
     waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
     _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
-    first = loads.first()
+    first = loads.head()
     keeps = scheduler._kept_alone or scheduler._is_compacting
     if not loading and first is not None and not keeps:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
@@ -320,9 +320,9 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     )
     leaves = where in RUNNABLE and (eviction or state.draining)
     _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
-    demand = loads.on_disk if weights.on_disk else loads.demanded
+    demand = loads.demand_for_disk if weights.on_disk else loads.demand_for_link
     _require((name in demand) == (state.has_work and absent), "demand is not known (9)", state)
-    other = loads.demanded if weights.on_disk else loads.on_disk
+    other = loads.demand_for_link if weights.on_disk else loads.demand_for_disk
     _require(name not in other, "it is in line for the link and on disk, or the other way round (9)", state)
     told = where in (WeightState.QUEUED, WeightState.READING, WeightState.BACKOFF)
     _require(told == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state)
@@ -332,7 +332,7 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
         return
     _require(name in loads.required or not (absent and state.needs_warm_up), "warm-up forgotten (9)", state)
     prefetched = name in loads.prefetched
-    gone = absent or (where is WeightState.LOADING and scheduler._residency.weights.abandoning)
+    gone = absent or (where is WeightState.LOADING and scheduler._residency.accounts.abandoning)
     _require(not prefetched or where not in ON_DEVICE, "it is prefetched, and on the device (10)", state)
     in_line = prefetched or name in loads.required or weights.pinned
     _require(in_line or not gone or not weights.desired, "it is desired, and in no line (10)", state)

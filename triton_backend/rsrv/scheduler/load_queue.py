@@ -71,27 +71,27 @@ class LoadQueue:
         "_read_for_warm_up",
         "_retry_at",
         "_warmed_up_last",
+        "accounts",
         "backing_off",
-        "demanded",
+        "demand_for_disk",
+        "demand_for_link",
         "discipline",
         "may_read",
         "on_demand",
-        "on_disk",
         "prefetched",
         "required",
         "restored",
-        "weights",
     )
 
     def __init__(
         self,
         models: Mapping[str, ModelState],
-        weights: WeightAccounts,
+        accounts: WeightAccounts,
         settings: SchedulerSettings,
         discipline: Discipline,
     ) -> None:
         self._models = models
-        self.weights = weights
+        self.accounts = accounts
         self.discipline = discipline
         self._factor = settings.residency_factor
         self._policy = POLICIES[settings.eviction]
@@ -99,9 +99,9 @@ class LoadQueue:
         self.on_demand = settings.on_demand
         # One line for each reason; a model may stand in several (dictionaries for their order).
         self.required: dict[str, None] = {}
-        #: models with waiting requests, by the discipline's rank; those with weights on disk in a line of their own.
-        self.demanded: Ranking[str] = Ranking()
-        self.on_disk: Ranking[str] = Ranking()
+        #: models with waiting requests, by the discipline's rank: for the link, and, with weights on disk only, for the disk.
+        self.demand_for_link: Ranking[str] = Ranking()
+        self.demand_for_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
         #: by precedence, smallest first.
         self.restored: dict[str, int] = {}
@@ -129,7 +129,7 @@ class LoadQueue:
         """Return why a model is in line: the first reason in order of precedence; None: it is not."""
         if name in self.required:
             return LoadReason.REQUIRED
-        if name in self.demanded or name in self.on_disk:
+        if name in self.demand_for_link or name in self.demand_for_disk:
             return LoadReason.DEMAND
         if name in self.prefetched:
             return LoadReason.PREFETCH
@@ -141,39 +141,40 @@ class LoadQueue:
         self.may_read = self.may_read or weights.on_disk
         if weights.state is WeightState.QUEUED:
             if reason is None:
-                self.weights.move(weights, WeightEvent.WITHDRAW)
+                self.accounts.move(weights, WeightEvent.WITHDRAW)
         elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and reason is not None:
-            self.weights.move(weights, WeightEvent.QUEUE, reason.value)
+            self.accounts.move(weights, WeightEvent.QUEUE, reason.value)
         if weights.state is WeightState.ABSENT and model in self.backing_off:
-            self.weights.move(weights, WeightEvent.BACK_OFF, seconds=weights.backoff_seconds)
+            self.accounts.move(weights, WeightEvent.BACK_OFF, seconds=weights.backoff_seconds)
         elif weights.state is WeightState.BACKOFF and model not in self.backing_off:
-            self.weights.move(weights, WeightEvent.END_BACKOFF)
+            self.accounts.move(weights, WeightEvent.END_BACKOFF)
 
     def require(self, model: ModelState) -> None:
-        """Load a model's absent weights before others, and retry until there is room."""
+        """Put a model in the line of required loads, before all others."""
         self.required[model.name] = None
         self.requeue(model)
-        self.retry()
+        self.unblock()
 
     def end_requirement(self, model: ModelState) -> None:
-        """Load a model's weights for other reasons only."""
+        """Take a model out of the line of required loads."""
         if model.name in self.required:
             del self.required[model.name]
             self.requeue(model)
-            self.retry()
+            self.unblock()
 
     def demand(self, model: ModelState, rank: Rank) -> None:
-        """Load a model's absent weights for the requests that wait."""
-        (self.on_disk if model.weights.on_disk else self.demanded).set(model.name, rank)
+        """Put a model with waiting requests in line, or change its rank there."""
+        (self.demand_for_disk if model.weights.on_disk else self.demand_for_link).set(model.name, rank)
         if model.weights.state is not WeightState.QUEUED:
             self.requeue(model)
         if model.name == self._blocked_head:
-            self.retry()
+            # Its rank may have improved, so it may evict others now.
+            self.unblock()
 
     def end_demand(self, model: ModelState) -> None:
-        """Load a model's weights for other reasons only: no request waits for them."""
-        self.demanded.pop(model.name, None)
-        self.on_disk.pop(model.name, None)
+        """Take a model whose requests are gone out of line."""
+        self.demand_for_link.pop(model.name, None)
+        self.demand_for_disk.pop(model.name, None)
         self.requeue(model)
 
     def copy_changed(self, model: ModelState, *, present: bool) -> None:
@@ -181,21 +182,25 @@ class LoadQueue:
         if model.weights.state is WeightState.READING:
             return  # the end of the read says the same
         model.weights.on_disk = not present
-        before, after = (self.on_disk, self.demanded) if present else (self.demanded, self.on_disk)
+        before, after = (
+            (self.demand_for_disk, self.demand_for_link)
+            if present
+            else (self.demand_for_link, self.demand_for_disk)
+        )
         rank = before.pop(model.name, None)
         if rank is not None:
             after.set(model.name, rank)
         self.requeue(model)
-        self.retry()
+        self.unblock()
 
     def prefetch(self, model: ModelState) -> None:
-        """Load a model's absent weights when no request needs the link, without evicting weights with work."""
+        """Put a model in the line of prefetches."""
         self.prefetched[model.name] = None
         self._prefetch_may_fit = True
         self.requeue(model)
 
-    def missed(self, model: ModelState) -> None:
-        """Load weights whose load takes too long for a request that was shed, so that the next request finds them.
+    def prefetch_after_shed(self, model: ModelState) -> None:
+        """Prefetch weights whose load takes too long for a request that was shed, so that the next request finds them.
 
         Otherwise a model whose deadlines are all shorter than its load would never be served.
         """
@@ -203,27 +208,27 @@ class LoadQueue:
             self.prefetch(model)
 
     def restore(self, evicted: Iterable[ModelState]) -> None:
-        """Load evicted weights back, the most urgent first and before others, into free room only."""
+        """Put evicted models in the line of restores, before those that are there, the most urgent first."""
         models = list(evicted)
         first = min(self.restored.values(), default=0) - len(models)
         for place, model in enumerate(models, first):
             self.restore_at(place, model)
 
     def restore_at(self, place: int, model: ModelState) -> None:
-        """Load weights that an earlier runtime had on the device, those with the smallest place first."""
+        """Put a model in the line of restores; the smallest place is first."""
         self.restored[model.name] = place
         self.requeue(model)
 
-    def withdraw(self, model: ModelState) -> None:
-        """End the prefetch and the restoring of a model's weights."""
+    def end_prefetch_and_restore(self, model: ModelState) -> None:
+        """Take a model out of the lines of prefetches and restores."""
         self.prefetched.pop(model.name, None)
         self.restored.pop(model.name, None)
         self.requeue(model)
 
-    def forget(self, model: ModelState) -> None:
-        """End every reason to load a model's weights but demand."""
+    def leave_lines(self, model: ModelState) -> None:
+        """Take a model out of every line but demand's."""
         self.end_requirement(model)
-        self.withdraw(model)
+        self.end_prefetch_and_restore(model)
 
     def back_off(self, model: ModelState, now: float, error: str) -> None:
         """Do not retry a model's load for a while. The length stays with the model until a load goes well."""
@@ -242,8 +247,8 @@ class LoadQueue:
         for model in self.backing_off:
             model.weights.end_backoff()
 
-    def retry_failed(self, now: float) -> None:
-        """Require the pinned models whose back-off is over; others are retried for requests."""
+    def end_due_backoffs(self, now: float) -> None:
+        """End the back-offs that are over; require pinned models, others wait for requests."""
         for model in [model for model in self.backing_off if model.weights.backoff_until <= now]:
             self.forget_backoff(model)
             if model.weights.pinned:
@@ -251,21 +256,21 @@ class LoadQueue:
                 if model.weights.state not in TAKING_BYTES:
                     self.require(model)
 
-    def next_retry(self) -> float:
+    def next_backoff_end(self) -> float:
         """Return when a pinned model's back-off is over; inf: there is none."""
         ends = (model.weights.backoff_until for model in self.backing_off if model.weights.pinned)
         return min(ends, default=inf)
 
     # --- other changes ---------------------------------------------------------------------------------------
 
-    def changed(self, model: ModelState) -> None:
-        """Note a change of a model with weights on the device: it may be evictable now."""
+    def note_evictable(self, model: ModelState) -> None:
+        """Note that weights on the device may have become evictable."""
         if self._blocked_head is not None:
             self._newly_evictable[model] = None
         if not model.has_work:
             self._prefetch_may_fit = True
 
-    def retry(self) -> None:
+    def unblock(self) -> None:
         """Search for room again: there may be some now."""
         self._blocked_head = None
         self._prefetch_may_fit = True
@@ -276,31 +281,36 @@ class LoadQueue:
         self._factor = settings.residency_factor
         self._policy = POLICIES[settings.eviction]
         self.on_demand = settings.on_demand
-        self.demanded.clear()
-        self.on_disk.clear()
-        self.retry()
+        self.demand_for_link.clear()
+        self.demand_for_disk.clear()
+        self.unblock()
 
     def started(self, model: ModelState) -> None:
-        """Take a model whose load has begun out of the lines that the load serves."""
+        """Take a model whose load has begun out of the lines that the load serves.
+
+        A prefetch stays in line while it loads: if the load is abandoned, it is still wanted.
+        """
         self.required.pop(model.name, None)
-        self.demanded.pop(model.name, None)
+        self.demand_for_link.pop(model.name, None)
         self._warmed_up_last = model.needs_warm_up
 
     # --- decisions -------------------------------------------------------------------------------------------
 
     def next_read(self) -> ModelState | None:
         """Choose the weights that are read from disk now; None: no read. They need no room on the device yet."""
-        name = self._first_to_read()
+        name = self._head_for_disk()
         if name is None:
-            name = next(self._in(self.prefetched, on_disk=True), None) or self._first_restored(on_disk=True)
+            name = next(self._queued_in(self.prefetched, on_disk=True), None) or self._first_restored(
+                on_disk=True
+            )
         self.may_read = name is not None
         if name is None:
             return None
         self._read_for_warm_up = self._models[name].needs_warm_up
         return self._models[name]
 
-    def _in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
-        """Return those of a line that wait for the disk, or for the link; a prefetch stays in line while it loads."""
+    def _queued_in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
+        """Return those of a line that wait for the disk, or for the link."""
         queued = ((name, self._models[name].weights) for name in line)
         return (
             name
@@ -310,9 +320,9 @@ class LoadQueue:
 
     def plan(self, now: float) -> PlannedLoad | None:
         """Choose the load that starts now, and the evictions before it; None: no load."""
-        if self.weights.loading is not None:
+        if self.accounts.loading is not None:
             return None
-        name = self.first() if self.required or self.demanded else None
+        name = self.head() if self.required or self.demand_for_link else None
         if name is None:
             self._blocked_head = None
             planned = self._plan_prefetch(now) if self.prefetched else None
@@ -326,7 +336,7 @@ class LoadQueue:
         return planned
 
     def _plan_head(self, head: ModelState, now: float) -> PlannedLoad | None:
-        """Plan the load of the first model in line."""
+        """Plan the load of the head of the line."""
         if head.name == self._blocked_head:
             self._reconsider(head, now)
             if head.name == self._blocked_head:
@@ -336,27 +346,30 @@ class LoadQueue:
         self._newly_evictable.clear()
         return planned
 
-    def first(self) -> str | None:
-        """Return the first model for the link that is required or demanded. Warm-ups take turns with models that have work."""
-        return self._first(self.demanded, on_disk=False, yields=self._warmed_up_last)
+    def head(self) -> str | None:
+        """Return the first model for the link that is required or demanded.
 
-    def _first_to_read(self) -> str | None:
-        """Return the first model for the disk, as `first` does for the link."""
-        return self._first(self.on_disk, on_disk=True, yields=self._read_for_warm_up)
+        Warm-ups take turns with models that have work.
+        """
+        return self._choose_head(self.demand_for_link, on_disk=False, yields=self._warmed_up_last)
 
-    def _first(self, demanded: Ranking[str], *, on_disk: bool, yields: bool) -> str | None:
-        name = demanded.first()
+    def _head_for_disk(self) -> str | None:
+        """Return the first model for the disk, as `head` does for the link."""
+        return self._choose_head(self.demand_for_disk, on_disk=True, yields=self._read_for_warm_up)
+
+    def _choose_head(self, demand: Ranking[str], *, on_disk: bool, yields: bool) -> str | None:
+        name = demand.first()
         required = self._first_required(on_disk=on_disk) if self.required else None
         if required is None or (yields and name is not None and self._models[required].needs_warm_up):
             return name
         return required
 
     def _first_required(self, *, on_disk: bool) -> str | None:
-        return next(self._in(self.required, on_disk=on_disk), None)
+        return next(self._queued_in(self.required, on_disk=on_disk), None)
 
     def search(self, head: ModelState, now: float) -> tuple[PlannedLoad | None, float]:
         """Search room for a model in line; also return when time alone may make more (inf: it does not)."""
-        missing, keep = self.weights.missing(head.weights), head.weights.groups
+        missing, keep = self.accounts.missing(head.weights), head.weights.groups
         idle: list[ModelState] = []
         working: list[ModelState] = []
         for model in self._models.values():
@@ -367,7 +380,7 @@ class LoadQueue:
         candidates: list[Resident] = []
         retry_at = inf
         for model in idle if enough else (*idle, *working):
-            at = self._idle_evictable_at(model, head)
+            at = self._yields_at(model, head)
             if at <= now:
                 candidates.append(_resident(model, self.discipline))
             else:
@@ -377,49 +390,49 @@ class LoadQueue:
         return planned, retry_at
 
     def wants_room_of(self, model: ModelState, now: float) -> bool:
-        """True if the first model waits for room that this model would make if it stopped executing."""
+        """True if the head of the line waits for room that this model would make if it stopped executing."""
         if (
             self._blocked_head is None
-            or self._blocked_head != self.first()
-            or self.weights.loading is not None
+            or self._blocked_head != self.head()
+            or self.accounts.loading is not None
         ):
             return False
-        return self._idle_evictable_at(model, self._models[self._blocked_head]) <= now
+        return self._yields_at(model, self._models[self._blocked_head]) <= now
 
-    def without_room(self) -> ModelState | None:
-        """Return a model in line that does not fit, if no other is evicted for it; None: there is none."""
+    def find_misfit(self) -> ModelState | None:
+        """Return a model in line that does not fit and may evict no other; None: there is none."""
         # Required loads do evict others.
         if self.on_demand or self.required:
             return None
-        first = self.demanded.first()
+        first = self.demand_for_link.first()
         in_line = (self._models[name] for name in (self.prefetched if first is None else (first,)))
-        return next((model for model in in_line if self.weights.missing(model.weights) > 0), None)
+        return next((model for model in in_line if self.accounts.missing(model.weights) > 0), None)
 
     def is_useless(self, model: ModelState) -> bool:
         """True if the load that runs is not needed any more and delays another.
 
         A load that follows an abandoned one is never useless: else impatient clients would never be served.
         """
-        return not _is_needed(model) and self.first() is not None
+        return not _is_needed(model) and self.head() is not None
 
     def is_useless_read(self, model: ModelState) -> bool:
         """True if the read that runs is not needed any more and delays another; as `is_useless`."""
         if _is_needed(model):
             return False
-        if self._first_to_read() is not None:
+        if self._head_for_disk() is not None:
             return True
         lines = (self.prefetched, self.restored)
         return self.reason(model.name) is None and any(
-            next(self._in(line, on_disk=True), None) is not None for line in lines
+            next(self._queued_in(line, on_disk=True), None) is not None for line in lines
         )
 
-    def next_try(self) -> float:
+    def next_search_at(self) -> float:
         """Return when time alone may make room for a model in line; inf: it does not."""
-        if self.weights.loading is not None:
+        if self.accounts.loading is not None:
             return inf
         if self._blocked_head is not None:
             return self._retry_at
-        return self._prefetch_at if self.prefetched and self.first() is None else inf
+        return self._prefetch_at if self.prefetched and self.head() is None else inf
 
     def obstacle(self, model: ModelState, now: float, device: str = "") -> str:
         """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision.
@@ -435,66 +448,63 @@ class LoadQueue:
             return "read from disk" + (f" ({reason.value})" if reason else ", and not needed any more")
         if state is not WeightState.QUEUED or reason is None:
             return ""
-        loading, first = self.weights.loading, self.first()
+        loading, head = self.accounts.loading, self.head()
         waits = f"queued ({reason.value}): waits for"
-        reading = self.weights.reading
+        reading = self.accounts.reading
         if model.weights.on_disk and reading is not None:
             return f"{waits} the read of {self._family(reading.model)} from disk"
         if loading is not None:
             return f"{waits} the load of {self._family(loading.model)}"
         if device:
             return f"{waits} {device}"
-        if first is not None and first != model.name:
-            return f"{waits} the load of {self._family(first)}, which is first in line"
+        if head is not None and head != model.name:
+            return f"{waits} the load of {self._family(head)}, which is first in line"
         present = [
             one for one in self._models.values() if one.weights.state in ON_DEVICE and not one.weights.pinned
         ]
         in_use = [one for one in present if one.busy or one.committed]
         idle = [one for one in present if one not in in_use]
-        if first is None:
+        if head is None:
             # Prefetched weights evict none with work.
-            kept = [one for one in idle if one.has_work or self._spared_until(one) > now]
+            kept = [one for one in idle if one.has_work or self._yields_to_prefetch_at(one) > now]
         else:
-            kept = [one for one in idle if self._idle_evictable_at(one, model) > now]
+            kept = [one for one in idle if self._yields_at(one, model) > now]
         parts = []
         if in_use:
             parts.append(f"in use by {_names(in_use)}")
         if kept:
             parts.append(f"kept for requests of {_names(kept)}")
-        if self.weights.pinned_bytes:
-            parts.append(f"pinned {amount(self.weights.pinned_bytes)}")
-        missing = amount(self.weights.missing(model.weights))
+        if self.accounts.pinned_bytes:
+            parts.append(f"pinned {amount(self.accounts.pinned_bytes)}")
+        missing = amount(self.accounts.missing(model.weights))
         return f"{waits} {missing}: {', '.join(parts) or 'in use by removed models'}"
 
     def _family(self, name: str) -> str:
         return self._models[name].family if name in self._models else name
 
-    def overdue(self, now: float) -> list[ModelState]:
-        """Choose evictions that bring the weights below the budget, as far as evictable ones free anything."""
-        if self.weights.excess() <= 0:
+    def victims_over_budget(self, now: float) -> list[ModelState]:
+        """Choose evictions that bring the weights within the budget, as far as weights are evictable."""
+        if self.accounts.excess() <= 0:
             return []
         free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
-        missing = min(self.weights.missing(), freed_by_all(free))
+        missing = min(self.accounts.missing(), freed_by_all(free))
         victims = choose_victims(missing, free, (), now, self._policy)
         return [self._models[victim] for victim in victims or ()]
 
     # --- which weights may be evicted ------------------------------------------------------------------------
 
     def _reconsider(self, head: ModelState, now: float) -> None:
-        """Unblock the first model if a new search may find room."""
+        """Unblock the head of the line if a new search may find room."""
         for model in self._newly_evictable:
             if self._models.get(model.name) is model:
-                self._retry_at = min(self._retry_at, self._evictable_at(model, head))
+                at = self._yields_at(model, head) if evictable(model) else inf
+                self._retry_at = min(self._retry_at, at)
         self._newly_evictable.clear()
         if self._retry_at <= now:
             self._blocked_head = None
 
-    def _evictable_at(self, model: ModelState, head: ModelState) -> float:
-        """Return when a model may be evicted for the first in line, if nothing else happens; inf: never."""
-        return self._idle_evictable_at(model, head) if evictable(model) else inf
-
-    def _idle_evictable_at(self, model: ModelState, head: ModelState) -> float:
-        """Return `_evictable_at` as if nothing executed on the model."""
+    def _yields_at(self, model: ModelState, head: ModelState) -> float:
+        """Return when a model's weights may be evicted for the head of the line, if nothing executes on them; inf: never."""
         if model.weights.pinned or model.committed:
             return inf
         if head.name in self.required:
@@ -503,8 +513,8 @@ class LoadQueue:
         if not self.on_demand:
             return inf
         if not model.has_work:
-            until = min(self._protected_until(model), self._unused_from(model))
-        elif self.discipline.rank(model) <= self.demanded[head.name]:
+            until = min(self._protected_until(model), self._expected_until(model))
+        elif self.discipline.rank(model) <= self.demand_for_link[head.name]:
             return inf
         else:
             until = self._protected_until(model)
@@ -520,14 +530,14 @@ class LoadQueue:
         for one in self._models.values():
             if self.on_demand and evictable(one) and not one.has_work:
                 # Weights that were loaded after a shed request stay for the next requests, too.
-                until = self._spared_until(one)
+                until = self._yields_to_prefetch_at(one)
                 if until <= now:
                     idle.append(_resident(one))
                 else:
                     self._prefetch_at = min(self._prefetch_at, until)
-        for name in self._in(self.prefetched, on_disk=False):
+        for name in self._queued_in(self.prefetched, on_disk=False):
             model = self._models[name]
-            groups, missing = model.weights.groups, self.weights.missing(model.weights)
+            groups, missing = model.weights.groups, self.accounts.missing(model.weights)
             victims = choose_victims(missing, idle, groups, now, self._policy)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
@@ -541,28 +551,33 @@ class LoadQueue:
     def _first_restored(self, *, on_disk: bool) -> str | None:
         """Return the first model in line to be restored; those without free room are not restored."""
         while True:
-            name = min(self._in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None)
-            if name is None or self.weights.missing(self._models[name].weights) <= 0:
+            name = min(
+                self._queued_in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None
+            )
+            if name is None or self.accounts.missing(self._models[name].weights) <= 0:
                 return name
             del self.restored[name]
             self.requeue(self._models[name])
 
-    def _spared_until(self, model: ModelState) -> float:
-        """Return when idle weights may be evicted for a prefetch."""
-        return max(self._protected_until(model), self._unused_from(model))
+    def _yields_to_prefetch_at(self, model: ModelState) -> float:
+        """Return when weights without waiting requests may be evicted for a prefetch.
+
+        Later than for the head of the line: a prefetch serves no request that waits yet.
+        """
+        return max(self._protected_until(model), self._expected_until(model))
 
     def _protected_until(self, model: ModelState) -> float:
         """Return when a model has kept its weights for `residency_factor` times the duration of their load."""
         return model.weights.loaded_at + self._factor * model.weights.last_load_seconds
 
-    def _unused_from(self, model: ModelState) -> float:
-        """Return when a model without waiting requests counts as unused: after twice its usual pause."""
+    def _expected_until(self, model: ModelState) -> float:
+        """Return until when requests of a model without any are expected soon: for twice its usual pause."""
         weights = model.weights
         pause = 2.0 * weights.usual_pause
         return weights.last_used + pause if pause <= weights.return_seconds and pause else -inf
 
     def _is_urgent(self, head: ModelState, until: float) -> bool:
-        """True if the deadline of the first model's front request cannot wait for so long."""
+        """True if the deadline of the head's front request cannot wait for so long."""
         if not self.discipline.sheds or head.front is None:
             return False
         deadline = head.front.entries[0].request.deadline

@@ -158,8 +158,10 @@ class SchedulerQueries:
         """Return the part of `snapshot` that is read often, of known models. `names`: of these alone; None: of all."""
         found = self._models if names is None else {*names} & self._models.keys()
         models = {name: self._models[name].load_report() for name in found}
-        weights = self._residency.weights
-        return LoadReport(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
+        accounts = self._residency.accounts
+        return LoadReport(
+            models, accounts.bytes, accounts.pinned_bytes, self._logical_bytes(), accounts.budget
+        )
 
     def shared_tensors(self) -> list[SharedTensors]:
         """Return the weights of all models, divided by the models that have them. Costs O(models and their groups)."""
@@ -202,7 +204,7 @@ class SchedulerQueries:
         states, totals = self._states(), OutcomeCounts()
         for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)
-        weights = self._residency.weights
+        accounts = self._residency.accounts
         return SchedulerSnapshot(
             models={state.name: state.snapshot() for state in states},
             metas=self._admission.snapshot(),
@@ -212,8 +214,8 @@ class SchedulerQueries:
             queued=self._queues.queued,
             executing=len(self._queues.live) - self._queues.queued,
             running=len(self._running),
-            weight_bytes=weights.bytes,
-            pinned_bytes=weights.pinned_bytes,
+            weight_bytes=accounts.bytes,
+            pinned_bytes=accounts.pinned_bytes,
             logical_bytes=self._logical_bytes(),
-            weight_budget_bytes=weights.budget,
+            weight_budget_bytes=accounts.budget,
         )

@@ -387,7 +387,7 @@ class LateRequest:
 def late_requests(
     late_checks: Deadlines,
     models: Mapping[str, ModelState],
-    weights: WeightAccounts,
+    accounts: WeightAccounts,
     free: float,
     now: float,
 ) -> Iterator[LateRequest]:
@@ -405,7 +405,7 @@ def late_requests(
         if deadline is None:
             continue
         latest = deadline - queue.costs.request(entry.rows, coalesce=model.program.coalesce)
-        loaded = now + weights.expected_wait(model.weights)
+        loaded = now + accounts.expected_wait(model.weights)
         if max(free, loaded) > latest + SLACK:
             yield LateRequest(entry, queue, model, free <= latest + SLACK and not model.held)
         else:

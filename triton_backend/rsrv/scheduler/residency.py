@@ -132,11 +132,11 @@ class DeviceResidency:
         "_draining",
         "_models",
         "_queues",
+        "accounts",
         "compaction",
         "evictions",
         "idle_at",
         "loads",
-        "weights",
     )
 
     def __init__(
@@ -149,8 +149,8 @@ class DeviceResidency:
         self._models = models
         self._draining = draining
         self._queues = queues
-        self.weights = WeightAccounts(settings.weight_budget_bytes)
-        self.loads = LoadQueue(models, self.weights, settings, queues.discipline)
+        self.accounts = WeightAccounts(settings.weight_budget_bytes)
+        self.loads = LoadQueue(models, self.accounts, settings, queues.discipline)
         self.compaction = Compaction()
         #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
         #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
@@ -161,12 +161,12 @@ class DeviceResidency:
     @property
     def warming_up(self) -> int:
         """Number of warm-ups that run."""
-        return self.weights.reserved - len(self.compaction.warm_ups)
+        return self.accounts.reserved - len(self.compaction.warm_ups)
 
     @property
     def idle(self) -> bool:
         """True if nothing loads or warms up."""
-        return self.weights.loading is None and not self.warming_up
+        return self.accounts.loading is None and not self.warming_up
 
     # --- models ------------------------------------------------------------------------------------------
 
@@ -174,11 +174,11 @@ class DeviceResidency:
         """Adopt the weights of an added model that are on the device, or queue their load."""
         model.weights.on_disk = event.on_disk
         if event.resident:
-            self.weights.adopt(model.weights)
+            self.accounts.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
             # If it is pinned, tensors that it shares with others take none of their room any more.
-            self.loads.retry()
+            self.loads.unblock()
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
             self.loads.require(model)
@@ -188,18 +188,18 @@ class DeviceResidency:
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
         """Evict a removed model's weights once nothing uses, reads or loads them; return whether they are gone."""
         weights = model.weights
-        self.loads.forget(model)
+        self.loads.leave_lines(model)
         self.loads.forget_backoff(model)
         self.evictions.pop(model, None)
         if model.busy or weights.state in (WeightState.READING, WeightState.LOADING):
             if weights.state is WeightState.RESIDENT:
-                self.weights.move(weights, WeightEvent.RELEASE)
+                self.accounts.move(weights, WeightEvent.RELEASE)
             return False
         if weights.state in RUNNABLE:
             self.loads.end_backoffs()
-            out.append(self.weights.evict(weights, why="removed"))
-        self.weights.groups.leave(weights)
-        self.loads.retry()
+            out.append(self.accounts.evict(weights, why="removed"))
+        self.accounts.groups.leave(weights)
+        self.loads.unblock()
         return True
 
     def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
@@ -207,7 +207,7 @@ class DeviceResidency:
         weights = model.weights
         changed = pinned != weights.pinned
         if changed:
-            self.weights.pin(weights, pinned)
+            self.accounts.pin(weights, pinned)
             model.history.add(now, "pinned" if pinned else "unpinned")
         if pinned:
             weights.desired = True
@@ -226,7 +226,7 @@ class DeviceResidency:
                 self.release([model], now, out)
         self.limit_idleness(model, now)
         self._queues.dirty[model] = None
-        self.loads.retry()
+        self.loads.unblock()
 
     def prefetch(self, model: ModelState, now: float) -> None:
         """Load a model's weights, or keep them if they are about to be evicted."""
@@ -240,7 +240,7 @@ class DeviceResidency:
         """Want a model's weights on the device, apart from requests."""
         weights = model.weights
         weights.desired = True
-        abandoned = weights.state is WeightState.LOADING and self.weights.abandoning
+        abandoned = weights.state is WeightState.LOADING and self.accounts.abandoning
         if abandoned or weights.state not in TAKING_BYTES:
             self.loads.prefetch(model)
 
@@ -248,7 +248,7 @@ class DeviceResidency:
         """Withdraw the eviction of a model's weights, if one is due."""
         self.evictions.pop(model, None)
         if model.weights.state is WeightState.EVICTING:
-            self.weights.move(model.weights, WeightEvent.KEEP)
+            self.accounts.move(model.weights, WeightEvent.KEEP)
 
     def release(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
         """Evict weights as soon as they are free; pinned ones stay."""
@@ -260,13 +260,13 @@ class DeviceResidency:
             weights.desired = False
             if not model.needs_warm_up:
                 self._end_requirement(model)
-            self.loads.withdraw(model)
+            self.loads.end_prefetch_and_restore(model)
             if weights.state in TAKING_BYTES:
                 self.evictions[model] = True
                 self._release_requested(model)
             # A load goes on if requests wait for it, or a warm-up.
             needed = model.needs_warm_up or (self.loads.on_demand and model.has_work)
-            if weights.state is WeightState.LOADING and not (needed or self.weights.abandoning):
+            if weights.state is WeightState.LOADING and not (needed or self.accounts.abandoning):
                 self._abandon(model, now, out)
             if weights.state not in ON_DEVICE:
                 self._refuse_waiting(model, now, out)
@@ -275,7 +275,7 @@ class DeviceResidency:
     def _release_requested(self, model: ModelState) -> None:
         """Carry out the first part of a requested eviction, once the weights are resident."""
         if model in self.evictions and model.weights.state is WeightState.RESIDENT:
-            self.weights.move(model.weights, WeightEvent.RELEASE)
+            self.accounts.move(model.weights, WeightEvent.RELEASE)
 
     def _refuse_waiting(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Refuse the requests that wait for weights which do not load on demand."""
@@ -295,7 +295,7 @@ class DeviceResidency:
 
     def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings."""
-        self.weights.budget = settings.weight_budget_bytes
+        self.accounts.budget = settings.weight_budget_bytes
         ends_on_demand = self.loads.on_demand and not settings.on_demand
         self.loads.reconfigure(settings)
         if ends_on_demand:
@@ -325,7 +325,7 @@ class DeviceResidency:
         """Reserve weights that were just loaded for the model's warm-up, if one is due."""
         if model.needs_warm_up:
             model.needs_warm_up = False
-            self.weights.move(model.weights, WeightEvent.WARM_UP)
+            self.accounts.move(model.weights, WeightEvent.WARM_UP)
             out.append(WarmUp(model.name))
 
     def check_warm_up(self, name: str) -> None:
@@ -341,7 +341,7 @@ class DeviceResidency:
 
     def warmed_up(self, model: ModelState) -> None:
         """End a model's warm-up, whether it went well or not."""
-        self.weights.move(model.weights, WeightEvent.WARMED_UP)
+        self.accounts.move(model.weights, WeightEvent.WARMED_UP)
         if not (self.loads.on_demand or model.weights.desired):
             self.evictions[model] = False
         self._release_requested(model)
@@ -362,11 +362,11 @@ class DeviceResidency:
         self._queues.dirty[model] = None
         match event:
             case WeightsRead():
-                self.weights.read_ended(weights, event.seconds)
+                self.accounts.read_ended(weights, event.seconds)
                 self.loads.copy_changed(model, present=True)
             case WeightsLoaded():
-                self.loads.forget(model)
-                self.weights.loaded(weights, event.seconds)
+                self.loads.leave_lines(model)
+                self.accounts.loaded(weights, event.seconds)
                 model.totals.load.observe(event.seconds)
                 weights.unserved = model.has_work
                 self.limit_idleness(model, now)
@@ -375,17 +375,17 @@ class DeviceResidency:
                 self._release_requested(model)
             case LoadAbandoned():
                 self.evictions.pop(model, None)
-                self.weights.not_loaded(weights, abandoned=True)
+                self.accounts.not_loaded(weights, abandoned=True)
                 self.loads.requeue(model)
                 if weights.pinned and not model.draining:
                     self.loads.require(model)
-                self.loads.retry()
+                self.loads.unblock()
             case LoadFailed():
                 model.history.add(now, "load failed", event)
-                self.weights.not_loaded(weights)
+                self.accounts.not_loaded(weights)
                 self.evictions.pop(model, None)
                 self.loads.requeue(model)
-                self.loads.retry()
+                self.loads.unblock()
                 if not model.draining:
                     self._retry_or_give_up(model, event, now, out)
         return model
@@ -406,7 +406,7 @@ class DeviceResidency:
             return
         self.loads.back_off(model, now, "" if event.out_of_memory else event.error)
         weights.retry_due = False
-        self.loads.forget(model)
+        self.loads.leave_lines(model)
         if desired:
             weights.desired = False
             out.append(GiveUp(model.name, event.error))
@@ -417,21 +417,21 @@ class DeviceResidency:
 
     def read(self, now: float, out: list[Instruction]) -> None:
         """Start the next read from disk, if none runs; abandon a useless one. It takes nothing of the device."""
-        reading = self.weights.reading
+        reading = self.accounts.reading
         if reading is not None:
             model = self._models.get(reading.model) or self._draining[reading.model]
-            if not self.weights.abandoning_read and (model.draining or self.loads.is_useless_read(model)):
+            if not self.accounts.abandoning_read and (model.draining or self.loads.is_useless_read(model)):
                 self._abandon(model, now, out)
         elif (first := self.loads.next_read()) is not None:
-            out.append(self.weights.read(first.weights, str(self.loads.reason(first.name))))
+            out.append(self.accounts.read(first.weights, str(self.loads.reason(first.name))))
             self._queues.dirty[first] = None
 
     def load(self, now: float, out: list[Instruction]) -> None:
         """Start the next load, if the link is free and there is room; abandon a useless one."""
-        loading = self.weights.loading
+        loading = self.accounts.loading
         if loading is not None:
             model = self._models.get(loading.model) or self._draining[loading.model]
-            if not self.weights.abandoning and (model.draining or self.loads.is_useless(model)):
+            if not self.accounts.abandoning and (model.draining or self.loads.is_useless(model)):
                 self._abandon(model, now, out)
             return
         planned = self.loads.plan(now)
@@ -442,7 +442,7 @@ class DeviceResidency:
         model, victims = planned
         # Account for the load before the evictions: tensors that it shares with the victims stay.
         reason = self.loads.reason(model.name)
-        load = self.weights.load(model.weights, "" if reason is None else reason.value)
+        load = self.accounts.load(model.weights, "" if reason is None else reason.value)
         # If weights do not load on demand, all victims were asked for, so they return after the warm-up.
         returns = not self.loads.on_demand and model.needs_warm_up
         for victim in victims:
@@ -455,7 +455,7 @@ class DeviceResidency:
     def _plan_without(self, now: float, out: list[Instruction]) -> PlannedLoad | None:
         """Give up loads for which there is no room, until another one fits. Weights that leave soon make room first."""
         while not (self.evictions or self.warming_up or self._draining):
-            lost = self.loads.without_room()
+            lost = self.loads.find_misfit()
             if lost is None:
                 return None
             self._give_up_for_room(lost, now, out)
@@ -466,35 +466,35 @@ class DeviceResidency:
 
     def _give_up_for_room(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Give up weights that were asked for, do not fit, and may evict no others."""
-        weights = self.weights
+        accounts = self.accounts
         error = (
-            f"{model.weights.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
-            f"{weights.budget}; evict or unpin other models first"
+            f"{model.weights.absent_bytes} bytes do not fit beside the {accounts.bytes} that are there: all may take "
+            f"{accounts.budget}; evict or unpin other models first"
         )
         model.history.add(now, "no room")
         model.weights.desired = False
-        self.loads.forget(model)
+        self.loads.leave_lines(model)
         self.loads.end_demand(model)
         out.append(GiveUp(model.name, error))
         self._refuse_waiting(model, now, out)
 
     def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         model.history.add(now, "abandon load")
-        out.append(self.weights.abandon(model.weights))
+        out.append(self.accounts.abandon(model.weights))
 
     def carry_out_evictions(self, now: float, out: list[Instruction]) -> None:
         """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
         if self.evictions:
             self._evict_requested(now, out)
         if self.loads.backing_off:
-            self.loads.retry_failed(now)
+            self.loads.end_due_backoffs(now)
         # The budget may have fallen, or models may have been pinned.
-        if self.weights.budget is not None and self.weights.bytes > self.weights.budget:
-            overdue = self.loads.overdue(now)
+        if self.accounts.budget is not None and self.accounts.bytes > self.accounts.budget:
+            overdue = self.loads.victims_over_budget(now)
             for model in overdue:
                 self.evict(model, Cause.BUDGET, now, out)
             if overdue:
-                self.loads.retry()
+                self.loads.unblock()
 
     def limit_idleness(self, model: ModelState, now: float) -> None:
         """Have weights leave the device when they have been unused for their model's limit."""
@@ -517,7 +517,7 @@ class DeviceResidency:
                 self.idle_at = min(self.idle_at, due)
             elif evictable(model) and not model.queued:
                 self.evict(model, Cause.IDLE, now, out)
-                self.loads.retry()
+                self.loads.unblock()
             else:
                 self.idle_at = min(self.idle_at, now + max(limit, IDLE_LOOK_S))
 
@@ -527,7 +527,7 @@ class DeviceResidency:
             if self.evictions[model]:
                 self.loads.end_backoffs()
             self.evict(model, Cause.ASKED, now, out)
-            self.loads.retry()
+            self.loads.unblock()
 
     def must_execute(self, model: ModelState) -> bool:
         """True if a model with work executes before its eviction: for a running meta model, or to make use of its load.
@@ -548,15 +548,15 @@ class DeviceResidency:
         working = [model for model in evicted if model.has_work]
         for model in evicted:
             self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
-        self.loads.retry()
+        self.loads.unblock()
         compaction = self.compaction
         if compaction.finish():
             self.loads.restore(evicted)
         retried = compaction.next_warm_up()
         if retried is not None:
-            self.weights.move(retried.weights, WeightEvent.WARM_UP)
+            self.accounts.move(retried.weights, WeightEvent.WARM_UP)
             out.append(WarmUp(retried.name, again=True))
-        return self.weights.reload_seconds(model.weights for model in working)
+        return self.accounts.reload_seconds(model.weights for model in working)
 
     def evict(
         self,
@@ -573,9 +573,9 @@ class DeviceResidency:
         `returns`: they load back as soon as there is room, and requests wait for that.
         """
         if loading_for is None:
-            evict = self.weights.evict(model.weights, why=cause.value)
+            evict = self.accounts.evict(model.weights, why=cause.value)
         else:
-            evict = self.weights.evict(
+            evict = self.accounts.evict(
                 model.weights, loading_for.name, why=cause.value, family=loading_for.family
             )
         model.totals.evict(cause)

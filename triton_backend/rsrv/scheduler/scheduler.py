@@ -141,7 +141,7 @@ class Scheduler(SchedulerQueries):
             CallerError: the event contradicts earlier ones, or time runs backwards.
         """
         self._check(event, now)
-        self._residency.weights.now = now
+        self._residency.accounts.now = now
         out: list[Instruction] = []
         self._discipline.advance(now)
         self._apply(event, now, out)
@@ -171,7 +171,7 @@ class Scheduler(SchedulerQueries):
                 self._admission.check(event.runs, self._queues.live.keys())
             case ModelAdded():
                 check_program(event.program)
-                self._residency.weights.check(event.program)
+                self._residency.accounts.check(event.program)
                 name = event.program.model
                 if name in self._models:
                     raise CallerError(f"model {name!r} was added already: remove it first")
@@ -189,7 +189,7 @@ class Scheduler(SchedulerQueries):
             case WarmUpEnded():
                 self._residency.check_warm_up(event.model)
             case WeightsRead() | WeightsLoaded() | LoadFailed() | LoadAbandoned():
-                self._residency.weights.check_epoch(event.model, event.epoch)
+                self._residency.accounts.check_epoch(event.model, event.epoch)
 
     def _check_settings(self, settings: SchedulerSettings) -> None:
         if settings.discipline not in self._disciplines:
@@ -363,7 +363,7 @@ class Scheduler(SchedulerQueries):
     def _add(self, event: ModelAdded, now: float, out: list[Instruction]) -> None:
         program = event.program
         costs = variant_costs(program.model, program.costs, max_rows=program.max_batch_rows)
-        model = ModelState(program, costs, self._residency.weights.add(program), needs_warm_up=event.warm_up)
+        model = ModelState(program, costs, self._residency.accounts.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
         self._touched[model] = None
         model.history.add(now, "added", f"sizes {sorted(program.costs)}")
@@ -509,7 +509,7 @@ class Scheduler(SchedulerQueries):
             (discipline.hold if model.queued else discipline.end_work)(name)
             if state in (WeightState.QUEUED, WeightState.READING):
                 self._loads.end_demand(model)
-            self._loads.changed(model)
+            self._loads.note_evictable(model)
         elif state in RUNNABLE:
             if state is WeightState.EVICTING and not self._residency.must_execute(model):
                 # If it always went on, it would never be evicted.
@@ -519,10 +519,10 @@ class Scheduler(SchedulerQueries):
             else:
                 discipline.wait(model, claims=False)
                 self._delayed.set(name, model.dispatchable_at)
-            self._loads.changed(model)
+            self._loads.note_evictable(model)
         elif state is WeightState.RESERVED:
             discipline.wait(model, claims=False)
-            self._loads.changed(model)
+            self._loads.note_evictable(model)
         else:
             discipline.wait(model, claims=True)
             if state is not WeightState.LOADING:
@@ -567,10 +567,10 @@ class Scheduler(SchedulerQueries):
         """End requests that would be late even if they executed next."""
         queues = self._queues
         free = now + self._running.seconds(now)
-        for late in late_requests(queues.late_checks, self._models, self._residency.weights, free, now):
+        for late in late_requests(queues.late_checks, self._models, self._residency.accounts, free, now):
             queues.shed(late.entry, late.queue, now, out)
             if late.absent:
-                self._loads.missed(late.model)
+                self._loads.prefetch_after_shed(late.model)
 
     def _patience(self, queue: VariantQueue, now: float) -> float:
         """Seconds that an execution of the front request may take, after the executions before it."""
@@ -594,7 +594,7 @@ class Scheduler(SchedulerQueries):
         if self._admission.waiting:
             soonest = min(soonest, self._admission.next_deadline())
         if self._loads.backing_off:
-            soonest = min(soonest, self._loads.next_retry())
+            soonest = min(soonest, self._loads.next_backoff_end())
         delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
             soonest = min(soonest, self._delayed[delayed])
@@ -602,7 +602,7 @@ class Scheduler(SchedulerQueries):
             soonest = min(soonest, self._rest_until)
         if not (self._kept_alone or self._is_compacting or self._is_closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:
-                soonest = min(soonest, self._loads.next_try())
+                soonest = min(soonest, self._loads.next_search_at())
             if 0 < len(self._running) < self.settings.depth:
                 soonest = min(soonest, self._next_launch())
         return None if soonest == inf else soonest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rsrv.control.watching import scan
 from rsrv.runtime.device import Device
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel, compile_model, identify, warm_up
@@ -87,7 +87,7 @@ def _build(path: Path, device: Device, inspector: Inspector) -> CompiledModel:
     wanted = identify("model", str(path), {})
     ((name, bundle),) = wanted.models.values()
     signatures = check_signatures(bundle, inspector)
-    return compile_model(bundle, device, HostStore(PrivateMemory()), load_settings(), name, signatures)
+    return compile_model(bundle, device, HostStore(HostMemory()), load_settings(), name, signatures)
 
 
 @contextmanager

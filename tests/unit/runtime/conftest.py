@@ -18,7 +18,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
 from rsrv.runtime.handover import Handover
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_memory import HostMemory
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.models import CompiledModel, compile_model, warm_up
@@ -173,7 +173,7 @@ def build(
 def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> CompiledModel:
     """Return a model that is compiled, loaded and measured, without a runtime."""
     bundle = read_bundle(Path(path))
-    model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
+    model = build(bundle, device, HostStore(HostMemory()), settings or load_settings(), bundle.name)
     model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False, model.pool)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model

@@ -17,7 +17,7 @@ import pytest
 
 from rsrv.runtime import host_memory
 from rsrv.runtime.allocation import LARGE, Bytes
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError, SharedMemory, TensorBytes
 from rsrv.runtime.host_weights import HostCounts, HostStore
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> MakeBundle:
 def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
     """Return a store; at the end its counts are checked, and /dev/shm is empty."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
-        memory = PrivateMemory() if request.param == "private" else SharedMemory(Path(shm))
+        memory = HostMemory() if request.param == "private" else SharedMemory(Path(shm))
         store = HostStore(memory)
         yield store
         check_counts(store)
@@ -55,7 +55,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
 
 @pytest.fixture
 def private() -> HostStore:
-    return HostStore(PrivateMemory())
+    return HostStore(HostMemory())
 
 
 def weights_file(bundle: Bundle) -> Path:
@@ -344,7 +344,7 @@ def test_a_missing_or_short_file_leaks_nothing(store: HostStore, make: MakeBundl
     assert open_files() <= before
 
 
-class Interrupted(PrivateMemory):
+class Interrupted(HostMemory):
     """Memory that calls `before` at each allocation."""
 
     def __init__(self, before: Callable[[], object]) -> None:
@@ -448,7 +448,7 @@ def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
 ) -> None:
     """For any number of models; small tensors have no pages of their own."""
     driver = Driver()
-    store = HostStore(SharedMemory(tmp_path) if shared else PrivateMemory(), driver.lock)
+    store = HostStore(SharedMemory(tmp_path) if shared else HostMemory(), driver.lock)
     first = store.open(make(a=large(1), b=small(1)), keep=True)
     second = store.open(make(a=large(1), b=large(2).view(np.int32)), keep=True)
     array = second.read(1)
@@ -475,7 +475,7 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
     def refuse(address: int, nbytes: int) -> Callable[[], None]:
         raise OSError("no more")
 
-    store = HostStore(PrivateMemory(), refuse)
+    store = HostStore(HostMemory(), refuse)
     with caplog.at_level(logging.WARNING, host_memory.log.name):
         weights = store.open(make(a=large(1), b=large(2)), keep=True)
 

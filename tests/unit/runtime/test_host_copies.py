@@ -19,7 +19,7 @@ from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import Abandoned
 from rsrv.runtime.host_copies import HostCopy, choose_copies
-from rsrv.runtime.host_memory import MemoryLimit, PrivateMemory, memory_limit
+from rsrv.runtime.host_memory import HostMemory, MemoryLimit, memory_limit
 from rsrv.runtime.host_weights import HostStore
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
@@ -147,7 +147,7 @@ def test_any_choice_frees_enough_or_all_that_may_leave(
 
 def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> None:
     """Its tensors are identified, and read from the file; it gets a copy when there is room."""
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(large(1).nbytes, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes, 0))
     first = store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(2)}, "second"), keep=True)
 
@@ -164,7 +164,7 @@ def test_a_model_beyond_the_limit_is_opened_without_a_copy(tmp_path: Path) -> No
 
 def test_a_copy_of_shared_tensors_needs_little_room(tmp_path: Path) -> None:
     """Only what it adds counts."""
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(large(1).nbytes + 2 * small(1).nbytes, 0))
     store.open(bundle_of(tmp_path, {"a": large(1), "b": small(1)}, "first"), keep=True)
     second = store.open(bundle_of(tmp_path, {"a": large(1), "b": small(2)}, "second"), keep=True)
 
@@ -180,7 +180,7 @@ def test_memory_that_others_take_counts_before_it_is_read(
 ) -> None:
     """A kill by the kernel is not how the limit shows."""
     monkeypatch.setattr(host_weights, "spare_memory", lambda: 100 + large(1).nbytes)
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 16 * 101))
+    store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 16 * 101))
 
     assert not store.open(bundle_of(tmp_path, {"a": large(1)}, "first"), keep=True).kept
 
@@ -188,7 +188,7 @@ def test_memory_that_others_take_counts_before_it_is_read(
 def test_weights_that_are_being_read_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are there already, and those that are still to come: other copies stay if there is room for all."""
     arrays = {name: large(index) for index, name in enumerate("abc")}
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     weights = store.open(bundle_of(tmp_path, arrays, "bundle"), keep=False)
     taken = list[int]()
     real = WeightsFile.read_into
@@ -217,7 +217,7 @@ def test_weights_that_are_read_ahead_are_not_read_again(
         real(file, index, out, digest=digest)
 
     size = large(0).nbytes
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(2 * size if room else size, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(2 * size if room else size, 0))
     other = store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
     monkeypatch.setattr(WeightsFile, "read_into", noted)
@@ -235,7 +235,7 @@ def test_weights_that_are_read_ahead_are_not_read_again(
 
 def test_the_weights_of_two_models_are_kept_between_read_and_load(tmp_path: Path) -> None:
     """However many wait for room on the device: their memory is that of host copies."""
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     several = [
         store.open(
             bundle_of(tmp_path, {"a": large(n)}, f"m{n}"),
@@ -259,7 +259,7 @@ def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two tensors it may be abandoned; what was read by then is freed, and so it is when the disk fails."""
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
     asked = iter([False, True])
     with pytest.raises(Abandoned):
@@ -277,7 +277,7 @@ def test_a_read_ahead_that_is_abandoned_or_fails_leaves_nothing(
 
 def test_a_store_that_closes_during_a_read_ahead_ends_it(tmp_path: Path) -> None:
     """The end of the runtime leaves nothing of it."""
-    store = HostStore(PrivateMemory(), limit=MemoryLimit(GIB, 0))
+    store = HostStore(HostMemory(), limit=MemoryLimit(GIB, 0))
     store.open(bundle_of(tmp_path, {"a": large(1)}, "other"), keep=True)
     weights = store.open(bundle_of(tmp_path, {"a": large(1), "b": large(2)}, "one"), keep=False)
     weights.read_ahead([0, 1], lambda: False)

@@ -16,7 +16,7 @@ import pytest
 
 from rsrv.runtime import host_memory
 from rsrv.runtime.allocation import LARGE, Bytes
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory, TensorBytes, fresh
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError, SharedMemory, TensorBytes, fresh
 from tests.held import open_files
 from tests.unit.runtime.peers import Peer
 
@@ -90,7 +90,7 @@ def test_private_memory_is_not_copied() -> None:
     """It becomes read-only."""
     digest, content = filled(1)
 
-    block = PrivateMemory().place(digest, content)
+    block = HostMemory().place(digest, content)
 
     assert block.bytes is content
     assert not block.bytes.flags.writeable
@@ -479,8 +479,8 @@ def test_shared_memory_by_default_is_private_if_its_directory_is_not_safe(
 
     monkeypatch.setattr(host_memory, "SharedMemory", refuse)
 
-    assert isinstance(host_memory.open_host_memory(None, "server"), PrivateMemory)
+    assert type(host_memory.open_host_memory(None, "server")) is HostMemory
     assert "remove it. Until then" in caplog.text
-    assert isinstance(host_memory.open_host_memory(False), PrivateMemory)
+    assert type(host_memory.open_host_memory(False)) is HostMemory
     with pytest.raises(HostMemoryError):
         host_memory.open_host_memory(True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_memory import HostMemory
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.scheduler.events import Pause, Program
@@ -52,7 +52,7 @@ def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
     bundle = read_bundle(doubling)
 
-    host = HostStore(PrivateMemory())
+    host = HostStore(HostMemory())
     own = build(bundle, device, host, settings, "doubling").program
     others = build(bundle, device, host, settings, "other").program
 

@@ -15,7 +15,7 @@ import pytest
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.crash_history import BlackBox
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_memory import HostMemory
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.model_builder import BundlesRead, ModelBuilder, StepEnded
 from rsrv.runtime.models import RequestedModels, identify
@@ -74,7 +74,7 @@ def test_adding_a_model_reads_its_weights_once(
     before = bytes_read()
     wanted = identify("large", str(path), {})
     assert wanted.bundle.manifest.format_version == version
-    with closing(build(wanted.bundle, device, HostStore(PrivateMemory()), settings, "large").host) as host:
+    with closing(build(wanted.bundle, device, HostStore(HostMemory()), settings, "large").host) as host:
         read = bytes_read() - before
         assert times * _BYTES <= read < (times + 0.1) * _BYTES
         assert host.kept == (residency == "system")
@@ -89,7 +89,7 @@ def test_what_is_torn_after_it_was_identified_is_not_built(doubling: Path, tmp_p
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
 
     with pytest.raises(BundleError, match=r"does not match the manifest|changed since the bundle was read"):
-        build(bundle, device, HostStore(PrivateMemory()), load_settings(), "doubling")
+        build(bundle, device, HostStore(HostMemory()), load_settings(), "doubling")
 
 
 def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
@@ -132,7 +132,7 @@ def test_bundles_that_requests_wait_for_are_read_first(
     settings = load_settings()
     builder = ModelBuilder(make_device, settings, inbox, Activity(bytearray(1 << 16)), BlackBox())
     monkeypatch.setattr(HostStore, "sweep", lambda store: inbox.post("swept"))
-    builder.clean_up(HostStore(PrivateMemory()))
+    builder.clean_up(HostStore(HostMemory()))
     for number, (name, urgency) in enumerate((("idle", EAGER), ("busy", REQUESTED), ("other", EAGER))):
         connection = cast(PeerConnection, SimpleNamespace(id=number))
         builder.read(connection, name, str(doubling), {}, Demand(urgency))

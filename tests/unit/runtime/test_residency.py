@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
+from rsrv.runtime.host_memory import HostMemory, HostMemoryError
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.engine import Engine
@@ -210,11 +210,11 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
     """A fault of shared memory refuses models with its reason, until it is repaired and the next one loads."""
     failures = iter([True, True, False])
 
-    def shared(setting: bool | None, owner: str) -> PrivateMemory:
+    def shared(setting: bool | None, owner: str) -> HostMemory:
         assert setting
         if next(failures):
             raise HostMemoryError("/dev/shm/ours must be closed to others")
-        return PrivateMemory()
+        return HostMemory()
 
     monkeypatch.setattr("rsrv.runtime.model_builder.open_host_memory", shared)
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nruntime: {shared_host_weights: true}"))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,41 +104,6 @@ def memory_limit(setting: int | None) -> MemoryLimit:
     return MemoryLimit(int(total * (1 - _RESERVE)) if setting is None else setting, total)
 
 
-class HostMemory(Protocol):
-    """Memory of the store. Every method may be called from any thread."""
-
-    @property
-    def left(self) -> int:
-        """Bytes of tensors that an earlier runtime of this device left, found by the last sweep, and not used since."""
-
-    def forget_left(self, but: Collection[str | None], excess: int) -> None:
-        """Remove so many bytes of the left tensors, the oldest first, but none of files with these versions."""
-
-    def place(self, digest: str, filled: Bytes) -> TensorBytes:
-        """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
-
-        Raises HostMemoryError.
-        """
-
-    def find(self, digest: str, nbytes: int) -> TensorBytes | None:
-        """Return a tensor that this process or another one has placed, if it is still there."""
-
-    def recall(self, file: WeightsFile) -> Sequence[str] | None:
-        """Return the digests of a file's tensors in argument order, if a runtime of this server has noted them."""
-
-    def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
-        """Note the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
-
-    def forget(self, file: WeightsFile) -> None:
-        """Remove the note: the next runtime does without the file's tensors."""
-
-    def sweep(self) -> int:
-        """Remove the tensors that killed processes left, and no server notes; return how many were removed."""
-
-    def close(self) -> None:
-        """End, and leave no notes."""
-
-
 def fresh(nbytes: int) -> Bytes:
     """Return memory of this process, aligned for every element type. Raises HostMemoryError if none is left."""
     try:
@@ -150,39 +115,51 @@ def fresh(nbytes: int) -> Bytes:
         ) from None
 
 
-class PrivateMemory:
-    """Memory of this process: tensors stay where they were read into."""
+class HostMemory:
+    """Memory of the store, private to this process: tensors stay where they were read into, and nothing outlives it.
+
+    Every method may be called from any thread.
+    """
 
     @property
     def left(self) -> int:
+        """Bytes of tensors that an earlier runtime of this device left, found by the last sweep, and not used since."""
         return 0
 
     def forget_left(self, but: Collection[str | None], excess: int) -> None:
-        pass
+        """Remove so many bytes of the left tensors, the oldest first, but none of files with these versions."""
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
-        return TensorBytes(_read_only(filled), _nothing)
+        """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
+
+        Raises HostMemoryError.
+        """
+        filled.flags.writeable = False
+        return TensorBytes(filled, _nothing)
 
     def find(self, digest: str, nbytes: int) -> TensorBytes | None:
+        """Return a tensor that this process or another one has placed, if it is still there."""
         return None
 
     def recall(self, file: WeightsFile) -> Sequence[str] | None:
+        """Return the digests of a file's tensors in argument order, if a runtime of this server has noted them."""
         return None
 
     def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
-        pass
+        """Note the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
 
     def forget(self, file: WeightsFile) -> None:
-        pass
+        """Remove the note: the next runtime does without the file's tensors."""
 
     def sweep(self) -> int:
+        """Remove the tensors that killed processes left, and no server notes; return how many were removed."""
         return 0
 
     def close(self) -> None:
-        pass
+        """End, and leave no notes."""
 
 
-class SharedMemory:
+class SharedMemory(HostMemory):
     """One file per large tensor in a directory of /dev/shm, named by the tensor's digest; small tensors are private.
 
     A file is linked atomically when it is complete, and is not written again: no process waits for another, and none
@@ -236,7 +213,7 @@ class SharedMemory:
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         nbytes = filled.nbytes
         if nbytes < LARGE:
-            return TensorBytes(_read_only(filled), _nothing)
+            return super().place(digest, filled)
         try:
             return self._share(digest, filled)
         except HostMemoryError as error:
@@ -248,7 +225,7 @@ class SharedMemory:
                     "%s. Until then, further tensors have a copy per device, and are read again after a runtime's death",
                     error,
                 )
-            return TensorBytes(_read_only(filled), _nothing)
+            return super().place(digest, filled)
 
     def _share(self, digest: str, filled: Bytes) -> TensorBytes:
         nbytes = filled.nbytes
@@ -496,14 +473,14 @@ def open_host_memory(shared: bool | None, owner: str = "") -> HostMemory:
     """
     if shared is False or not (shared or owner):
         remove_left(owner)
-        return PrivateMemory()
+        return HostMemory()
     try:
         return SharedMemory(_SHM, owner=owner, modest=shared is None)
     except HostMemoryError as error:
         if shared:
             raise
         log.warning("%s. Until then, each runtime of the server keeps host copies of its own", error)
-        return PrivateMemory()
+        return HostMemory()
 
 
 def remove_left(owner: str) -> None:
@@ -518,11 +495,6 @@ def remove_left(owner: str) -> None:
 
 def _nothing() -> None:
     """Do nothing: private memory is freed with its last view."""
-
-
-def _read_only(filled: Bytes) -> Bytes:
-    filled.flags.writeable = False
-    return filled
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:

@@ -21,7 +21,8 @@ from rsrv.runtime.executor import (
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.state_pool import StatePool
 from rsrv.runtime.transport import PeerConnection
-from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
+from rsrv.scheduler.events import Execute
+from rsrv.wire.layout import Block, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
 
 NO_PEER = cast(PeerConnection, None)
@@ -35,7 +36,6 @@ BLOCKS = {
 
 @dataclass
 class FakeModel:
-    interface: Interface
     key = "model"
     pool: StatePool | None = None
 
@@ -53,11 +53,9 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice
 
 def job(parts: list[RequestSlice], size: int, block: Block) -> Dispatch:
     """Return a dispatch of a model that returns its inputs."""
-    model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
-    total = sum(part.rows for part in parts)
-    return Dispatch(
-        1, cast(CompiledModel, model), 0, size, total, tuple(range(len(parts))), tuple(parts), block, block
-    )
+    model: Any = FakeModel()
+    execute = Execute(1, model.key, 0, size, sum(part.rows for part in parts), tuple(range(len(parts))))
+    return Dispatch(execute, cast(CompiledModel, model), Variant(block, block, (size,)), tuple(parts))
 
 
 def tensor_of(part: RequestSlice, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:

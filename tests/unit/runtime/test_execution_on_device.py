@@ -11,7 +11,8 @@ from rsrv.runtime.device import Array
 from rsrv.runtime.executor import CallSlice, Dispatch, RequestSlice, Slice, gather, scatter
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.runs import Kept, MetaRun
-from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
+from rsrv.scheduler.events import Execute
+from rsrv.wire.layout import NUMPY, Block, Tensor, Variant
 from tests.fakes import FakeBuffer, FakeDevice
 from tests.unit.runtime.test_execution import NO_PEER, FakeModel
 
@@ -89,19 +90,10 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     ]
     total = sum(counts)
     size = data.draw(st.sampled_from([size for size in (total, 4, 8, 16, 32) if size >= total]))
-    model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
-    job = Dispatch(
-        1,
-        cast(CompiledModel, model),
-        0,
-        size,
-        total,
-        tuple(range(len(parts))),
-        tuple(parts),
-        block,
-        block,
-        has_calls=True,
-    )
+    variant = Variant(block, block, (size,))
+    model: Any = FakeModel()
+    execute = Execute(1, model.key, 0, size, total, tuple(range(len(parts))))
+    job = Dispatch(execute, cast(CompiledModel, model), variant, tuple(parts), has_calls=True)
     # Content of an earlier batch must not show.
     staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
 

@@ -88,8 +88,8 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
 
     def on_loop(number: int) -> bool:
         """Execute once; return whether the loop did it."""
-        dispatch = lay_out(model, number, 1, np.random.default_rng(0))
-        executor.start(dispatch, device, seconds=1e-4, depth=1, contended=False)
+        dispatch = lay_out(model, number, 1, np.random.default_rng(0), 1e-4)
+        executor.start(dispatch, device, depth=1, contended=False)
         short = executor.short is not None
         (ended,) = [executor.run_short()] if short else take_ends(inbox)
         assert ended.dispatch is dispatch

@@ -24,6 +24,7 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
+from rsrv.scheduler.events import Execute
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
@@ -308,7 +309,7 @@ def right_answers(model: CompiledModel, device: Device, product: Array, depth: i
         dispatches.append(dispatch)
         while number - len(ended) >= depth:
             ended += take_ends(inbox)
-        executor.start(dispatch, device, seconds=1.0, depth=depth, contended=False)
+        executor.start(dispatch, device, depth=depth, contended=False)
     while len(ended) < len(dispatches):
         ended += take_ends(inbox)
     assert [(one.dispatch, one.error) for one in ended] == [(dispatch, None) for dispatch in dispatches]
@@ -326,8 +327,10 @@ def right_answers(model: CompiledModel, device: Device, product: Array, depth: i
     )
 
 
-def lay_out(model: CompiledModel, number: int, size: int, rng: np.random.Generator) -> Dispatch:
-    """A dispatch of one request per row, at most `size`, with random inputs."""
+def lay_out(
+    model: CompiledModel, number: int, size: int, rng: np.random.Generator, seconds: float = 1.0
+) -> Dispatch:
+    """A dispatch of one request per row, at most `size`, with random inputs; `seconds`: expected."""
     (variant,) = model.interface.variants
     count = int(rng.integers(1, size + 1))
     stride = 2 * variant.inputs.places(1)[1]
@@ -339,9 +342,8 @@ def lay_out(model: CompiledModel, number: int, size: int, rng: np.random.Generat
     for part in parts:
         view = part.source(0, variant.inputs)
         view[...] = rng.integers(-4, 5, view.shape)
-    return Dispatch(
-        number, model, 0, size, count, tuple(range(count)), parts, variant.inputs, variant.outputs
-    )
+    execute = Execute(number, model.key, 0, size, count, tuple(range(count)), seconds)
+    return Dispatch(execute, model, variant, parts)
 
 
 def take_ends(inbox: Inbox) -> list[ExecutionEnded]:

@@ -23,8 +23,9 @@ from rsrv.runtime.sequences import SequenceEntry
 from rsrv.runtime.state_pool import SlotRow
 from rsrv.runtime.threads import Inbox, WorkerThread
 from rsrv.runtime.transport import PeerConnection
+from rsrv.scheduler import events as ev
 from rsrv.wire.blackbox import Phase
-from rsrv.wire.layout import Block, Tensor
+from rsrv.wire.layout import Block, Tensor, Variant
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
@@ -107,19 +108,13 @@ Slice = RequestSlice | CallSlice
 class Dispatch:
     """An `Execute` instruction with everything that its execution needs."""
 
-    number: int
+    execute: ev.Execute
     model: CompiledModel
-    variant: int
-    size: int
-    rows: int
-    requests: tuple[int, ...]
+    #: of the model, by the instruction's number
+    variant: Variant
     slices: tuple[Slice, ...]
-    inputs: Block
-    outputs: Block
     #: some of its slices are sub-calls of meta models
     has_calls: bool = False
-    #: it is of a request that executes alone
-    alone: bool = False
     #: of a model with state: the slot of each slice
     rows_in_slots: tuple[SlotRow, ...] = ()
 
@@ -136,21 +131,21 @@ class Dispatch:
         """Outputs that no slice wants on the host."""
         if not self.has_calls:
             return ()
-        outputs = range(len(self.outputs.tensors))
-        return {index for index in outputs if all(p.target(index, self.outputs) is None for p in self.slices)}
+        block = self.variant.outputs
+        outputs = range(len(block.tensors))
+        return {index for index in outputs if all(p.target(index, block) is None for p in self.slices)}
 
     @property
     def merges(self) -> bool:
         """The inputs have to be merged on the device, for which something may have to be compiled."""
-        inputs = range(len(self.inputs.tensors))
+        inputs = range(len(self.variant.inputs.tensors))
         return any(kept and not self.covered(index, kept) for index in inputs if (kept := self.kept(index)))
 
     def covered(self, index: int, kept: Sequence[Kept | None]) -> bool:
         """Return whether one tensor on the device is this input as it is: the rows of all slices are in place."""
         first, at = kept[0], 0
-        if first is None or first.size != (
-            self.size if self.inputs.tensors[index].batch_axis is not None else 1
-        ):
+        batched = self.variant.inputs.tensors[index].batch_axis is not None
+        if first is None or first.size != (self.execute.size if batched else 1):
             return False
         for part, one in zip(self.slices, kept, strict=True):
             if one is None or one.buffer is not first.buffer or one.first != at:
@@ -275,14 +270,15 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     """Launch a dispatch on the device."""
     weights = dispatch.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
-    alone = len(dispatch.slices) == 1 and dispatch.rows == dispatch.size
+    execute = dispatch.execute
+    alone = len(dispatch.slices) == 1 and execute.rows == execute.size
     for part in dispatch.slices:
         # If this process dies, the stub knows by this that the request may be the cause.
         if isinstance(part, CallSlice):
             part.mark()
         elif part.outputs_at < len(part.segment):
             part.segment[part.outputs_at] = 1
-    nbytes = dispatch.inputs.places(dispatch.size)[1]
+    nbytes = dispatch.variant.inputs.places(execute.size)[1]
     staged = None if alone else staging.take(nbytes)
     if nbytes >= LARGE:
         first = dispatch.slices[0]
@@ -292,13 +288,13 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
         elif isinstance(first, RequestSlice):
             staging.locks.add(first.segment, device.page_lock)
     inputs = gather(dispatch, staged, device)
-    executable = dispatch.model.executables[dispatch.variant, dispatch.size]
+    executable = dispatch.model.executables[execute.variant, execute.size]
     pool, losses = dispatch.model.pool, 0
     if pool is None:
         launched = device.launch(executable, weights, inputs, dispatch.unread)
     else:
         launched, losses = pool.launch(
-            device, executable, weights, inputs, dispatch.size, dispatch.rows_in_slots
+            device, executable, weights, inputs, execute.size, dispatch.rows_in_slots
         )
     if dispatch.has_calls:
         _keep(dispatch, launched, device)
@@ -311,9 +307,9 @@ def _keep(dispatch: Dispatch, launched: Launched, device: Device) -> None:
     for part in dispatch.slices:
         if isinstance(part, CallSlice):
             for index, number in part.keep.items():
-                tensor = dispatch.outputs.tensors[index]
+                tensor = dispatch.variant.outputs.tensors[index]
                 batched = tensor.batch_axis is not None
-                at, size = (first, dispatch.size) if batched else (0, 1)
+                at, size = (first, dispatch.execute.size) if batched else (0, 1)
                 part.made[number] = Kept(device.keep(launched, index), tensor, at, part.rows, size)
         first += part.rows
 
@@ -335,13 +331,14 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
 def gather(dispatch: Dispatch, staged: Array | None, device: Device) -> list[Array | Buffer]:
     """Return the inputs at the compiled size: in place if one request fills it, else stacked and padded with zeros."""
     groups = [] if staged is None else find_contiguous_runs(dispatch.slices)
-    return [_input(dispatch, index, staged, groups, device) for index in range(len(dispatch.inputs.tensors))]
+    indices = range(len(dispatch.variant.inputs.tensors))
+    return [_input(dispatch, index, staged, groups, device) for index in indices]
 
 
 def _input(
     dispatch: Dispatch, index: int, staged: Array | None, groups: list[ContiguousRun], device: Device
 ) -> Array | Buffer:
-    block = dispatch.inputs
+    block, size = dispatch.variant.inputs, dispatch.execute.size
     kept = dispatch.kept(index)
     if kept is not None and dispatch.covered(index, kept):
         assert kept[0] is not None
@@ -357,7 +354,7 @@ def _input(
             copied[...] = source
             return copied
     if staged is None:
-        stacked = np.zeros(block.tensors[index].shape(dispatch.size), numpy_dtype(block.tensors[index].dtype))
+        stacked = np.zeros(block.tensors[index].shape(size), numpy_dtype(block.tensors[index].dtype))
     else:
         stacked = _stack(dispatch, index, groups, staged)
     if kept is None:
@@ -372,21 +369,18 @@ def _input(
 
 def _staged(dispatch: Dispatch, index: int, staged: Array) -> Array:
     """Return the place of an input in the memory of the assembled batch."""
-    return view(
-        dispatch.inputs.tensors[index],
-        dispatch.size,
-        staged,
-        dispatch.inputs.places(dispatch.size)[0][index],
-    )
+    block, size = dispatch.variant.inputs, dispatch.execute.size
+    return view(block.tensors[index], size, staged, block.places(size)[0][index])
 
 
 def _stack(dispatch: Dispatch, index: int, groups: list[ContiguousRun], staged: Array) -> Array:
+    block = dispatch.variant.inputs
     stacked = _staged(dispatch, index, staged)
-    rows_first = _rows_first(stacked, dispatch.inputs.tensors[index])
+    rows_first = _rows_first(stacked, block.tensors[index])
     at = 0
     for group in groups:
-        at = group.copy(rows_first, at, index, dispatch.inputs, outputs=False)
-    if at < dispatch.size:
+        at = group.copy(rows_first, at, index, block, outputs=False)
+    if at < dispatch.execute.size:
         rows_first[at:] = 0
     return stacked
 
@@ -394,20 +388,20 @@ def _stack(dispatch: Dispatch, index: int, groups: list[ContiguousRun], staged: 
 def scatter(dispatch: Dispatch, outputs: Sequence[Array]) -> None:
     """Copy each slice's rows into its place; an output without rows is copied to every slice."""
     groups = find_contiguous_runs(dispatch.slices)
-    unread = dispatch.unread
-    for index, tensor in enumerate(dispatch.outputs.tensors):
+    block, unread = dispatch.variant.outputs, dispatch.unread
+    for index, tensor in enumerate(block.tensors):
         if index in unread:
             continue
         if tensor.batch_axis is None:
             for part in dispatch.slices:
-                target = part.target(index, dispatch.outputs)
+                target = part.target(index, block)
                 if target is not None:
                     target[...] = outputs[index]
             continue
         result = _rows_first(outputs[index], tensor)
         at = 0
         for group in groups:
-            at = group.copy(result, at, index, dispatch.outputs, outputs=True)
+            at = group.copy(result, at, index, block, outputs=True)
 
 
 def _rows_first(array: Array, tensor: Tensor) -> Array:
@@ -490,34 +484,32 @@ class Executor:
         self._launch_thread = WorkerThread("launch")
         self._read_thread = WorkerThread("read")
         self._staging = Staging()
-        #: the dispatch that the loop is to execute itself, its device and its expected seconds
-        self.short: tuple[Dispatch, Device, float] | None = None
+        #: the dispatch that the loop is to execute itself, and its device
+        self.short: tuple[Dispatch, Device] | None = None
         self.bans = LoopBans()
 
-    def start(
-        self, dispatch: Dispatch, device: Device, *, seconds: float, depth: int, contended: bool
-    ) -> None:
+    def start(self, dispatch: Dispatch, device: Device, *, depth: int, contended: bool) -> None:
         """Start an execution, or leave a short one to the loop.
 
-        `seconds`: expected. `contended`: other work may hold the device, and the loop must not wait for it.
+        `contended`: other work may hold the device, and the loop must not wait for it.
         """
         if depth > 1:
-            self._launch_thread.put(partial(self._launch, dispatch, device, seconds))
+            self._launch_thread.put(partial(self._launch, dispatch, device))
         elif (
-            seconds <= _SHORT_S
+            dispatch.execute.seconds <= _SHORT_S
             and not contended
             and not (self.bans.until and self.bans.banned(dispatch.model.key, self._clock()))
         ):
-            self.short = dispatch, device, seconds
+            self.short = dispatch, device
         else:
-            self._launch_thread.put(partial(self._execute_and_post, dispatch, device, seconds))
+            self._launch_thread.put(partial(self._execute_and_post, dispatch, device))
 
     def run_short(self) -> ExecutionEnded:
         """Execute the loop's own dispatch."""
         assert self.short is not None
-        (dispatch, device, seconds), self.short = self.short, None
+        (dispatch, device), self.short = self.short, None
         started = self._clock()
-        ended = self._execute(dispatch, device, seconds, self._activity.short)
+        ended = self._execute(dispatch, device, self._activity.short)
         now = self._clock()
         if now - started > SLOW_S and self.bans.executed(dispatch.model.key, now - started, now):
             log.warning(
@@ -538,11 +530,9 @@ class Executor:
 
     # --- on the loop or a thread --------------------------------------------------------------------------
 
-    def _execute(
-        self, dispatch: Dispatch, device: Device, seconds: float, slot: ActivitySlot
-    ) -> ExecutionEnded:
+    def _execute(self, dispatch: Dispatch, device: Device, slot: ActivitySlot) -> ExecutionEnded:
         """Execute from the inputs to the outputs."""
-        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, alone=dispatch.alone)
+        _begin(slot, dispatch)
         try:
             return ExecutionEnded(
                 dispatch, finish(launch(dispatch, device, self._staging), device, self._staging)
@@ -552,24 +542,24 @@ class Executor:
         finally:
             slot.end()
 
-    def _execute_and_post(self, dispatch: Dispatch, device: Device, seconds: float) -> None:
-        self._inbox.post(self._execute(dispatch, device, seconds, self._activity.launch))
+    def _execute_and_post(self, dispatch: Dispatch, device: Device) -> None:
+        self._inbox.post(self._execute(dispatch, device, self._activity.launch))
 
-    def _launch(self, dispatch: Dispatch, device: Device, seconds: float) -> None:
+    def _launch(self, dispatch: Dispatch, device: Device) -> None:
         """Launch; the reading thread does the rest, even of failures, so that executions end in order."""
         slot = self._activity.launch
-        number = slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, alone=dispatch.alone)
+        number = _begin(slot, dispatch)
         flight: Flight | ExecutionEnded
         try:
             flight = launch(dispatch, device, self._staging)
         except Exception as error:  # noqa: BLE001 - logged by _failed
             flight = _failed(dispatch, error)
         slot.end()
-        self._read_thread.put(partial(self._read, flight, device, seconds, number))
+        self._read_thread.put(partial(self._read, flight, device, number))
 
-    def _read(self, flight: Flight | ExecutionEnded, device: Device, seconds: float, number: int) -> None:
+    def _read(self, flight: Flight | ExecutionEnded, device: Device, number: int) -> None:
         dispatch, slot = flight.dispatch, self._activity.read
-        slot.begin(Phase.EXECUTING, dispatch.model.key, dispatch.size, seconds, number, alone=dispatch.alone)
+        _begin(slot, dispatch, number)
         if isinstance(flight, Flight):
             try:
                 ended = ExecutionEnded(dispatch, finish(flight, device, self._staging))
@@ -581,16 +571,23 @@ class Executor:
         self._inbox.post(ended)
 
 
+def _begin(slot: ActivitySlot, dispatch: Dispatch, number: int = 0) -> int:
+    """Begin the task of an execution, or continue it; return its number."""
+    key, execute = dispatch.model.key, dispatch.execute
+    return slot.begin(Phase.EXECUTING, key, execute.size, execute.seconds, number, alone=execute.alone)
+
+
 def _failed(dispatch: Dispatch, error: Exception) -> ExecutionEnded:
     """Log an error that is being handled, and turn it into text: a kept error would keep the execution's tensors."""
+    size = dispatch.execute.size
     if isinstance(error, OutOfMemory):
         log.warning(
             "%s: no memory on the device for an execution of %d rows: %s",
             dispatch.model.key,
-            dispatch.size,
+            size,
             str(error),
-            extra=about(dispatch.model, rows=dispatch.size),
+            extra=about(dispatch.model, rows=size),
         )
         return ExecutionEnded(dispatch, 0.0, str(error), out_of_memory=True)
-    log.exception("%s: execution failed", dispatch.model.key, extra=about(dispatch.model, rows=dispatch.size))
+    log.exception("%s: execution failed", dispatch.model.key, extra=about(dispatch.model, rows=size))
     return ExecutionEnded(dispatch, 0.0, f"{type(error).__name__}: {error}")

@@ -220,7 +220,7 @@ class Loop:
             requests.send_answers()
         if executor.short is not None:
             ended = executor.run_short()
-            if len(requests.pending) == len(ended.dispatch.requests):
+            if len(requests.pending) == len(ended.dispatch.execute.requests):
                 # No other request waits: the answers need not wait for a look at the sockets.
                 self._executed(ended)
                 requests.send_answers()
@@ -442,7 +442,8 @@ class Loop:
             self._pass_on()
         self._passing_on = True
         try:
-            event = ev.ExecutionFinished(ended.dispatch.number, ended.seconds, error, ended.out_of_memory)
+            number = ended.dispatch.execute.dispatch
+            event = ev.ExecutionFinished(number, ended.seconds, error, ended.out_of_memory)
             self._handle(event, ended)
         finally:
             self._passing_on = False
@@ -509,19 +510,12 @@ class Loop:
         assert device is not None
         model = self._catalog.get(instruction.model)
         slices = self._requests.slices(instruction.requests)
-        variant = model.interface.variants[instruction.variant]
         dispatch = Dispatch(
-            instruction.dispatch,
+            instruction,
             model,
-            instruction.variant,
-            instruction.size,
-            instruction.rows,
-            instruction.requests,
+            model.interface.variants[instruction.variant],
             slices,
-            variant.inputs,
-            variant.outputs,
             CallSlice in map(type, slices),
-            instruction.alone,
             () if model.pool is None else self._requests.slots(slices),
         )
         if instruction.alone:
@@ -530,7 +524,6 @@ class Loop:
         self._executor.start(
             dispatch,
             device,
-            seconds=instruction.seconds,
             depth=self._scheduler.settings.depth,
             # While a model is built, its warm-up may hold the device for long.
             contended=bool(self._catalog.building) or (dispatch.has_calls and dispatch.merges),

@@ -347,7 +347,7 @@ class Requests:
             self._take_tokens(dispatch.slices)
         for part in dispatch.slices if self.runs else ():
             if part.run is not None:
-                part.run.account(ended.seconds * part.rows / max(1, dispatch.rows))
+                part.run.account(ended.seconds * part.rows / max(1, dispatch.execute.rows))
             if isinstance(part, CallSlice):
                 part.settle(succeeded=ended.error is None)
         return lost
@@ -357,12 +357,12 @@ class Requests:
         part = self.pending.pop(finish.request)
         if isinstance(part, StepSlice):
             return  # its token has been taken
-        connection, dispatch = part.connection, ended.dispatch
+        connection, execute = part.connection, ended.dispatch.execute
         if (sequence := _sequence(part)) is not None:
             self._apply(self.sequences.done(sequence, executed=True, now=self._clock()))
         if not connection.closed:
             connection.completions.append(
-                Completion(part.request, Status.OK, dispatch.size, dispatch.rows, int(ended.seconds * 1e9))
+                Completion(part.request, Status.OK, execute.size, execute.rows, int(ended.seconds * 1e9))
             )
             self.answering.add(connection)
 

@@ -21,7 +21,7 @@ def test_what_the_device_did() -> None:
     timeline.happened(ev.ExecutionFinished(7, 0.25), 14.0)
     timeline.happened(ev.ExecutionFinished(8, 0.5, "broken"), 14.5)
     timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
-    assert timeline.since(0) == (
+    assert timeline.spans.since(0, 9) == (
         0,
         [
             DeviceSpan("load", "a@1", 10.5, 11.0),
@@ -40,7 +40,7 @@ def test_loads_that_end_without_weights() -> None:
         timeline.begins(ev.LoadWeights("a@1", epoch), float(epoch))
     timeline.happened(ev.LoadAbandoned("a@1", 1), 3.0)
     timeline.happened(ev.LoadFailed("a@1", 2, "no"), 4.0)
-    assert timeline.since(0)[1] == [
+    assert timeline.spans.since(0, 9)[1] == [
         DeviceSpan("load", "a@1", 1.0, 3.0, failed=True),
         DeviceSpan("load", "a@1", 2.0, 4.0, failed=True),
     ]
@@ -92,10 +92,10 @@ def test_reading_on(length: int, count: int, most: int) -> None:
         timeline.begins(ev.EvictWeights("a", at), float(at))
     found: list[float] = []
     at = 0
-    while at < timeline.next:
-        first, spans = timeline.since(at, most)
+    while at < timeline.spans.next:
+        first, spans = timeline.spans.since(at, most)
         assert spans
         found += [span.start for span in spans]
         at = first + len(spans)
     assert found == [float(number) for number in range(max(0, count - length), count)]
-    assert timeline.since(at + 5) == (timeline.next, [])
+    assert timeline.spans.since(at + 5, most) == (timeline.spans.next, [])

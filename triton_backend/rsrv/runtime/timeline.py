@@ -47,6 +47,11 @@ class RingBuffer(Generic[T]):
         first = min(max(number, oldest), self.next)
         return first, list(islice(self._kept, first - oldest, first - oldest + most))
 
+    def answer(self, instance: str, number: int, most: int) -> tuple[dict[str, Any], list[T]]:
+        """Return what the answer to a command says of the elements that `since` returns, and these elements."""
+        first, kept = self.since(number, most)
+        return {"instance": instance, "first": first, "next": first + len(kept), "end": self.next}, kept
+
 
 class DeviceSpan(NamedTuple):
     """One piece of work of the device; an eviction takes no time."""
@@ -78,12 +83,9 @@ class RecentArrivals:
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
         """Answer the command `arrivals`, and keep what arrives from now on. Times are on the loop's clock."""
         self._until = now + ARRIVALS_S
-        first, kept = self._kept.since(since, TIMELINE_ANSWER)
+        said, kept = self._kept.answer(instance, since, TIMELINE_ANSWER)
         return {
-            "instance": instance,
-            "first": first,
-            "next": first + len(kept),
-            "end": self._kept.next,
+            **said,
             "unix_s": time.time() - now,
             "requests": [
                 (
@@ -107,7 +109,7 @@ class Timeline:
 
     def __init__(self, length: int = TIMELINE_LENGTH) -> None:
         self.arrivals = RecentArrivals()
-        self._spans: RingBuffer[DeviceSpan] = RingBuffer(length)
+        self.spans: RingBuffer[DeviceSpan] = RingBuffer(length)
         self._executing: dict[int, ev.Execute] = {}
         self._loading: dict[tuple[str, int], float] = {}
         self._warming: dict[str, float] = {}
@@ -158,27 +160,15 @@ class Timeline:
                 return self._add(DeviceSpan("warm_up", event.model, start, now, failed=event.costs is None))
         return None
 
-    @property
-    def next(self) -> int:
-        """Number of the next span."""
-        return self._spans.next
-
     def loading(self, model: str) -> float | None:
         """Return the start of the model's current load; None: it is not loading."""
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
-    def since(self, number: int, most: int = TIMELINE_ANSWER) -> tuple[int, list[DeviceSpan]]:
-        """Return spans as `RingBuffer.since` does."""
-        return self._spans.since(number, most)
-
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
         """Answer the command `timeline`; a span's start is given as seconds before `now`."""
-        first, spans = self.since(since)
+        said, spans = self.spans.answer(instance, since, TIMELINE_ANSWER)
         return {
-            "instance": instance,
-            "first": first,
-            "next": first + len(spans),
-            "end": self.next,
+            **said,
             "spans": [
                 (
                     span.kind,
@@ -195,7 +185,7 @@ class Timeline:
         }
 
     def _add(self, span: DeviceSpan) -> DeviceSpan:
-        self._spans.add(span)
+        self.spans.add(span)
         return span
 
 
@@ -278,15 +268,8 @@ class Traces:
 
     def answer(self, instance: str, since: int) -> dict[str, Any]:
         """Answer the command `traces`."""
-        first, spans = self._spans.since(since, TRACES_ANSWER)
-        return {
-            "instance": instance,
-            "first": first,
-            "next": first + len(spans),
-            "end": self._spans.next,
-            "dropped": self._dropped,
-            "spans": spans,
-        }
+        said, spans = self._spans.answer(instance, since, TRACES_ANSWER)
+        return {**said, "dropped": self._dropped, "spans": spans}
 
     # --- spans --------------------------------------------------------------------------------------------
 

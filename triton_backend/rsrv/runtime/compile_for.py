@@ -21,8 +21,8 @@ from rsrv.cards import CARDS, ProfileError, read_profile
 from rsrv.command import put
 from rsrv.runtime.device import DeviceError, Hardware
 from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, AheadCompiler
-from rsrv.runtime.models import usable
-from rsrv.runtime.numerics import probes, treatment
+from rsrv.runtime.models import modules_of
+from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import (
     SUFFIX,
     CompileTarget,
@@ -31,10 +31,9 @@ from rsrv.runtime.stored_executables import (
     write_executables,
 )
 from rsrv.settings import Settings, SettingsError, read_settings
-from rsrv_bundle import BundleError, read_bundle
+from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
-from rsrv_bundle.modules import Signature, check_signatures, module_file, read_module
-from rsrv_bundle.precision import Treatment, treat
+from rsrv_bundle.modules import Signature
 
 #: what became of a module
 _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
@@ -214,29 +213,15 @@ def models_of(
     repository: Path, settings: Settings, hardware: Hardware
 ) -> Iterator[tuple[str, Iterator[Module]]]:
     """Yield the models of a repository, and of each the modules that the runtime compiles on this hardware."""
-    numerics = settings.runtime.numerics
-    yield PROBE, (((0, index), *probe) for index, probe in enumerate(probes(numerics)))
+    yield PROBE, (((0, index), *probe) for index, probe in enumerate(probes(settings.runtime.numerics)))
     inspector = Inspector()
-    how = treatment(numerics, hardware)
     try:
         for folder in sorted((*repository.glob("*/1/bundle"), *repository.glob("*/1/calls/*"))):
             of_callee = folder.parent.name == "calls"
             name = folder.name if of_callee else folder.parent.parent.name
-            yield name, _modules(folder, settings.for_model(name).max_batch_size, how, inspector)
+            yield name, modules_of(folder, settings, name, hardware, inspector)
     finally:
         inspector.close()
-
-
-def _modules(folder: Path, max_rows: int | None, how: Treatment, inspector: Inspector) -> Iterator[Module]:
-    """Yield the modules of a bundle as the runtime compiles them: none of a meta model. Raises BundleError."""
-    bundle = read_bundle(folder, verify=False)
-    if bundle.manifest.kind == "meta":
-        return
-    signatures = check_signatures(bundle, inspector)
-    for key in usable(signatures, max_rows):
-        found = read_module(bundle, key, signatures[key])
-        module, _ = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
-        yield key, module, signatures[key]
 
 
 def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:

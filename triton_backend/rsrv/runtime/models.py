@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import ActivitySlot
-from rsrv.runtime.device import Array, Buffer, Device, Executable
+from rsrv.runtime.device import Array, Buffer, Device, Executable, Hardware
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
@@ -24,8 +24,9 @@ from rsrv.wire.blackbox import Phase
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Signature, module_file, read_module
-from rsrv_bundle.precision import treat
+from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module
+from rsrv_bundle.precision import Treatment, treat
+from rsrv_bundle.products import Precision
 
 log = logging.getLogger("rsrv.models")
 
@@ -155,8 +156,7 @@ def compile_model(
     own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
         began = time.perf_counter()
-        found = read_module(bundle, key, signatures[key])
-        module, precision = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        module, precision = _treated(bundle, key, signatures[key], how)
         products = precisions["{}/{}".format(*key)] = asdict(precision)
         slot.begin(Phase.BUILDING, own["version"], key[1], _COMPILATION_S)
         executables[key] = device.compile(module, signatures[key])
@@ -234,6 +234,30 @@ def compile_model(
         measured,
         pool=pool,
     )
+
+
+def modules_of(
+    folder: Path, settings: Settings, name: str, hardware: Hardware, look: Look
+) -> Iterator[tuple[tuple[int, int], bytes, Signature]]:
+    """Yield the modules of a model's bundle as they are compiled on this hardware, with (variant, batch size) and signature.
+
+    A meta model has none. Raises BundleError, and what `look` raises.
+    """
+    bundle = read_bundle(folder, verify=False)
+    if bundle.manifest.kind == "meta":
+        return
+    signatures = check_signatures(bundle, look)
+    how = treatment(settings.runtime.numerics, hardware)
+    for key in usable(signatures, settings.for_model(name).max_batch_size):
+        yield key, _treated(bundle, key, signatures[key], how)[0], signatures[key]
+
+
+def _treated(
+    bundle: Bundle, key: tuple[int, int], signature: Signature, how: Treatment
+) -> tuple[bytes, Precision]:
+    """Return a module as it is compiled, and its products. Raises BundleError."""
+    found = read_module(bundle, key, signature)
+    return treat(found, module_file(bundle, key).name, how, signature.precision)
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:

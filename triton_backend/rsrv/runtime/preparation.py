@@ -14,13 +14,10 @@ from pathlib import Path
 from rsrv.runtime.device import Executable
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
-from rsrv.runtime.models import usable
-from rsrv.runtime.numerics import treatment
+from rsrv.runtime.models import modules_of
 from rsrv.settings import Settings
 from rsrv.wire import paths
-from rsrv_bundle import read_bundle
-from rsrv_bundle.modules import check_signatures, module_file, read_module
-from rsrv_bundle.precision import treat
+from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.runtime")
 
@@ -53,27 +50,18 @@ def prepare(
         "cpu", runtime.compilation_cache_dir, numerics=runtime.numerics, repository=repository, known=known
     )
     made = Preparation(settings, device, [])
+
+    def look(blob: bytes, _: str) -> Signature:
+        return known[hashlib.sha256(blob).hexdigest()]
+
     until = time.monotonic() + _MAX_S
     for folder in sorted(repository.glob("*/*/bundle")):
         if time.monotonic() < until:
             # What does not work here is the runtime's to report.
             with suppress(Exception):
-                made.executables.extend(compile_ahead(folder, device, settings, known))
+                modules = modules_of(folder, settings, folder.parent.parent.name, device.hardware, look)
+                made.executables.extend(
+                    [device.compile(module, signature) for _, module, signature in modules]
+                )
     log.info("%d executables are there for the next runtime", len(made.executables))
     return made
-
-
-def compile_ahead(
-    folder: Path, device: JaxDevice, settings: Settings, known: KnownModules
-) -> list[Executable]:
-    """Compile a model's modules as `compile_model` does. Raises for meta models, and modules that are not `known`."""
-    bundle = read_bundle(folder, verify=False)
-    signatures = check_signatures(bundle, lambda blob, _: known[hashlib.sha256(blob).hexdigest()])
-    name = folder.parent.parent.name
-    how = treatment(settings.runtime.numerics, device.hardware)
-    found = []
-    for key in usable(signatures, settings.for_model(name).max_batch_size):
-        module = read_module(bundle, key, signatures[key])
-        module, _ = treat(module, module_file(bundle, key).name, how, signatures[key].precision)
-        found.append(device.compile(module, signatures[key]))
-    return found

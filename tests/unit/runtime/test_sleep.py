@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.runtime import spare
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
@@ -25,7 +26,7 @@ SETTINGS = load_settings("stub: {in_place_ms: 0}")
 
 
 @dataclass
-class Successor:
+class Successor(spare.Successor):
     """Records what the runtime asks of the next one."""
 
     problem: str = ""

@@ -13,13 +13,14 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rsrv.runtime.device import Device
 from rsrv.runtime.host_memory import memory_limit
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests, parse_number
+from rsrv.runtime.spare import Successor
 from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection, Transport
@@ -231,35 +232,6 @@ class NextPrepared:
     reason: str
 
 
-class Successor(Protocol):
-    """The process that becomes the next runtime, as far as the end of this one needs it."""
-
-    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> object:
-        """Have the process wait for its turn; `fresh`: with the installed packages of now.
-
-        `done` is called from any thread, with "" or the reason why the process cannot serve.
-        """
-
-    def withdraw(self) -> object:
-        """Take back `prepare`: this runtime goes on."""
-
-    def stay_back(self) -> object:
-        """Have the process wait for a connection before it becomes the runtime. Raises OSError."""
-
-
-class NoSuccessor:
-    """The next runtime is started by a stub."""
-
-    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        done("")
-
-    def withdraw(self) -> None:
-        pass
-
-    def stay_back(self) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class _PlannedEnd:
     """End of the runtime that is under way."""
@@ -294,7 +266,7 @@ class Commands:
         self._outbox = outbox
         self._profiler = Profiler(inbox)
         self._inbox = inbox
-        self.successor: Successor = NoSuccessor()
+        self.successor = Successor()
         #: the end that is under way, and whether the next runtime is not there yet
         self._end: _PlannedEnd | None = None
         self._preparing = False

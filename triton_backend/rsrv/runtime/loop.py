@@ -17,7 +17,7 @@ from typing import Any, assert_never
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import open_stub
-from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged, Successor
+from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
 from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
@@ -35,6 +35,7 @@ from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
+from rsrv.runtime.spare import Successor
 from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces

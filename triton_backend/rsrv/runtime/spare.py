@@ -50,7 +50,24 @@ _MODULES = (
 )
 
 
-class SpareKeeper:
+class Successor:
+    """The process that becomes the next runtime, as far as the end of this one needs it. Here, a stub starts it."""
+
+    def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
+        """Have the process wait for its turn; `fresh`: with the installed packages of now.
+
+        `done` is called from any thread, with "" or the reason why the process cannot serve.
+        """
+        done("")
+
+    def withdraw(self) -> None:
+        """Take back `prepare`: this runtime goes on."""
+
+    def stay_back(self) -> None:
+        """Have the process wait for a connection before it becomes the runtime. Raises OSError."""
+
+
+class SpareKeeper(Successor):
     """Starts and replaces the spare of this process."""
 
     def __init__(

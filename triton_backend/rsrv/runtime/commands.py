@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rsrv.runtime.device import Device
 from rsrv.runtime.host_memory import memory_limit
@@ -39,6 +39,7 @@ _MAX_TEXT = 4000
 #: commands of one connection that may wait for the end of an earlier one
 _MAX_WAITING = 64
 Answer = dict[str, Any]
+T = TypeVar("T")
 
 
 class CommandRefused(Exception):
@@ -503,10 +504,7 @@ class Commands:
     def _take_settings(self, changes: Mapping[str, Any]) -> None:
         """Take settings of rsrv.yaml that was read again."""
         before = self._policy.settings
-        try:
-            settings = change_settings(before, changes)
-        except SettingsError as error:
-            raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
+        settings = _checked(lambda: change_settings(before, changes))
         # A catalogue has thousands of sections, and few of them differ from what holds.
         moved = {name: settings.for_model(name).residency for name in changes.get("models", {})}
         moved = {name: wanted for name, wanted in moved.items() if wanted != self._policy.residency(name)}
@@ -589,9 +587,10 @@ class Commands:
         self._waiting[connection] = deque()
 
 
-def _checked(action: Callable[[], None]) -> None:
+def _checked(action: Callable[[], T]) -> T:
+    """Return the result of an action that refuses wrong settings. Raises CommandRefused."""
     try:
-        action()
+        return action()
     except SettingsError as error:
         raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 

@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
-from rsrv.runtime.transport import MetaCounts, Registration
+from rsrv.runtime.transport import Registration
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
@@ -252,7 +252,7 @@ def test_a_connection_ends_while_the_scheduler_expires_its_runs(
 
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
     """A token is valid for its meta model's callees, in any version, once its run is admitted."""
-    group = Registration("meta@1", "meta", "d1", ("a@1",), {}, ("a",), MetaCounts())
+    group = Registration("meta@1", "meta", "d1", ("a@1",), {}, is_meta=True, calls=("a",))
     runs = Runs()
     connection: Any = object()
     run = runs.enter(connection, group, Entrance(1, 7, 0, 0), 100)

@@ -240,7 +240,7 @@ class Catalog:
     def served_by(self, connection: PeerConnection) -> CompiledModel | None:
         """Return the model that a connection is for, if it is ready."""
         group = connection.group
-        if group is None or group.counts is not None:
+        if group is None or group.is_meta:
             return None
         entry = self.entries[group.key]
         return entry.model if entry.state is LifecycleState.READY else None

@@ -19,7 +19,7 @@ from rsrv.runtime.model_builder import (
 from rsrv.runtime.model_states import LifecycleEvent
 from rsrv.runtime.models import RequestedModels, about, to_json, wire_tensors
 from rsrv.runtime.start_queue import Demand, Urgency
-from rsrv.runtime.transport import MetaCounts, PeerConnection, Registration, Transport
+from rsrv.runtime.transport import PeerConnection, Registration, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
@@ -96,7 +96,7 @@ class Registry:
 
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""
-        return [group for group in self._groups().values() if group.counts is not None]
+        return [group for group in self._groups().values() if group.is_meta]
 
     def importing(self, now: float) -> dict[str, tuple[float, int]]:
         """Return the models whose stubs import a model.py that takes long: the seconds so far, and the line where it is."""
@@ -309,7 +309,7 @@ class Registry:
             self.catalog.advance(key, LifecycleEvent.RELEASED)
         log_not_loaded(name, key, why)
         text = f"{key}: {why}"
-        if group.counts is not None:
+        if group.is_meta:
             self._tell(group, text)
         self._transport.guard(connection, _reject, connection, text, text)
 
@@ -322,8 +322,8 @@ class Registry:
             wanted.bundle.digest,
             tuple(wanted.models),
             wire_tensors(wanted.bundle),
+            manifest.kind == "meta",
             manifest.meta_calls,
-            MetaCounts() if manifest.kind == "meta" else None,
         )
 
     def _join(self, connection: PeerConnection, group: Registration) -> None:
@@ -377,7 +377,7 @@ class Registry:
 
     def _tell(self, group: Registration, error: str | None = None) -> None:
         """Update the feed's entry of a registration; `error`: why a meta model cannot be served."""
-        if group.counts is not None:
+        if group.is_meta:
             mine = [one for one in self._transport.connections if one.group and one.group.key == group.key]
             self.catalog.tell_meta(group, mine, error)
         elif group.key in self.catalog.entries:
@@ -490,7 +490,7 @@ class Registry:
             others = tuple(other for other in group.models if other != key)
             self._leave(connection, replace(group, models=others))
             text = reason
-            if group.counts is not None:
+            if group.is_meta:
                 text = f"model '{entry.name}', which it calls: {reason}"
                 self._tell(group, text)
             self._transport.guard(connection, _reject, connection, text)

@@ -219,7 +219,7 @@ class Reports:
 
     def figures(self, group: Registration) -> dict[str, Any]:
         """Return the few figures of one registration that its stub shows in Triton's metrics; of this version alone."""
-        if group.counts is not None:
+        if group.is_meta:
             meta = self._scheduler.meta(group.name)
             queued, seconds = 0 if meta is None else meta.waiting, group.counts.device_seconds
             outcomes: dict[str, int] = _outcomes(group.counts)
@@ -451,7 +451,7 @@ class Reports:
 
     def _meta_status(self, group: Registration, snapshot: SchedulerSnapshot) -> dict[str, Any]:
         """Return a meta model's status; `device_seconds` excludes waiting and Python."""
-        counts = group.counts or MetaCounts()
+        counts = group.counts
         gate = snapshot.metas.get(group.name)  # None: no run was ever asked for
         return {
             "models": [self._catalog.entries[key].name for key in group.models],
@@ -469,7 +469,7 @@ class Reports:
         found: dict[str, dict[str, Any]] = {}
         gates = self._scheduler.metas()
         for group in metas:
-            counts, gate = group.counts or MetaCounts(), gates.get(group.name)
+            counts, gate = group.counts, gates.get(group.name)
             meta = found.setdefault(
                 group.name,
                 {

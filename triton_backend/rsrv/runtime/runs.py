@@ -84,7 +84,6 @@ class MetaRun:
     def account(self, seconds: float) -> None:
         """Add one of its sub-calls, which had the device for so long."""
         counts = self.group.counts
-        assert counts is not None
         counts.calls += 1
         counts.device_seconds += seconds
 
@@ -138,7 +137,7 @@ class Runs:
         self, connection: PeerConnection, group: Registration, entrance: Entrance, enter_id: int
     ) -> MetaRun:
         """Add a run, which waits for its admission. Raises ProtocolError."""
-        if group.counts is None:
+        if not group.is_meta:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
         request, token, deadline_ns, priority, further, tag = entrance
         if not token or token in self._by_token:
@@ -169,12 +168,9 @@ class Runs:
         """Remove a run that is over, and count how it ended, on one device if it went by stage."""
         del self._by_token[run.token], self._by_id[run.id]
         run.kept.clear()
-        counts = run.group.counts
-        assert counts is not None
-        if run.further:
-            return
-        name = status.name.lower()
-        counts.outcomes[name] = counts.outcomes.get(name, 0) + 1
+        if not run.further:
+            outcomes, name = run.group.counts.outcomes, status.name.lower()
+            outcomes[name] = outcomes.get(name, 0) + 1
 
 
 # --- the tensors of a call --------------------------------------------------------------------------------

@@ -67,9 +67,10 @@ class Registration:
     models: tuple[str, ...]
     #: the clients' tensors: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
+    is_meta: bool = False
     #: of a meta model: names of the callees, in any order, and the counts of its runs
     calls: tuple[str, ...] = ()
-    counts: MetaCounts | None = None
+    counts: MetaCounts = field(default_factory=MetaCounts)
 
 
 class PeerConnection:

@@ -122,12 +122,12 @@ def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_it_is_told_whom_it_serves(tmp_path: Path) -> None:
-    """The command line has the directory, the server's pid, and the settings if there are some."""
-    expected = [sys.executable, "-P", "-m", "rsrv.control", "--directory", "/d", "--server-pid", "7"]
+def test_it_is_told_whom_it_serves() -> None:
+    """The command line has the directory, the server's pid, and the settings."""
+    options = ["--directory", "/d", "--server-pid", "7", "--settings", "/r.yaml"]
+    expected = [sys.executable, "-P", "-m", "rsrv.control", *options]
 
-    assert control_command(Path("/d"), 7, None) == expected
-    assert control_command(Path("/d"), 7, Path("/r.yaml")) == [*expected, "--settings", "/r.yaml"]
+    assert control_command(Path("/d"), 7, Path("/r.yaml")) == expected
 
 
 @given(st.floats(0, 1e9))

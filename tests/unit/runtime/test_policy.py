@@ -30,7 +30,7 @@ def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: 
 
 
 def test_every_key_arrives() -> None:
-    """The budget as well, which is not among the settings."""
+    """None of the scheduler's keys keeps its default."""
     settings = load_settings(
         """
         scheduler:
@@ -38,11 +38,10 @@ def test_every_key_arrives() -> None:
         """
     )
 
-    assert scheduler_settings(settings, weight_budget_bytes=1000) == SchedulerSettings(
+    assert scheduler_settings(settings) == SchedulerSettings(
         depth=4,
         meta_concurrency=7,
         eviction="cost",
-        weight_budget_bytes=1000,
     )
 
 

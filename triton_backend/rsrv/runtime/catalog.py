@@ -264,7 +264,7 @@ class Catalog:
             for entry in self.entries.values()
         )
 
-    def compiled(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+    def compiled(self, names: Iterable[str] | None) -> tuple[str, ...]:
         """Return the keys of compiled models that stay, of these names or of all: those that the scheduler may be asked for."""
         wanted = None if names is None else set(names)
         return tuple(

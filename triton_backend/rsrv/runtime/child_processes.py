@@ -79,15 +79,14 @@ def _regions(pid: int) -> set[Path]:
 _MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 1.0, 60.0
 
 
-def control_command(directory: Path, server_pid: int, settings: Path | None) -> list[str]:
+def control_command(directory: Path, server_pid: int, settings: Path) -> list[str]:
     """Return the control process's command line, with the settings of this process."""
-    chosen = [] if settings is None else ["--settings", str(settings)]
     return [
         # -P: do not import modules from the server's working directory.
         sys.executable, "-P", "-m", "rsrv.control",
         "--directory", str(directory),
         "--server-pid", str(server_pid),
-        *chosen,
+        "--settings", str(settings),
     ]  # fmt: skip
 
 

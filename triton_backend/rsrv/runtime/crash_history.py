@@ -145,11 +145,11 @@ class CrashHistory:
 class BlackBox:
     """Black box of this runtime, in its private directory. Without a directory, it lasts as long as the process."""
 
-    def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         """Read what the previous runtime left, and begin a new black box."""
         #: name of the server's device, for what outlives a runtime elsewhere; without a directory, nothing does
         self.owner = "" if directory is None else directory.name
-        self.history = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
+        self.history = CrashHistory(None if directory is None else directory / paths.DEATHS)
         self.memory: Memory = bytearray(BYTES)
         self._fd = -1
         if directory is None:
@@ -160,7 +160,7 @@ class BlackBox:
                 content = path.read_bytes()
                 # First: if this process is killed while it counts the death, the next one does not count it again.
                 path.unlink()
-                self._take(content, clock())
+                self._take(content, time.time())
             # A new file: if the previous runtime is still ending, it does not write into this one.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.

@@ -123,7 +123,6 @@ class Driver:
             self._library = library or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError(f"CUDA's driver cannot be loaded: {error}") from None
-        self.ordinal = ordinal
         self.call("cuInit", 0)
         #: the driver's handle of the device
         self.device = ctypes.c_int()

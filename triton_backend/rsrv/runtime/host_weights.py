@@ -5,19 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import NamedTuple
 
 from rsrv.limits import spare_memory
 from rsrv.runtime.allocation import Bytes, PageLock, PageLocks
-from rsrv.runtime.device import Abandoned
+from rsrv.runtime.device import Abandoned, Array
 from rsrv.runtime.host_memory import HostMemory, HostMemoryError, MemoryLimit, TensorBytes, fresh
 from rsrv_bundle import Bundle
 from rsrv_bundle.spec import WeightSpec
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
-
-Array = npt.NDArray[Any]
 
 #: models whose weights are kept between read and load: one that is loaded, and the next. Others wait in the kernel's cache
 _MOST_AHEAD = 2
@@ -288,9 +284,8 @@ class HostWeights:
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        #: each tensor once -> its bytes; and their sum, the device bytes of a load that finds none of them resident
+        #: each tensor once -> its bytes
         self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
-        self.device_bytes = sum(self.distinct.values())
         #: digest of each tensor once -> its bytes: what a host copy takes
         self.copied = {key.digest: nbytes for key, nbytes in self.distinct.items()}
 

@@ -216,7 +216,8 @@ class Loop:
             ended, self._ended = self._ended, None
             self._executed(ended)
         elif wakeup is not None and clock() >= wakeup:
-            self._feed(ev.Tick())
+            self._outbox.append(ev.Tick())
+            self._pass_on()
         if requests.answering:
             requests.send_answers()
         if executor.short is not None:
@@ -402,10 +403,6 @@ class Loop:
         }
 
     # --- events and instructions of the scheduler ---------------------------------------------------------
-
-    def _feed(self, event: ev.Event) -> None:
-        self._outbox.append(event)
-        self._pass_on()
 
     def _pass_on(self) -> None:
         """Pass all arrivals and events to the scheduler, and carry out its instructions, until there is nothing left.

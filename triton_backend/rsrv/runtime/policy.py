@@ -10,16 +10,10 @@ from rsrv.settings import Residency, Settings
 from rsrv.settings_changes import change_model, change_scheduler
 
 
-def scheduler_settings(
-    settings: Settings, *, asynchronous: bool = False, weight_budget_bytes: int | None = None
-) -> SchedulerSettings:
-    """Return the scheduler's settings.
+def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> SchedulerSettings:
+    """Return the scheduler's settings, but for the budget of weights.
 
-    Args:
-        settings: Contents of rsrv.yaml.
-        asynchronous: The device is asynchronous. A second execution launched ahead keeps such a device busy; other
-            devices gain nothing from it.
-        weight_budget_bytes: Budget of all weights, in device bytes.
+    `asynchronous`: a second execution launched ahead keeps such a device busy; other devices gain nothing from it.
     """
     section = settings.scheduler
     return SchedulerSettings(
@@ -27,7 +21,6 @@ def scheduler_settings(
         depth=section.depth or (2 if asynchronous else 1),
         meta_concurrency=section.meta_concurrency,
         eviction=section.eviction,
-        weight_budget_bytes=weight_budget_bytes,
         on_demand=settings.lifecycle.mode != "explicit",
     )
 

@@ -139,9 +139,6 @@ class Verdicts(NamedTuple):
     lost: int = 0
 
 
-_NOTHING = Verdicts()
-
-
 @dataclass(slots=True, eq=False)
 class _SlotTable:
     """Sequences of one model."""
@@ -231,7 +228,7 @@ class SequenceTable:
         model.waiting[request.id] = known
         if request.deadline is not None:
             heappush(model.deadlines, (request.deadline, request.id))
-        return known, self._grant(model)
+        return known, Verdicts(self._grant(model))
 
     def done(self, sequence: SequenceEntry, *, executed: bool, now: float) -> Verdicts:
         """Take the end of a sequence's request: by an execution, or without a change of its state."""
@@ -247,11 +244,11 @@ class SequenceTable:
             sequence.used = now
             resting = model.idle if sequence.state is SequenceState.IDLE else model.stored
             resting[sequence.id] = sequence
-        return self._grant(model)
+        return Verdicts(self._grant(model))
 
     def expire(self, now: float) -> Verdicts:
         """End sequences that were idle for too long, and requests that waited beyond their deadline."""
-        granted, refused = list[ev.Request](), list[RefusedStep]()
+        refused = list[RefusedStep]()
         for model in self._models.values():
             if model.due() > now:
                 continue
@@ -266,21 +263,18 @@ class SequenceTable:
                 if model.waiting.pop(id, None) is not None:
                     text = "the deadline passed while the request waited for a sequence's slot"
                     refused.append(RefusedStep(id, Status.DEADLINE, text))
-            granted += self._grant(model).granted
-        return Verdicts(tuple(granted), tuple(refused))
+        return Verdicts(self._grant_all(), tuple(refused))
 
     def leave(self, owner: int) -> Verdicts:
         """End the sequences of a closed connection; those with a request end with it."""
-        granted = list[ev.Request]()
         for model in self._models.values():
             self._end_all(model, [one for one in model.sequences.values() if one.owner == owner])
-            granted += self._grant(model).granted
-        return Verdicts(tuple(granted))
+        return Verdicts(self._grant_all())
 
     def hold(self, *, held: bool) -> Verdicts:
         """Give no slots from now on, or go on, and give those that sequences have waited for."""
         self._held = held
-        return Verdicts(tuple(one for model in self._models.values() for one in self._grant(model).granted))
+        return Verdicts(self._grant_all())
 
     def accept(self, keys: Iterable[str]) -> None:
         """Accept the requests of these models that wait for a slot: a pause that begins refuses later ones only."""
@@ -293,14 +287,14 @@ class SequenceTable:
         """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""
         model = self._models[key]
         if model.losses == losses:
-            return _NOTHING
+            return Verdicts()
         model.losses = losses
         ended = [one for one in model.sequences.values() if one.begun or one.slot is not None]
         ids = [one.request.id for one in ended if one.request is not None]
         refused = [id for id in ids if model.waiting.pop(id, None) is not None]
         self._end_all(model, ended)
         return Verdicts(
-            self._grant(model).granted,
+            self._grant(model),
             tuple(RefusedStep(id, Status.SEQUENCE_LOST, STATE_LOST) for id in refused),
             tuple(id for id in ids if id not in refused),
             len(ended),
@@ -327,10 +321,7 @@ class SequenceTable:
             excess -= model.spec.slot_bytes
         for model, sequence in dropped:
             self._end(model, sequence)
-        granted = (
-            [one for model in self._models.values() for one in self._grant(model).granted] if dropped else ()
-        )
-        return Verdicts(tuple(granted), lost=len(dropped))
+        return Verdicts(self._grant_all(), lost=len(dropped))
 
     def _on_host(
         self, resident: Collection[str]
@@ -346,8 +337,12 @@ class SequenceTable:
 
     # --- slots --------------------------------------------------------------------------------------------
 
-    def _grant(self, model: _SlotTable) -> Verdicts:
-        """Give slots to the sequences that wait, in the order of their requests."""
+    def _grant_all(self) -> tuple[ev.Request, ...]:
+        """Give slots to the sequences of all models that wait; return their requests."""
+        return tuple(one for model in self._models.values() for one in self._grant(model))
+
+    def _grant(self, model: _SlotTable) -> tuple[ev.Request, ...]:
+        """Give slots to the sequences of a model that wait, in the order of their requests, which are returned."""
         granted = []
         while model.waiting and (slot := self._find_slot(model)) is not None:
             _, sequence = model.waiting.popitem(last=False)
@@ -355,7 +350,7 @@ class SequenceTable:
             sequence.slot = slot
             sequence.advance(SequenceEvent.GRANT)
             granted.append(sequence.request)
-        return Verdicts(tuple(granted)) if granted else _NOTHING
+        return tuple(granted)
 
     def _find_slot(self, model: _SlotTable) -> int | None:
         """Return a free slot, or that of the idle sequence whose state goes to the host."""

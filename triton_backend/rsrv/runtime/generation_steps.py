@@ -65,23 +65,6 @@ class StepSlice(RequestSlice):
     The generation's steps use the same memory, one after the other.
     """
 
-    __slots__ = (
-        "_deadline",
-        "_lengths",
-        "_memory",
-        "_model",
-        "_priority",
-        "_spec",
-        "_token",
-        "_tokens",
-        "_variant",
-        "asked_tag",
-        "generation",
-        "id",
-        "number",
-        "place",
-    )
-
     def __init__(
         self,
         connection: PeerConnection,

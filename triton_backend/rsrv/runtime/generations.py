@@ -152,24 +152,6 @@ def find_problem(ask: Generate, spec: GenerateSpec) -> str:
 class Generation:
     """One generation, from its arrival to its end."""
 
-    __slots__ = (
-        "_chunks",
-        "_counts",
-        "_last",
-        "_last_at",
-        "_left",
-        "_prompt",
-        "_rate",
-        "_read",
-        "_since",
-        "_stop",
-        "_taken",
-        "ending",
-        "sampling",
-        "sent",
-        "state",
-    )
-
     def __init__(
         self, ask: Generate, spec: GenerateSpec, chunks: Chunks, counts: GenerationCounts, now: float
     ) -> None:

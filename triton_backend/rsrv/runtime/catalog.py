@@ -49,10 +49,8 @@ class ModelEntry:
     #: of its bundle
     digest: str
     state: LifecycleState = LifecycleState.READING
-    #: when its first stub registered it, on the loop's clock
-    registered: float = 0.0
-    #: its events, when they occurred, and the states that they led to, oldest first
-    history: list[tuple[float, LifecycleEvent, LifecycleState]] = field(default_factory=list)
+    #: its changes of state, oldest first
+    history: list[HistoryRecord] = field(default_factory=list)
     #: from WARMING_UP on
     model: CompiledModel | None = None
     weights: WatchedWeights = "absent"
@@ -83,16 +81,9 @@ class ModelEntry:
         """The model will be gone as soon as the scheduler releases it."""
         return self.state in ENDING
 
-    def records(self) -> list[HistoryRecord]:
-        """Return its changes of state, oldest first."""
-        changes = [
-            HistoryRecord(now, f"model {state.value}", {"why": event.value})
-            for now, event, state in self.history
-        ]
-        return [
-            HistoryRecord(self.registered, f"model {LifecycleState.READING.value}", {"why": "registered"}),
-            *changes,
-        ]
+    def note(self, why: str, now: float) -> None:
+        """Note its state, which is new."""
+        self.history.append(HistoryRecord(now, f"model {self.state}", {"why": why}))
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
         """Move to the state that the table names.
@@ -102,10 +93,10 @@ class ModelEntry:
         """
         state = TRANSITIONS.get((self.state, event))
         if state is None:
-            history = "".join(f"\n  {one}: {led_to}" for _, one, led_to in self.history)
+            history = "".join(f"\n  {record}" for record in self.history)
             raise LifecycleError(f"model {self.key} is {self.state}, and cannot be {event} now{history}")
         self.state = state
-        self.history.append((now, event, state))
+        self.note(event.value, now)
 
 
 class FeedEntry(NamedTuple):
@@ -284,7 +275,8 @@ class Catalog:
         """Begin a model's life."""
         self.changes += 1
         slot = self._slots.pop() if self._slots else 0
-        entry = self.entries[key] = ModelEntry(key, name, digest, registered=self._clock(), slot=slot)
+        entry = self.entries[key] = ModelEntry(key, name, digest, slot=slot)
+        entry.note("registered", self._clock())
         self.building.add(key)
         self.moves.add(key)
         return entry

@@ -184,7 +184,7 @@ class Reports:
                 key: {
                     "records": [
                         {"at": at, "what": what, **details}
-                        for at, what, details in scheduler.history(key, entry.records())
+                        for at, what, details in scheduler.history(key, entry.history)
                     ],
                     "waits_for": scheduler.obstacle(key, now),
                 }

@@ -13,7 +13,7 @@ from rsrv.control.card_memory import CardMemory, Cards, NoFigures
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.paths import NO_DEVICE
-from tests.unit.control.peers import entry, model_status, served, until
+from tests.unit.control.peers import FakeRuntime, entry, model_status, served, until
 from tests.waiting import looped
 
 READY = {"records": [{"at": 1.0, "what": "model ready", "why": "warmed up"}], "waits_for": ""}
@@ -235,24 +235,31 @@ async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
 async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
     """Each device's spans are read on from its own position; a new runtime's from the start."""
 
-    def told(instance: str, seconds: float) -> Any:
+    def told(runtime: FakeRuntime, seconds: float) -> Any:
         span = ["execute", "a@1", 1.5, seconds, 3, 4, 2, False]
 
         def answer(said: dict[str, Any]) -> dict[str, Any]:
             since = said["since"]
-            return {"instance": instance, "first": since, "next": since + 1, "end": 9, "spans": [span]}
+            return {
+                "instance": runtime.instance,
+                "first": since,
+                "next": since + 1,
+                "end": 9,
+                "spans": [span],
+            }
 
         return answer
 
     async with served(tmp_path, models=["a"], devices=2) as server:
-        server.all[0].answers, server.all[1].answers = told("x", 1.0), told("y", 2.0)
+        for runtime, seconds in zip(server.all, (1.0, 2.0), strict=True):
+            runtime.answers = told(runtime, seconds)
         first = await server.control.GetTimeline(pb.GetTimelineRequest())
         assert [(span.device, span.seconds) for span in first.spans] == [(0, 1.0), (1, 2.0)]
-        server.all[1].answers = told("z", 3.0)
+        first.positions[1].instance = "the one before"
         second = await server.control.GetTimeline(pb.GetTimelineRequest(positions=first.positions))
         assert [(one.device, one.instance, one.next) for one in second.positions] == [
-            (0, "x", 2),
-            (1, "z", 1),
+            (0, server.all[0].instance, 2),
+            (1, server.all[1].instance, 1),
         ]
 
 

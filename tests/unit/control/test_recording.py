@@ -13,6 +13,8 @@ from rsrv.sim.scenario import load_scenario
 from tests.unit.control.test_cli import MEMORY, shell
 from tests.waiting import looped
 
+#: of the first runtime of `served`
+INSTANCE = "11" * 8
 #: what came to the runtime, by the number of the first request: 0 and 1 are of an earlier record, 2 and 3 are forgotten
 CAME: dict[int, tuple[int, list[Any]]] = {
     0: (0, [(1.0, "a@1", 9, 0, None, 0, False)] * 2),
@@ -23,7 +25,7 @@ CAME: dict[int, tuple[int, list[Any]]] = {
 def told(command: dict[str, Any]) -> dict[str, Any]:
     """Answer a command as the runtime does."""
     since: int = command.get("since", 0)
-    said = {"instance": "x", "unix_s": 1e9}
+    said = {"instance": INSTANCE, "unix_s": 1e9}
     match command["command"]:
         case "memory":
             return MEMORY
@@ -111,7 +113,7 @@ def test_ctrl_c_takes_what_came_since_the_last_look(
 
     def later(command: dict[str, Any]) -> dict[str, Any]:
         if command["command"] == "arrivals" and command.get("since") == 2 and not interrupts:
-            return {"instance": "x", "unix_s": 1e9, "first": 2, "next": 2, "end": 2, "requests": []}
+            return {"instance": INSTANCE, "unix_s": 1e9, "first": 2, "next": 2, "end": 2, "requests": []}
         return told(command)
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupted)

@@ -226,20 +226,20 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
 
     def told(said: dict[str, Any]) -> dict[str, Any]:
         since = said["since"]
-        return {"instance": "new", "first": since, "next": since + 1, "end": 9, "spans": [span]}
+        return {"instance": new, "first": since, "next": since + 1, "end": 9, "spans": [span]}
 
     async with served(tmp_path, models=["a"]) as server:
-        server.runtime.answers = told
+        server.runtime.answers, new = told, server.runtime.instance
         ask = server.control.GetTimeline
 
         def after(instance: str, number: int) -> pb.GetTimelineRequest:
             position = pb.TimelinePosition(instance=instance, next=number)
             return pb.GetTimelineRequest(positions=[position])
 
-        assert (await ask(after("new", 5))).positions[0].next == 6
+        assert (await ask(after(new, 5))).positions[0].next == 6
         assert (await ask(pb.GetTimelineRequest())).positions[0].next == 1
         answer = await ask(after("old", 5))
-        assert list(answer.positions) == [pb.TimelinePosition(instance="new", first=0, next=1, end=9)]
+        assert list(answer.positions) == [pb.TimelinePosition(instance=new, first=0, next=1, end=9)]
         (found,) = answer.spans
         assert found == pb.Span(
             kind=pb.SPAN_KIND_EXECUTE,

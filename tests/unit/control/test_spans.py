@@ -5,7 +5,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from rsrv.control.exporting import Collector, Exporting, make_spans
 from rsrv.control.runtime_link import RuntimeDown
+from rsrv.control.runtimes import Positions
 from rsrv.wire.traces import Span
 from tests.waiting import looped
 
@@ -71,14 +72,14 @@ class Runtime:
         self.dropped = 0
         self.down = False
 
-    async def read_traces(self, since: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+    async def read_on(self, command: str, since: Positions) -> dict[int, dict[str, Any]]:
         if self.down:
             raise RuntimeDown
-        return {0: self.answer(since.get(0, 0))}
+        return {0: self.answer(*since.get(0, ("", 0)))}
 
-    def answer(self, since: int) -> dict[str, Any]:
+    def answer(self, instance: str, since: int) -> dict[str, Any]:
         end = len(self.told)
-        first = max(min(since, end), end - 3)
+        first = max(min(since if instance == self.instance else 0, end), end - 3)
         spans = self.told[first : first + 2]
         said = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
         answer: dict[str, Any] = json.loads(json.dumps({**said, "dropped": self.dropped, "spans": spans}))
@@ -94,9 +95,9 @@ class TwoRuntimes:
     def __init__(self) -> None:
         self.both = [Runtime("first"), Runtime("other")]
 
-    async def read_traces(self, since: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+    async def read_on(self, command: str, since: Positions) -> dict[int, dict[str, Any]]:
         live = [number for number, one in enumerate(self.both) if not one.down]
-        return {number: self.both[number].answer(since.get(number, 0)) for number in live}
+        return {number: self.both[number].answer(*since.get(number, ("", 0))) for number in live}
 
 
 class Sink:

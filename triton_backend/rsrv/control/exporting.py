@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 import rsrv
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.runtimes import Answers, Positions
 from rsrv.wire.traces import Span
 
 log = logging.getLogger("rsrv.control")
@@ -76,8 +77,8 @@ _POLL_S = 1.0
 class SpanSource(Protocol):
     """The part of `Runtimes` that the export needs."""
 
-    async def read_traces(self, since: Mapping[int, int]) -> Mapping[int, Mapping[str, Any]]:
-        """Return the answers to the command `traces`, each from this number on, by device. Raises StatusError."""
+    async def read_on(self, command: str, since: Positions) -> Answers:
+        """Return the answers to a command, by device, each from a position on. Raises StatusError."""
 
 
 class Collector:
@@ -157,17 +158,18 @@ class Exporting:
 
     async def step(self) -> bool:
         """Read an answer's spans of each device and send them; return True if more are ready. Raises StatusError."""
-        said = await self._runtimes.read_traces({number: one.next for number, one in self._positions.items()})
+        since = {number: (one.instance, one.next) for number, one in self._positions.items()}
+        said = await self._runtimes.read_on("traces", since)
         return any([await self._take(number, one) for number, one in said.items()])
 
     async def _take(self, number: int, said: Mapping[str, Any]) -> bool:
         """Send the spans of a device; return True if more are ready."""
         before = self._positions.get(number)
-        if before is None or before.instance != said["instance"]:
+        if before is None:
             # An earlier control process may have exported the spans that the first runtime has dropped by now.
-            first, dropped = (0, 0) if before is not None else (said["first"], said["dropped"])
-            self._positions[number] = _Position(said["instance"], first, dropped)
-            return True
+            before = _Position(said["instance"], said["first"], said["dropped"])
+        elif before.instance != said["instance"]:
+            before = _Position(said["instance"], 0, 0)
         self.counts["dropped"] += said["first"] - before.next + said["dropped"] - before.dropped
         self._positions[number] = _Position(said["instance"], said["next"], said["dropped"])
         if said["spans"]:

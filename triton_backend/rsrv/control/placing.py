@@ -206,7 +206,8 @@ class Placing:
 
     async def _look_at_all(self) -> dict[str, WorkerView]:
         try:
-            said = await self._runtimes.load({number: one.position for number, one in enumerate(self._loads)})
+            since = {number: one.position for number, one in enumerate(self._loads)}
+            said = await self._runtimes.read_on("load", since)
         except StatusError:
             said = {}
         links = self._runtimes.links
@@ -297,7 +298,7 @@ class _LoadReader:
     def __init__(self, device: int) -> None:
         self._device = device
         self._view = _DEAD
-        #: of the next question; see `LoadPositions`
+        #: of the next question; see `rsrv.control.runtimes.Positions`
         self.position = ("", 0)
 
     def read(self, said: Mapping[str, Any], ready: frozenset[str]) -> WorkerView:

@@ -29,8 +29,8 @@ from rsrv.wire.socket import readable
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
-#: What is known of the devices' loads: the runtime's instance and the `next` of its last answer, by the device's number.
-LoadPositions = Mapping[int, tuple[str, int]]
+#: What is known already: the runtime's instance and the `next` of its last answer, by the device's number.
+Positions = Mapping[int, tuple[str, int]]
 
 #: Precedence among the states of one version on several devices.
 _STATES = ("ready", "loading", "leaving", "failed")
@@ -385,41 +385,18 @@ class Runtimes:
             raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), down)
         return answers, refusals
 
-    async def load(self, since: LoadPositions) -> Answers:
-        """Return the answers to the command `load`: of each device only what changed since a position that still holds.
+    async def read_on(self, command: str, since: Positions) -> Answers:
+        """Return the answers to `load`, `timeline`, `arrivals` or `traces`: of each device what is new since a position.
 
-        Raises RuntimeDown, StatusError if none answers.
+        Of another runtime than the position's, and of devices without one, everything is told. Raises RuntimeDown,
+        StatusError if none answers.
         """
 
         async def ask(number: int, link: RuntimeLink) -> Answer:
             instance, known = since.get(number, ("", 0))
-            return await link.command({"command": "load", "since": known if instance == link.instance else 0})
-
-        answers, _ = await self._ask(self.live, ask)
-        return answers
-
-    async def read_on(self, command: str, since: Mapping[int, tuple[str, int]]) -> Answers:
-        """Return the latest spans or requests of all devices, as the commands `timeline` and `arrivals` do.
-
-        `since`: the runtime's instance, and the number of the first element that is wanted, by device; of another runtime
-        and of other devices, all are. Raises RuntimeDown, StatusError if none answers.
-        """
-
-        async def ask(number: int, link: RuntimeLink) -> Answer:
-            instance, first = since.get(number, ("", 0))
-            said = await link.command({"command": command, "since": first})
-            if first and instance != said["instance"]:
-                said = await link.command({"command": command, "since": 0})
-            return said
-
-        answers, _ = await self._ask(self.live, ask)
-        return answers
-
-    async def read_traces(self, since: Mapping[int, int]) -> Answers:
-        """Return the answers to the command `traces`, each from this number on, by device. Raises as `query`."""
-
-        async def ask(number: int, link: RuntimeLink) -> Answer:
-            return await link.command({"command": "traces", "since": since.get(number, 0)})
+            return await link.command(
+                {"command": command, "since": known if instance == link.instance else 0}
+            )
 
         answers, _ = await self._ask(self.live, ask)
         return answers

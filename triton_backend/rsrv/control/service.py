@@ -170,8 +170,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
-        known = {one.device: (one.instance, one.next) for one in request.positions}
-        said = await self._runtimes.load(known)
+        said = await self._runtimes.read_on("load", _positions(request))
         return messages.load(
             range(len(self._runtimes.links)), said, self._placing.mode, self._lifecycle.aliases
         )
@@ -203,14 +202,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
-        since = {one.device: (one.instance, one.next) for one in request.positions}
-        said = await self._runtimes.read_on("timeline", since)
+        said = await self._runtimes.read_on("timeline", _positions(request))
         return messages.timeline(said, self._clock())
 
     @answers
     async def GetArrivals(self, request: pb.GetArrivalsRequest) -> pb.GetArrivalsResponse:
-        since = {one.device: (one.instance, one.next) for one in request.positions}
-        return messages.arrivals(await self._runtimes.read_on("arrivals", since))
+        return messages.arrivals(await self._runtimes.read_on("arrivals", _positions(request)))
 
     async def WatchPage(
         self, request: pb.WatchPageRequest, context: Any
@@ -543,6 +540,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     def _profiles(self) -> Path:
         return PROFILES.expanduser().absolute()
+
+
+def _positions(
+    request: pb.GetLoadRequest | pb.GetTimelineRequest | pb.GetArrivalsRequest,
+) -> dict[int, tuple[str, int]]:
+    return {one.device: (one.instance, one.next) for one in request.positions}
 
 
 def _model(name: str) -> str:

@@ -276,10 +276,7 @@ def _given(message: Any, name: str) -> Any:
     """Return a field as the settings have it; None: absent. Raises InvalidArgument."""
     value = getattr(message, name)
     if name in _ENUMS:
-        try:
-            return member_name(_ENUMS[name], value) if value else None
-        except ValueError as error:
-            raise InvalidArgument(f"{name} {error}") from None
+        return member_name(_ENUMS[name], value, name) if value else None
     if not message.HasField(name):
         return None
     if name != "replicas":

@@ -22,6 +22,7 @@ from rsrv.cli.server_pages import print_update, reasons
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.grpc_server import listen
+from rsrv.control.grpc_service import word
 from rsrv.control.sentences import clock_time
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
@@ -113,6 +114,15 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
 
     run()
+
+
+def test_a_member_of_a_newer_server_has_no_name() -> None:
+    """A member of an enum that this version does not know is an empty word, not an error."""
+    assert (word(pb.Weights, pb.WEIGHTS_RESIDENT), word(pb.Weights, 0), word(pb.Weights, 99)) == (
+        "resident",
+        "",
+        "",
+    )
 
 
 #: An answer to the command `memory`, of a GPU.

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rsrv.cli.output import print_pairs, print_table, saved, word
+from rsrv.cli.output import print_pairs, print_table, saved
+from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, percent, some
 

@@ -4,9 +4,11 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rsrv.cli.changes import key_and_value, set_field, shown
 from rsrv.cli.client import CommandLineError, Server, carry_out
 from rsrv.cli.output import print_table
-from rsrv.text import amount, duration, nearest, percent, rate
+from rsrv.control.grpc_service import word
+from rsrv.text import amount, duration, percent, rate
 from rsrv_gateway.directory import address
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
@@ -27,10 +29,7 @@ def _status(server: Server) -> int:
 
 def _policy(server: Server) -> int:
     wanted, paths = pb.Policy(), []
-    for text in server.options.changes:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise CommandLineError(f"{text!r} is not KEY=VALUE")
+    for key, value in map(key_and_value, server.options.changes):
         paths.append(key)
         if value != "default":
             _set(wanted, key, value)
@@ -108,7 +107,7 @@ _COMMANDS: Mapping[str, Callable[[Server], int]] = {
 
 def status_page(answer: pb.GetStatusResponse) -> None:
     """Print the gateway's workers, then its models."""
-    print(f"gateway {answer.pid}, {_word(pb.Mode, answer.mode)}")
+    print(f"gateway {answer.pid}, {word(pb.Mode, answer.mode)}")
     if answer.mode == pb.MODE_LPT_PACKING:
         repacks = answer.repacks
         last = f"the last ({repacks.last}) {duration(repacks.last_age_s)} ago" if repacks.last else "none yet"
@@ -184,12 +183,10 @@ def _policy_page(policy: pb.Policy) -> None:
         value = getattr(policy, field.name)
         if field.name == "replicas":
             text = _count(value)
-        elif field.enum_type is not None:
-            text = _word(getattr(pb, field.enum_type.name), value)
-        elif not policy.HasField(field.name):
+        elif field.enum_type is None and not policy.HasField(field.name):
             text = "null"
         else:
-            text = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            text = shown(field, value)
         print(f"{field.name}  {text}")
 
 
@@ -202,38 +199,14 @@ def _warnings(warnings: Any, otherwise: str = "") -> None:
 
 def _set(message: Any, key: str, value: str) -> None:
     """Set a field to a value as in rsrv.yaml. Raises CommandLineError."""
-    field = message.DESCRIPTOR.fields_by_name.get(key)
-    if field is None:
-        raise CommandLineError(f"unknown key {key!r}{nearest(key, message.DESCRIPTOR.fields_by_name)}")
+    if key != "replicas":
+        set_field(message, key, value)
+        return
     try:
-        if key == "replicas":
-            words = {"all": pb.Replicas(all=True), "auto": pb.Replicas(auto=True)}
-            message.replicas.CopyFrom(words[value] if value in words else pb.Replicas(count=int(value)))
-        elif field.enum_type is not None:
-            setattr(
-                message,
-                key,
-                field.enum_type.values_by_name[f"{_prefix(field.enum_type)}{value.upper()}"].number,
-            )
-        elif field.cpp_type == field.CPPTYPE_BOOL:
-            setattr(message, key, {"true": True, "false": False}[value])
-        else:
-            setattr(message, key, float(value))
-    except (KeyError, ValueError):
-        known = (
-            [_word(getattr(pb, field.enum_type.name), at) for at in field.enum_type.values_by_number if at]
-            if field.enum_type
-            else ()
-        )
-        raise CommandLineError(f"{key} cannot be {value!r}{nearest(value, known)}") from None
-
-
-def _prefix(enum: Any) -> str:
-    return str(enum.values_by_number[0].name).removesuffix("UNSPECIFIED")
-
-
-def _word(enum: Any, value: int) -> str:
-    return str(enum.Name(value)).removeprefix(_prefix(enum.DESCRIPTOR)).lower()
+        words = {"all": pb.Replicas(all=True), "auto": pb.Replicas(auto=True)}
+        message.replicas.CopyFrom(words[value] if value in words else pb.Replicas(count=int(value)))
+    except ValueError:
+        raise CommandLineError(f"replicas cannot be {value!r}") from None
 
 
 def _count(replicas: pb.Replicas) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -147,9 +147,3 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in pairs)
     for name, text in pairs:
         print(f"{name.ljust(width)}  {text}")
-
-
-def word(enum: Any, value: int) -> str:
-    """Return the name of a member for people; empty for UNSPECIFIED."""
-    name: Callable[[int], str] = enum.Name
-    return "" if not value else name(value).partition("_")[2].lower()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from rsrv.cli.client import CommandLineError, Server
+from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.progress import steps
 
@@ -234,8 +235,8 @@ def _device(status: pb.GetStatusResponse) -> dict[str, Any]:
 
 def _settings(scheduler: pb.Scheduler) -> dict[str, Any]:
     return {
-        "discipline": pb.Discipline.Name(scheduler.discipline).removeprefix("DISCIPLINE_").lower(),
-        "eviction": pb.Eviction.Name(scheduler.eviction).removeprefix("EVICTION_").lower(),
+        "discipline": word(pb.Discipline, scheduler.discipline),
+        "eviction": word(pb.Eviction, scheduler.eviction),
         "max_queue_depth": scheduler.max_queue_depth,
     }
 

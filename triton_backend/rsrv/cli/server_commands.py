@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any
 
 import grpc
 
 from rsrv.cli import device_pages, history, top
 from rsrv.cli import server_pages as pages
+from rsrv.cli.changes import key_and_value, set_field
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
 from rsrv.cli.recording import read_spans, run_record
@@ -22,7 +22,6 @@ from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.progress import steps
-from rsrv.text import nearest
 
 #: seconds between two looks at models that start
 _WARM_LOOK_S = 0.25
@@ -236,8 +235,9 @@ def _policy(server: Server) -> int:
 
 def _scheduler(server: Server) -> int:
     changes = pb.Scheduler()
-    for text in server.options.changes:
-        _set(changes, text)
+    for key, value in map(key_and_value, server.options.changes):
+        # The message has 0 for null.
+        set_field(changes, key, "0" if (key, value) == ("depth", "null") else value)
     answer = server.ask("SetScheduler", pb.SetSchedulerRequest(scheduler=changes))
     return server.show(answer, pages.scheduler_page)
 
@@ -263,29 +263,6 @@ def _alias_target(text: str) -> pb.AliasTarget:
         return pb.AliasTarget(model=model, weight=float(weight or 1))
     except ValueError:
         raise CommandLineError(f"{text!r} is not MODEL, MODEL=WEIGHT or MODEL=shadow") from None
-
-
-def _set(changes: pb.Scheduler, text: str) -> None:
-    """Set a field from KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
-    key, equals, value = text.partition("=")
-    field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
-    if not equals:
-        raise CommandLineError(f"{text!r} is not KEY=VALUE")
-    if field is None:
-        raise CommandLineError(f"unknown key {key!r}{nearest(key, pb.Scheduler.DESCRIPTOR.fields_by_name)}")
-    parsed: Any
-    try:
-        if field.enum_type is not None:
-            parsed = field.enum_type.values_by_name[f"{key.upper()}_{value.upper()}"].number
-        elif field.cpp_type == field.CPPTYPE_DOUBLE:
-            parsed = float(value)
-        else:
-            parsed = 0 if key == "depth" and value == "null" else int(value)
-        setattr(changes, key, parsed)
-    except (KeyError, ValueError):
-        values = field.enum_type.values_by_name if field.enum_type else ()
-        known = [name.removeprefix(f"{key.upper()}_").lower() for name in values][1:]
-        raise CommandLineError(f"{key} cannot be {value!r}{nearest(value, known)}") from None
 
 
 def _pause(server: Server) -> int:

@@ -4,8 +4,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from rsrv.cli.changes import shown
 from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
-from rsrv.cli.output import headline, print_pairs, print_table, word
+from rsrv.cli.output import headline, print_pairs, print_table
+from rsrv.control.grpc_service import word
 from rsrv.control.overview import life
 from rsrv.control.sentences import meta_facts, model_facts
 from rsrv.control.v1 import control_pb2 as pb
@@ -190,12 +192,7 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
-    pairs = []
-    for field, value in answer.scheduler.ListFields():
-        enum = field.enum_type
-        text = f"{value:g}" if enum is None else enum.values_by_number[value].name.partition("_")[2].lower()
-        pairs.append((field.name, text))
-    print_pairs(pairs)
+    print_pairs([(field.name, shown(field, value)) for field, value in answer.scheduler.ListFields()])
 
 
 def print_update(update: pb.WatchStateResponse) -> None:

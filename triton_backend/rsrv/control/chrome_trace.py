@@ -6,6 +6,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 from collections.abc import Iterable
 from typing import Any
 
+from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 
 #: Group of each kind: executions share the device with warm-ups, loads the link with evictions.
@@ -55,7 +56,7 @@ def _name(device: int, group: str, *, alone: bool) -> str:
 
 
 def _event(span: pb.Span, process: int, lane: int) -> dict[str, Any]:
-    what = pb.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
+    what = word(pb.SpanKind, span.kind)
     args: dict[str, Any] = {"version": span.key}
     if span.kind == pb.SPAN_KIND_EXECUTE:
         args |= {"rows": span.rows, "size": span.size, "requests": span.requests}

@@ -112,19 +112,25 @@ def member(enum: Any, name: str | None) -> Any:
 
     None and names that this version does not know are UNSPECIFIED.
     """
-    return 0 if name is None else _members(enum).get(name, 0)
+    return 0 if name is None else members(enum).get(name, 0)
 
 
-def member_name(enum: Any, value: int) -> str:
-    """Return the name of a member. Raises ValueError for UNSPECIFIED and unknown numbers, with the valid names."""
-    for name, number in _members(enum).items():
-        if number == value:
-            return name
-    raise ValueError(f"must be one of {', '.join(_members(enum))}")
+def member_name(enum: Any, value: int, field: str) -> str:
+    """Return the name of the member in a request's field. Raises InvalidArgument if there is none, with the valid names."""
+    if not (name := word(enum, value)):
+        raise InvalidArgument(f"{field} must be one of {', '.join(members(enum))}")
+    return name
+
+
+def word(enum: Any, value: int) -> str:
+    """Return the name of a member; empty for UNSPECIFIED, and for one that this version does not know."""
+    return next((name for name, number in members(enum).items() if number == value), "")
 
 
 @functools.cache
-def _members(enum: Any) -> dict[str, int]:
+def members(enum: Any) -> dict[str, int]:
+    """Return the members of a generated enum, or of its descriptor, but for UNSPECIFIED."""
+    found = getattr(enum, "DESCRIPTOR", enum)
     # Names in the protobuf begin with the enum's own: RESIDENCY_DEVICE.
-    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
-    return {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
+    prefix = found.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {one.name.removeprefix(prefix).lower(): one.number for one in found.values if one.number}

@@ -225,14 +225,11 @@ def scheduler(section: Json) -> pb.Scheduler:
 
 
 def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
-    """Return the keys that the message has. Raises ValueError."""
+    """Return the keys that the message has. Raises InvalidArgument."""
     changes = given(message)
     for key, enum in (("discipline", pb.Discipline), ("eviction", pb.Eviction)):
         if key in changes:
-            try:
-                changes[key] = member_name(enum, changes[key])
-            except ValueError as error:
-                raise ValueError(f"{key} {error}") from None
+            changes[key] = member_name(enum, changes[key], key)
     if changes.get("depth") == 0:
         changes["depth"] = None
     return changes

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rsrv.control.chrome_trace import chrome_trace
-from rsrv.control.grpc_service import member, member_name
+from rsrv.control.grpc_service import member, word
 from rsrv.control.sentences import history_lines, meta_facts, model_facts, request_lines
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import RESIDENCIES, PageError
@@ -32,7 +32,7 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
     facts = [pair for one in status.models for pair in model_facts(one)]
     facts += [pair for one in status.metas for pair in [("calls", ", ".join(one.models)), *meta_facts(one)]]
     for one in (version for found in (*status.models, *status.metas) for version in found.versions):
-        state = member_name(pb.State, one.state) if one.state else "cold"
+        state = word(pb.State, one.state) or "cold"
         facts.append(("version", " ".join([one.key, state, one_line(one.error)]).strip()))
     return {
         "history": history_lines(history, now),

@@ -248,10 +248,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def SetResidency(self, request: pb.SetResidencyRequest) -> pb.SetResidencyResponse:
         model = _model(request.model)
-        try:
-            residency = member_name(pb.Residency, request.residency)
-        except ValueError as error:
-            raise InvalidArgument(f"residency {error}") from None
+        residency = member_name(pb.Residency, request.residency, "residency")
         if request.wait and residency != "device":
             raise InvalidArgument("wait is for the residency device only")
         command = {"command": "residency", "model": model, "residency": residency}
@@ -349,10 +346,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def SetScheduler(self, request: pb.SetSchedulerRequest) -> pb.SetSchedulerResponse:
-        try:
-            changes = messages.scheduler_changes(request.scheduler)
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from None
+        changes = messages.scheduler_changes(request.scheduler)
         for key in changes:
             if key not in CHANGEABLE:
                 raise InvalidArgument(
@@ -362,10 +356,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
-        try:
-            mode = member_name(pb.Pause, request.mode)
-        except ValueError as error:
-            raise InvalidArgument(f"mode {error}") from None
+        mode = member_name(pb.Pause, request.mode, "mode")
         await self._runtimes.command({"command": "pause", "model": _target(request.target), "mode": mode})
         return pb.PauseResponse()
 

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -320,21 +321,23 @@ def test_a_table_wider_than_the_terminal(
 ) -> None:
     """Names stay whole: columns without a value are left out, then the last ones, which a line names."""
     monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
-    head, rows = ("MODEL", "PAUSED", "ANSWERED", "STUBS"), [("a_long_name", "", "123456", "1")]
-    for columns, shown, said in (
+    cells = {"MODEL": "a_long_name", "PAUSED": "", "ANSWERED": "123456", "STUBS": "1"}
+    columns: dict[str, Callable[[dict[str, str]], str]] = {head: itemgetter(head) for head in cells}
+    for width, shown, said in (
         ("60", ["MODEL", "PAUSED", "ANSWERED", "STUBS"], ""),
         ("30", ["MODEL", "ANSWERED", "STUBS"], ""),
         ("24", ["MODEL", "ANSWERED"], "Too wide for this terminal: STUBS"),
     ):
-        monkeypatch.setenv("COLUMNS", columns)
-        print_table(head, rows)
+        monkeypatch.setenv("COLUMNS", width)
+        print_table([cells], columns)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split() == shown
         assert lines[2].split()[:2] == ["a_long_name", "123456"]
         assert lines[3:] == ([said] if said else [])
 
     monkeypatch.setenv("COLUMNS", "45")
-    print_table((*head[:3], "ERROR"), [(*rows[0][:3], "the reason is a long text, which wraps")])
+    del columns["STUBS"]
+    print_table([cells], {**columns, "ERROR": lambda _: "the reason is a long text, which wraps"})
     assert capsys.readouterr().out.splitlines()[0].split() == ["MODEL", "ERROR"], "a reason is the last to go"
 
 

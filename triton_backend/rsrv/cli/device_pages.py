@@ -18,39 +18,40 @@ def memory_page(answer: pb.GetMemoryResponse) -> None:
     for at, one in enumerate(answer.devices):
         print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
         print_pairs([(f"  {name}", text) for name, text in _budget(one)])
-        shared_with = shared_with_each(one)
-        if one.models:
-            print()
-            print_table(
-                ("MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON DEVICE", "HOST COPY"),
-                (
-                    (
-                        model.name,
-                        amount(model.device_bytes),
-                        amount(model.own_bytes),
-                        amount(shared_bytes(model)),
-                        some(shared_with.get(model.name, [])),
-                        amount(model.state_bytes) if model.state_bytes else "-",
-                        word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
-                        amount(model.host_bytes) if model.host_bytes else "-",
-                    )
-                    for model in one.models
+        _print_weights(one)
+
+
+def _print_weights(one: pb.MemoryUse) -> None:
+    """Print the models of a device, and what they share."""
+    shared_with = shared_with_each(one)
+    if one.models:
+        print()
+        print_table(
+            one.models,
+            {
+                "MODEL": lambda model: model.name,
+                "SIZE": lambda model: amount(model.device_bytes),
+                "OWN": lambda model: amount(model.own_bytes),
+                "SHARED": lambda model: amount(shared_bytes(model)),
+                "WITH": lambda model: some(shared_with.get(model.name, [])),
+                "STATE": lambda model: amount(model.state_bytes) if model.state_bytes else "-",
+                "ON DEVICE": lambda model: (
+                    word(pb.Weights, model.weights) + (", pinned" if model.pinned else "")
                 ),
-            )
-        if one.shared:
-            print()
-            print_table(
-                ("SHARED", "MODELS", "NAMES", "ON DEVICE"),
-                (
-                    (
-                        amount(group.bytes),
-                        str(len(group.models)),
-                        some(list(group.models)),
-                        "yes" if group.on_device else "no",
-                    )
-                    for group in sorted(one.shared, key=lambda group: -group.bytes)
-                ),
-            )
+                "HOST COPY": lambda model: amount(model.host_bytes) if model.host_bytes else "-",
+            },
+        )
+    if one.shared:
+        print()
+        print_table(
+            sorted(one.shared, key=lambda group: -group.bytes),
+            {
+                "SHARED": lambda group: amount(group.bytes),
+                "MODELS": lambda group: str(len(group.models)),
+                "NAMES": lambda group: some(list(group.models)),
+                "ON DEVICE": lambda group: "yes" if group.on_device else "no",
+            },
+        )
 
 
 def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
@@ -117,33 +118,19 @@ def _print_load(device: pb.DeviceLoad) -> None:
         line += f"; {amount(device.free_bytes)} of {amount(device.budget_bytes)} for weights are free"
     print(line)
     print_table(
-        (
-            "MODEL",
-            "QUEUED",
-            "RUNNING",
-            "SEQUENCES",
-            "WEIGHTS",
-            "SIZE",
-            "COST PER ROW",
-            "COLD REQUESTS",
-            "DEVICE",
-            "ROWS",
-        ),
-        (
-            (
-                model.name,
-                str(model.queued),
-                str(model.executing),
-                str(model.sequences),
-                word(pb.Weights, model.weights),
-                amount(model.bytes),
-                duration(model.cost_s) if model.HasField("cost_s") else "-",
-                str(model.misses),
-                duration(model.device_seconds),
-                str(model.rows),
-            )
-            for model in sorted(device.models, key=lambda model: model.name)
-        ),
+        sorted(device.models, key=lambda model: model.name),
+        {
+            "MODEL": lambda model: model.name,
+            "QUEUED": lambda model: str(model.queued),
+            "RUNNING": lambda model: str(model.executing),
+            "SEQUENCES": lambda model: str(model.sequences),
+            "WEIGHTS": lambda model: word(pb.Weights, model.weights),
+            "SIZE": lambda model: amount(model.bytes),
+            "COST PER ROW": lambda model: duration(model.cost_s) if model.HasField("cost_s") else "-",
+            "COLD REQUESTS": lambda model: str(model.misses),
+            "DEVICE": lambda model: duration(model.device_seconds),
+            "ROWS": lambda model: str(model.rows),
+        },
     )
 
 
@@ -160,41 +147,39 @@ def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
     if answer.devices:
         print()
         print_table(
-            ("DEVICE", "STATE", "MODELS", "UTILISATION", "BUSY", "WEIGHTS", "BUDGET"),
-            (
-                (
-                    str(one.device),
-                    "alive" if one.alive else "dead",
-                    str(one.models),
-                    percent(one.utilisation),
-                    percent(one.busy),
-                    amount(one.bytes),
-                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-                )
-                for one in answer.devices
-            ),
+            answer.devices,
+            {
+                "DEVICE": lambda one: str(one.device),
+                "STATE": lambda one: "alive" if one.alive else "dead",
+                "MODELS": lambda one: str(one.models),
+                "UTILISATION": lambda one: percent(one.utilisation),
+                "BUSY": lambda one: percent(one.busy),
+                "WEIGHTS": lambda one: amount(one.bytes),
+                "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+            },
         )
     if answer.models:
         print()
         print_table(
-            ("MODEL", "DEVICES", "MOVING TO", "UTILISATION", "SIZE", "REASON"),
-            (
-                (
-                    one.name,
-                    _numbers(one.devices) or "any",
-                    _numbers(one.moving_to) or "-",
-                    percent(one.utilisation),
-                    amount(one.bytes),
-                    one.reason or "-",
-                )
-                for one in answer.models
-            ),
+            answer.models,
+            {
+                "MODEL": lambda one: one.name,
+                "DEVICES": lambda one: _numbers(one.devices) or "any",
+                "MOVING TO": lambda one: _numbers(one.moving_to) or "-",
+                "UTILISATION": lambda one: percent(one.utilisation),
+                "SIZE": lambda one: amount(one.bytes),
+                "REASON": lambda one: one.reason or "-",
+            },
         )
     if answer.moves:
         print("\nmoves:" if dry else "\nthe next packing would move:")
         print_table(
-            ("MODEL", "FROM", "TO"),
-            ((one.model, _numbers(one.before) or "-", _numbers(one.after) or "-") for one in answer.moves),
+            answer.moves,
+            {
+                "MODEL": lambda one: one.model,
+                "FROM": lambda one: _numbers(one.before) or "-",
+                "TO": lambda one: _numbers(one.after) or "-",
+            },
         )
     for text in answer.warnings:
         print(f"\n! {text}")

@@ -73,11 +73,13 @@ def _locate(server: Server) -> int:
 
     def page(answer: pb.LocateResponse) -> None:
         print_table(
-            ("WORKER", "GRPC", "HTTP", "PLACED"),
-            (
-                (one.worker, one.grpc, one.http or "-", "yes" if one.placed else "no")
-                for one in answer.workers
-            ),
+            answer.workers,
+            {
+                "WORKER": lambda one: one.worker,
+                "GRPC": lambda one: one.grpc,
+                "HTTP": lambda one: one.http or "-",
+                "PLACED": lambda one: "yes" if one.placed else "no",
+            },
         )
 
     return server.show(answer, page)
@@ -118,62 +120,35 @@ def status_page(answer: pb.GetStatusResponse) -> None:
     if answer.workers:
         print()
         print_table(
-            (
-                "WORKER",
-                "STATE",
-                "GRPC",
-                "MODELS",
-                "UTILISATION",
-                "BUSY",
-                "WEIGHTS",
-                "BUDGET",
-                "BACKLOG",
-                "OUTSTANDING",
-            ),
-            (
-                (
-                    one.name,
-                    "alive" if one.alive else "dead",
-                    one.grpc,
-                    str(one.models),
-                    percent(one.utilisation),
-                    percent(one.busy),
-                    amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
-                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-                    duration(one.backlog_s),
-                    str(one.outstanding),
-                )
-                for one in answer.workers
-            ),
+            answer.workers,
+            {
+                "WORKER": lambda one: one.name,
+                "STATE": lambda one: "alive" if one.alive else "dead",
+                "GRPC": lambda one: one.grpc,
+                "MODELS": lambda one: str(one.models),
+                "UTILISATION": lambda one: percent(one.utilisation),
+                "BUSY": lambda one: percent(one.busy),
+                "WEIGHTS": lambda one: amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
+                "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+                "BACKLOG": lambda one: duration(one.backlog_s),
+                "OUTSTANDING": lambda one: str(one.outstanding),
+            },
         )
     if answer.models:
         print()
         print_table(
-            (
-                "MODEL",
-                "PLACED",
-                "READY",
-                "MOVING TO",
-                "REPLICAS",
-                "UTILISATION",
-                "REQUESTS",
-                "PER ITEM",
-                "SIZE",
-            ),
-            (
-                (
-                    one.name,
-                    " ".join(one.placed) or "-",
-                    str(len(one.ready)),
-                    " ".join(one.moving_to) or "-",
-                    f"{one.effective_replicas} of {_count(one.replicas)}",
-                    percent(one.utilisation),
-                    rate(one.requests_s),
-                    duration(one.item_s) if one.HasField("item_s") else "-",
-                    amount(one.bytes),
-                )
-                for one in answer.models
-            ),
+            answer.models,
+            {
+                "MODEL": lambda one: one.name,
+                "PLACED": lambda one: " ".join(one.placed) or "-",
+                "READY": lambda one: str(len(one.ready)),
+                "MOVING TO": lambda one: " ".join(one.moving_to) or "-",
+                "REPLICAS": lambda one: f"{one.effective_replicas} of {_count(one.replicas)}",
+                "UTILISATION": lambda one: percent(one.utilisation),
+                "REQUESTS": lambda one: rate(one.requests_s),
+                "PER ITEM": lambda one: duration(one.item_s) if one.HasField("item_s") else "-",
+                "SIZE": lambda one: amount(one.bytes),
+            },
         )
     _warnings(answer.warnings)
 

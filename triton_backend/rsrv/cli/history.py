@@ -81,44 +81,26 @@ def slowest_page(answer: pb.GetRequestsResponse) -> None:
     now, several = time.time(), len({one.device for one in answer.requests}) > 1
     shown = answer.requests[:_MOST_SLOWEST]
     print_table(
-        (
-            "NUMBER",
-            *(("ON",) if several else ()),
-            "ARRIVED",
-            "BEFORE",
-            "TOOK",
-            "WEIGHTS",
-            "PEERS",
-            "OTHERS",
-            "EXECUTED",
-            "AFTER",
-            "ROWS",
-            "OUTCOME",
-            "BEHIND",
-        ),
-        (
-            (
-                one.number,
-                *((str(one.device),) if several else ()),
-                clock_time(one.arrived_unix_s, now),
-                *(
-                    duration(part) if part >= MIN_PART_S else "-"
-                    for part in (
-                        one.before_s,
-                        one.seconds,
-                        one.weights_s,
-                        one.peers_s,
-                        one.others_s,
-                        one.executing_s,
-                        one.after_s,
-                    )
-                ),
-                str(one.rows),
-                one.outcome,
-                ", ".join(one.behind),
-            )
-            for one in shown
-        ),
+        shown,
+        {
+            "NUMBER": lambda one: one.number,
+            **({"ON": lambda one: str(one.device)} if several else {}),
+            "ARRIVED": lambda one: clock_time(one.arrived_unix_s, now),
+            "BEFORE": lambda one: _part(one.before_s),
+            "TOOK": lambda one: _part(one.seconds),
+            "WEIGHTS": lambda one: _part(one.weights_s),
+            "PEERS": lambda one: _part(one.peers_s),
+            "OTHERS": lambda one: _part(one.others_s),
+            "EXECUTED": lambda one: _part(one.executing_s),
+            "AFTER": lambda one: _part(one.after_s),
+            "ROWS": lambda one: str(one.rows),
+            "OUTCOME": lambda one: one.outcome,
+            "BEHIND": lambda one: ", ".join(one.behind),
+        },
     )
     if len(answer.requests) > len(shown):
         print(f"\n{len(answer.requests) - len(shown)} more: --json has all")
+
+
+def _part(seconds: float) -> str:
+    return duration(seconds) if seconds >= MIN_PART_S else "-"

@@ -3,13 +3,16 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from rsrv.text import amount, one_line, percent
+
+#: what a row of a table is about
+Row = TypeVar("Row")
 
 
 def to_json(message: Message) -> dict[str, Any]:
@@ -75,14 +78,17 @@ def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
     return f"{severity}: {one_line(evidence)} ({more}: {others})"
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with numbers to the right: with rich on a terminal, else as plain text."""
-    cells = [list(row) for row in rows]
+def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> None:
+    """Print a table with numbers to the right: with rich on a terminal, else as plain text.
+
+    `columns`: makes the cell of a row, by the column's head.
+    """
+    head, cells = list(columns), [[cell(row) for cell in columns.values()] for row in rows]
     numeric = [
         bool(cells) and all(row[column][:1].isdigit() or row[column] in ("", "-") for row in cells)
         for column in range(len(head))
     ]
-    widths = [max(len(row[column]) for row in (list(head), *cells)) for column in range(len(head))]
+    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
     if is_terminal():
         from rich import box
         from rich.console import Console
@@ -105,7 +111,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         ]:
             print(f"Too wide for this terminal: {', '.join(hidden)}")
         return
-    for row in (list(head), *cells):
+    for row in (head, *cells):
         padded = (
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)

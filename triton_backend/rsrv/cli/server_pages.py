@@ -54,43 +54,42 @@ def alias_line(alias: pb.Alias) -> str:
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
     """Print a line for each of these models, and for each meta model."""
-    several = len(answer.devices) > 1
     if models:
         print()
         print_table(
-            (
-                "MODEL",
-                "STATE",
-                "PAUSED",
-                *(("ON",) if several else ()),
-                "SIZE",
-                "QUEUED",
-                "RUNNING",
-                "ANSWERED",
-                "ERRORS",
-                "COLD REQUESTS",
-                "DEVICE",
-                "RESIDENCY",
-                "STUBS",
-            ),
-            (_model_row(model, several=several) for model in models),
+            models,
+            {
+                "MODEL": lambda one: one.name,
+                "STATE": _life,
+                "PAUSED": lambda one: word(pb.Pause, one.paused),
+                **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
+                "SIZE": lambda one: amount(one.device_bytes),
+                "QUEUED": lambda one: str(one.queued),
+                "RUNNING": lambda one: str(one.executing),
+                "ANSWERED": lambda one: str(one.outcomes.get("answered", 0)),
+                "ERRORS": lambda one: str(sum(one.outcomes.values()) - one.outcomes.get("answered", 0)),
+                "COLD REQUESTS": lambda one: str(one.misses),
+                "DEVICE": lambda one: duration(one.device_seconds),
+                "RESIDENCY": lambda one: word(pb.Residency, one.residency),
+                "STUBS": _stubs,
+            },
         )
     if answer.metas:
         print()
         print_table(
-            (
-                "META MODEL",
-                "STATE",
-                "STUBS",
-                "QUEUED",
-                "RUNNING",
-                "ENDED",
-                "CALLS",
-                "DEVICE",
-                "PAUSED",
-                "CALLS MODELS",
-            ),
-            (_meta_row(meta) for meta in answer.metas),
+            answer.metas,
+            {
+                "META MODEL": lambda one: one.name,
+                "STATE": lambda one: life(_state(one.versions), ""),
+                "STUBS": _stubs,
+                "QUEUED": lambda one: str(one.waiting),
+                "RUNNING": lambda one: str(one.running),
+                "ENDED": lambda one: str(sum(one.outcomes.values())),
+                "CALLS": lambda one: str(one.calls),
+                "DEVICE": lambda one: duration(one.device_seconds),
+                "PAUSED": lambda one: word(pb.Pause, one.paused),
+                "CALLS MODELS": lambda one: ", ".join(one.models),
+            },
         )
 
 
@@ -110,46 +109,30 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
         if len(answer.devices) > 1:
             print()
             print_table(
-                (
-                    "DEVICE",
-                    "STATE",
-                    "QUEUED",
-                    "RUNNING",
-                    "EXECUTIONS",
-                    "BUSY",
-                    "COLD REQUESTS",
-                    "LOADS",
-                    "ERROR",
-                ),
-                (
-                    (
-                        str(one.number),
-                        life(word(pb.State, one.state), one.weights_state or word(pb.Weights, one.weights)),
-                        str(one.queued),
-                        str(one.executing),
-                        str(one.dispatches),
-                        duration(one.device_seconds),
-                        str(one.misses),
-                        str(one.loads),
-                        one_line(one.error),
-                    )
-                    for one in model.devices
-                ),
+                model.devices,
+                {
+                    "DEVICE": lambda one: str(one.number),
+                    "STATE": lambda one: life(word(pb.State, one.state), _weights(one)),
+                    "QUEUED": lambda one: str(one.queued),
+                    "RUNNING": lambda one: str(one.executing),
+                    "EXECUTIONS": lambda one: str(one.dispatches),
+                    "BUSY": lambda one: duration(one.device_seconds),
+                    "COLD REQUESTS": lambda one: str(one.misses),
+                    "LOADS": lambda one: str(one.loads),
+                    "ERROR": lambda one: one_line(one.error),
+                },
             )
         if model.executables:
             print()
             print_table(
-                ("VARIANT", "SIZE", "EXECUTIONS", "COST", "PRODUCTS OF F32"),
-                (
-                    (
-                        str(one.variant),
-                        str(one.size),
-                        str(one.count),
-                        duration(one.cost_s) if one.HasField("cost_s") else "-",
-                        _precision(one.precision),
-                    )
-                    for one in model.executables
-                ),
+                model.executables,
+                {
+                    "VARIANT": lambda one: str(one.variant),
+                    "SIZE": lambda one: str(one.size),
+                    "EXECUTIONS": lambda one: str(one.count),
+                    "COST": lambda one: duration(one.cost_s) if one.HasField("cost_s") else "-",
+                    "PRODUCTS OF F32": lambda one: _precision(one.precision),
+                },
             )
     for meta in answer.metas:
         print_pairs(
@@ -323,8 +306,13 @@ def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
 
 def _places(model: pb.ModelStatus) -> str:
     """Return the devices that have the weights of a model, if it is on several."""
-    found = [str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT]
+    found = _holders(model)
     return f" on device {', '.join(found)}" if found and len(model.devices) > 1 else ""
+
+
+def _holders(model: pb.ModelStatus) -> list[str]:
+    """Return the devices that have the weights of a model."""
+    return [str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT]
 
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
@@ -341,16 +329,13 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
     if versions:
         print()
         print_table(
-            ("VERSION", "STATE", "STUBS", "ERROR"),
-            (
-                (
-                    one.key,
-                    life(word(pb.State, one.state), word(pb.Weights, one.weights)),
-                    " ".join(map(str, one.stubs)),
-                    one_line(one.error),
-                )
-                for one in versions
-            ),
+            versions,
+            {
+                "VERSION": lambda one: one.key,
+                "STATE": lambda one: life(word(pb.State, one.state), word(pb.Weights, one.weights)),
+                "STUBS": lambda one: " ".join(map(str, one.stubs)),
+                "ERROR": lambda one: one_line(one.error),
+            },
         )
 
 
@@ -363,9 +348,12 @@ def _precision(precision: pb.Precision) -> str:
 
 def _life(model: pb.ModelStatus) -> str:
     """Return where a model is, for people."""
+    return life(_state(model.versions), _weights(model), model.starting)
+
+
+def _weights(of: pb.ModelStatus | pb.ModelOnDevice) -> str:
     # A model that is not built has only the coarser state of its weights.
-    weights = model.weights_state or word(pb.Weights, model.weights)
-    return life(_state(model.versions), weights, model.starting)
+    return of.weights_state or word(pb.Weights, of.weights)
 
 
 def _count(models: Sequence[pb.ModelStatus]) -> str:
@@ -375,38 +363,9 @@ def _count(models: Sequence[pb.ModelStatus]) -> str:
     return text + (" (`rsrv status '*'` lists them)" if counts["cold"] else "")
 
 
-def _model_row(model: pb.ModelStatus, *, several: bool) -> tuple[str, ...]:
-    on = " ".join(str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT)
-    return (
-        model.name,
-        _life(model),
-        word(pb.Pause, model.paused),
-        *((on,) if several else ()),
-        amount(model.device_bytes),
-        str(model.queued),
-        str(model.executing),
-        str(model.outcomes.get("answered", 0)),
-        str(sum(model.outcomes.values()) - model.outcomes.get("answered", 0)),
-        str(model.misses),
-        duration(model.device_seconds),
-        word(pb.Residency, model.residency),
-        str(len({pid for version in model.versions for pid in version.stubs})),
-    )
-
-
-def _meta_row(meta: pb.MetaStatus) -> tuple[str, ...]:
-    return (
-        meta.name,
-        life(_state(meta.versions), ""),
-        str(len({pid for version in meta.versions for pid in version.stubs})),
-        str(meta.waiting),
-        str(meta.running),
-        str(sum(meta.outcomes.values())),
-        str(meta.calls),
-        duration(meta.device_seconds),
-        word(pb.Pause, meta.paused),
-        ", ".join(meta.models),
-    )
+def _stubs(model: pb.ModelStatus | pb.MetaStatus) -> str:
+    """Return the number of a model's stubs."""
+    return str(len({pid for version in model.versions for pid in version.stubs}))
 
 
 def _state(versions: Sequence[pb.Version]) -> str:

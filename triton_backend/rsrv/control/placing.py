@@ -147,12 +147,11 @@ class Placing:
                 "FAILED_PRECONDITION",
                 f"placement.mode is {self.mode}: only with external does a gateway place models",
             )
-        count = len(self._runtimes.links)
         for name, devices in placed.items():
-            if wrong := [number for number in devices if number >= count]:
-                raise InvalidArgument(
-                    f"{name}: there is no device {wrong[0]}: the server's devices are 0 to {count - 1}"
-                )
+            try:
+                self._runtimes.chosen(devices)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{name}: {error}") from None
         try:
             self._write(placed)
         except OSError as error:
@@ -166,12 +165,7 @@ class Placing:
 
         For a server that packs. Raises StatusError, InvalidArgument.
         """
-        known = {str(number) for number in range(len(self._runtimes.links))}
-        for number in dead:
-            if str(number) not in known:
-                raise InvalidArgument(
-                    f"there is no device {number}: the server's devices are 0 to {len(known) - 1}"
-                )
+        self._runtimes.chosen(dead)
         for one in added:
             if not (one.name and one.bytes >= 0 and 0.0 <= one.utilisation < inf):
                 raise InvalidArgument(

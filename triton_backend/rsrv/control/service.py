@@ -379,10 +379,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def Restart(self, request: pb.RestartRequest) -> pb.RestartResponse:
-        if not 0 <= request.drain_s < inf:
-            raise InvalidArgument("drain_s must be a number of seconds, at least 0")
-        chosen = self._runtimes.chosen(request.devices)
-        self._check_unchanging()
+        chosen = self._to_drain(request)
         async with self._changing:
             try:
                 await self._server.file.read()
@@ -403,10 +400,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def Sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
-        if not 0 <= request.drain_s < inf:
-            raise InvalidArgument("drain_s must be a number of seconds, at least 0")
-        chosen = self._runtimes.chosen(request.devices)
-        self._check_unchanging()
+        chosen = self._to_drain(request)
         async with self._changing:
             for number in chosen:
                 await self._runtimes.sleep(number, request.drain_s, force=request.force)
@@ -422,11 +416,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 answer.devices.add(number=number, seconds=await self._runtimes.wake(number))
         return answer
 
-    def _check_unchanging(self) -> None:
+    def _to_drain(self, request: pb.RestartRequest | pb.SleepRequest) -> Collection[int]:
+        """Return the devices whose runtimes are to end. Raises StatusError."""
+        if not 0 <= request.drain_s < inf:
+            raise InvalidArgument("drain_s must be a number of seconds, at least 0")
+        chosen = self._runtimes.chosen(request.devices)
         if self._changing.locked():
             raise StatusError(
                 "FAILED_PRECONDITION", "another restart, sleep or wake is under way; wait for its end"
             )
+        return chosen
 
     # --- bundles and profiles -----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from rsrv.cli.client import CommandLineError, Server
+from rsrv.control.chrome_trace import SpanReader
 from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.progress import steps
@@ -164,19 +165,10 @@ def _answers(server: Server, recording: Recording, seconds: float | None) -> Ite
 
 def read_spans(server: Server) -> list[pb.Span]:
     """Return all spans that the runtimes keep."""
-    spans: list[pb.Span] = []
-    before: dict[int, str] = {}
-    answer = pb.GetTimelineResponse()
-    while not before or any(one.next < one.end for one in answer.positions):
-        answer = server.ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
-        new = {one.device: one.instance for one in answer.positions}
-        # Of a runtime that has ended meanwhile, nothing is left.
-        spans = [span for span in spans if new.get(span.device) == before.get(span.device)]
-        spans += answer.spans
-        before = new
-        if not answer.spans:
-            break
-    return spans
+    reader = SpanReader()
+    while reader.take(server.ask("GetTimeline", reader.question)):
+        pass
+    return reader.spans
 
 
 # --- the scenario ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace event format, which Perfetto and chrome://tracing show. Pure.
+"""The timeline of a server, in Chrome's trace event format, which Perfetto and chrome://tracing show. Pure.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -16,6 +16,24 @@ _GROUPS = {
     pb.SPAN_KIND_LOAD: "weights",
     pb.SPAN_KIND_EVICT: "weights",
 }
+
+
+class SpanReader:
+    """All spans that the runtimes keep, by answers that continue each other."""
+
+    def __init__(self) -> None:
+        self.spans: list[pb.Span] = []
+        self.question = pb.GetTimelineRequest()
+        self._instances: dict[int, str] = {}
+
+    def take(self, answer: pb.GetTimelineResponse) -> bool:
+        """Take the answer to the question; return True if the next question has an answer, too."""
+        before, self._instances = self._instances, {one.device: one.instance for one in answer.positions}
+        # Of a runtime that has ended meanwhile, nothing is left.
+        ended = {device for device, instance in before.items() if self._instances.get(device) != instance}
+        self.spans = [*(span for span in self.spans if span.device not in ended), *answer.spans]
+        self.question = pb.GetTimelineRequest(positions=answer.positions)
+        return bool(answer.spans) and any(one.next < one.end for one in answer.positions)
 
 
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rsrv.control.chrome_trace import chrome_trace
+from rsrv.control.chrome_trace import SpanReader, chrome_trace
 from rsrv.control.grpc_service import member, word
 from rsrv.control.sentences import history_lines, meta_facts, model_facts, request_lines
 from rsrv.control.v1 import control_pb2 as pb
@@ -53,17 +53,10 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
 
 async def trace(ask: Ask) -> str:
     """Return all spans that the runtimes keep, for Perfetto."""
-    spans: list[pb.Span] = []
-    instances: dict[int, str] = {}
-    answer = pb.GetTimelineResponse()
-    while not instances or (answer.spans and any(one.next < one.end for one in answer.positions)):
-        answer = await ask("GetTimeline", pb.GetTimelineRequest(positions=answer.positions))
-        now = {one.device: one.instance for one in answer.positions}
-        # Of a runtime that has ended meanwhile, nothing is left.
-        spans = [span for span in spans if now.get(span.device) == instances.get(span.device)]
-        spans += answer.spans
-        instances = now
-    return await asyncio.to_thread(lambda: json.dumps(chrome_trace(spans)))
+    reader = SpanReader()
+    while reader.take(await ask("GetTimeline", reader.question)):
+        pass
+    return await asyncio.to_thread(lambda: json.dumps(chrome_trace(reader.spans)))
 
 
 async def steer(ask: Ask, model: str, what: str) -> None:

@@ -432,24 +432,21 @@ def history(said: Mapping[int, Json]) -> pb.GetHistoryResponse:
 
 
 def _record(said: Json, unix_s: float) -> pb.HistoryRecord:
-    fields = pb.HistoryRecord.DESCRIPTOR.fields_by_name
-    known = {name: value for name, value in said.items() if name in fields}
-    return pb.HistoryRecord(unix_s=unix_s + said["at"], clock_s=said["at"], **known)
+    return pb.HistoryRecord(unix_s=unix_s + said["at"], clock_s=said["at"], **_same(pb.HistoryRecord, said))
 
 
 def slow_request(said: Json, unix_s: float, device: int) -> pb.SlowRequest:
     """Return a request of one device, whose clock was 0 at `unix_s`."""
-    fields, key = pb.SlowRequest.DESCRIPTOR.fields_by_name, said["key"]
     requests, rows, size = said["batch"] or (0, 0, 0)
     return pb.SlowRequest(
         device=device,
-        model=key.rpartition("@")[0],
+        model=said["key"].rpartition("@")[0],
         arrived_unix_s=unix_s + said["at"],
         batch_requests=requests,
         batch_rows=rows,
         batch_size=size,
         evicted=None if said["evicted"] is None else _record(said["evicted"], unix_s),
-        **{name: value for name, value in said.items() if name in fields and name != "evicted"},
+        **_same(pb.SlowRequest, said, frozenset({"evicted"})),
     )
 
 
@@ -463,21 +460,15 @@ def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
         case None:
             return pb.WatchStateResponse(down=pb.RuntimeDown(device=device))
         case StateSnapshot(instance, revision, entries):
-            return pb.WatchStateResponse(snapshot=_snapshot(device, instance, revision, entries))
+            found = [_entry(key, entry) for key, entry in entries.items()]
+            return pb.WatchStateResponse(
+                snapshot=pb.Snapshot(device=device, instance=instance, revision=revision, entries=found)
+            )
         case StateChange(instance, revision, key, entry):
             changed = None if entry is None else _entry(key, entry)
             return pb.WatchStateResponse(
                 change=pb.Change(device=device, instance=instance, revision=revision, key=key, entry=changed)
             )
-
-
-def _snapshot(device: int, instance: str, revision: int, entries: Mapping[str, ModelVersion]) -> pb.Snapshot:
-    return pb.Snapshot(
-        device=device,
-        instance=instance,
-        revision=revision,
-        entries=[_entry(key, entry) for key, entry in entries.items()],
-    )
 
 
 def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.cli import main as cli
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.placing import AddedModel, Placing
+from rsrv.control.placing import Placing
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.device_choice import PINNED
@@ -311,7 +311,8 @@ async def test_a_trial_changes_nothing(tmp_path: Path) -> None:
         trial = await world.placing.trial([1], [], [])
         assert {one.name: one.placed for one in trial.status.models} == dict.fromkeys("abc", ("0",))
         assert {one.name: one.alive for one in trial.status.workers} == {"0": True, "1": False}
-        trial = await world.placing.trial([], ["a"], [AddedModel("big", 90, 0.5)])
+        added = pb.AddedModel(name="big", bytes=90, device_seconds_per_s=0.5)
+        trial = await world.placing.trial([], ["a"], [added])
         places = {one.name: one.placed for one in trial.status.models}
         assert places.keys() == {"b", "c", "big"}
         assert places["big"]

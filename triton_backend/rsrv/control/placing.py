@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from rsrv.control.grpc_service import InvalidArgument, StatusError
 from rsrv.control.runtimes import Runtimes
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
 from rsrv.placement.device_choice import PINNED
 from rsrv.placement.options import PlannerOptions
@@ -39,16 +40,6 @@ _HURRY_S = 0.1
 
 _WEIGHTS = {one.value: one for one in WeightsView}
 _DEAD = WorkerView(alive=False)
-
-
-@dataclass(frozen=True, slots=True)
-class AddedModel:
-    """A model that is not served yet, for a dry run."""
-
-    name: str
-    bytes: int
-    #: device seconds per second
-    utilisation: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +150,7 @@ class Placing:
         return self.generation
 
     async def trial(
-        self, dead: Collection[int], without: Collection[str], added: Sequence[AddedModel]
+        self, dead: Collection[int], without: Collection[str], added: Sequence[pb.AddedModel]
     ) -> Trial:
         """Pack all models without some devices and models, and with further ones, and change nothing.
 
@@ -167,14 +158,14 @@ class Placing:
         """
         self._runtimes.chosen(dead)
         for one in added:
-            if not (one.name and one.bytes >= 0 and 0.0 <= one.utilisation < inf):
+            if not (one.name and 0.0 <= one.device_seconds_per_s < inf):
                 raise InvalidArgument(
                     f"{one.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
                 )
         async with self._looking:
             return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)
 
-    def _try(self, dead: Collection[str], without: Collection[str], added: Sequence[AddedModel]) -> Trial:
+    def _try(self, dead: Collection[str], without: Collection[str], added: Sequence[pb.AddedModel]) -> Trial:
         now = self._clock()
         unknown = sorted({*without} - {name for view in self._views.values() for name in view.ready})
         if unknown:
@@ -186,7 +177,7 @@ class Placing:
         status = self._planner.status()
         if status is None:
             raise StatusError("UNAVAILABLE", "the runtimes' loads are not known yet; try again in a second")
-        packed = self._planner.packed(views, {one.name: one.utilisation for one in added}, now)
+        packed = self._planner.packed(views, {one.name: one.device_seconds_per_s for one in added}, now)
         targets = self._planner.targets()
         moves = {
             name: (targets.get(name, ()), packed.targets().get(name, ()))
@@ -337,7 +328,7 @@ def _model(said: Mapping[str, Any]) -> ModelView:
     )
 
 
-def _changed(view: WorkerView, without: Collection[str], added: Sequence[AddedModel]) -> WorkerView:
+def _changed(view: WorkerView, without: Collection[str], added: Sequence[pb.AddedModel]) -> WorkerView:
     """Return a device's view without some models and with further ones."""
     new = {one.name: ModelView(bytes=one.bytes, weights=WeightsView.ABSENT) for one in added}
     return replace(

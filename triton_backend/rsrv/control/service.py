@@ -17,7 +17,7 @@ from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
-from rsrv.control.placing import AddedModel, Placing
+from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import Reloading
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
@@ -312,8 +312,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetPlacement(self, request: pb.GetPlacementRequest) -> pb.GetPlacementResponse:
         placing = self._placing
         if placing.packs:
-            added = [AddedModel(one.name, one.bytes, one.device_seconds_per_s) for one in request.added]
-            trial = await placing.trial(request.without_devices, request.without_models, added)
+            trial = await placing.trial(request.without_devices, request.without_models, request.added)
             return messages.placement(placing.mode, placing.generation, trial)
         if request.without_devices or request.without_models or request.added:
             raise StatusError(

@@ -171,22 +171,15 @@ class Triton:
 
     async def states(self) -> Mapping[str, State]:
         """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""
-        reply = await self._call(
-            self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(), timeout=_TIMEOUT_S
-        )
+        reply = await self._call(self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest())
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
     async def tensors(self, name: str) -> dict[str, Any]:
         """Return the inputs and outputs of a model as JSON, and how it is called; nothing if it is not loaded."""
         try:
-            found = await self._call(
-                self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name), timeout=_TIMEOUT_S
-            )
-            config = (
-                await self._call(
-                    self._stub.ModelConfig, service_pb2.ModelConfigRequest(name=name), timeout=_TIMEOUT_S
-                )
-            ).config
+            found = await self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
+            asked = service_pb2.ModelConfigRequest(name=name)
+            config = (await self._call(self._stub.ModelConfig, asked)).config
         except TritonError:
             return {}
         optional = {one.name for one in config.input if one.optional}
@@ -237,7 +230,7 @@ class Triton:
             if (await self.states()).get(name, "other") == "other":
                 await self._load_placeholder(name)
             request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
-            await self._call(self._stub.RepositoryModelUnload, request, timeout=_TIMEOUT_S)
+            await self._call(self._stub.RepositoryModelUnload, request)
 
     async def _load_placeholder(self, name: str) -> None:
         """Load a model that does nothing in place of one that failed.
@@ -248,7 +241,7 @@ class Triton:
         request.parameters["config"].string_param = _PLACEHOLDER_CONFIG
         request.parameters["file:1/model.py"].bytes_param = _PLACEHOLDER_CODE
         with contextlib.suppress(TritonError):  # only the readiness depends on it
-            await self._call(self._stub.RepositoryModelLoad, request, timeout=_TIMEOUT_S)
+            await self._call(self._stub.RepositoryModelLoad, request)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -261,7 +254,7 @@ class Triton:
     ) -> None:
         await self.close()
 
-    async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
+    async def _call(self, method: Any, request: Any, timeout: float | None = _TIMEOUT_S) -> Any:
         try:
             return await method(request, timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -291,19 +291,9 @@ class Live:
             now = self._clock()
             self._positions |= {number: (one["instance"], one["next"]) for number, one in said.items()}
             spans = [
-                (
-                    kind,
-                    key.rpartition("@")[0],
-                    round(now - ago, 6),
-                    seconds,
-                    rows,
-                    size,
-                    requests,
-                    failed,
-                    number,
-                )
+                (kind, key.rpartition("@")[0], round(now - ago, 6), seconds, *counts, number)
                 for number, one in said.items()
-                for kind, key, ago, seconds, rows, size, requests, failed in one["spans"]
+                for kind, key, ago, seconds, *counts in one["spans"]
                 if ago - seconds < _TIMELINE_S
             ]
             if spans:

@@ -129,8 +129,7 @@ class ControlConnection:
         self.pid = wire.check_peer(self._sock)
         self._receiver = wire.Receiver(self._sock)
         self._loop.add_reader(self._sock, self._readable)
-        #: The runtime's first frame.
-        self.greeting = self.ask(hello(), Kind.WELCOME)
+        self.ask(hello(), Kind.WELCOME)
 
     def send(self, frame: bytes) -> None:
         """Send a frame without an answer; end the connection if the runtime does not take it."""

@@ -292,12 +292,12 @@ class BundleStates:
                 bundle = self._bundles[name]
                 bundle.carriers, bundle.waits_for = carriers, self.busy - {name}
 
-    def settle(self, name: str, event: BundleEvent, now: float) -> None:
-        """Apply an event that ends all work on the bundle; if Triton works on the model, compare it again after that."""
+    def forget(self, name: str, now: float) -> None:
+        """Note that there is neither a bundle nor a model; if Triton works on the model, compare it again after that."""
         if self.state(name) in _BUSY:
             self.check(name, now)
         else:
-            self.conclude(name, event, now)
+            self.conclude(name, BundleEvent.FORGET, now)
 
     def retain(self, name: str, now: float) -> None:
         """Do not unload the model: its bundle is back or out of sight, or its carriers do not serve."""

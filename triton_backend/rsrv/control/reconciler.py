@@ -448,7 +448,7 @@ class Reconciler:
             if (loaded or name in self.failures) and not self._barred:
                 self._states.orphan(name, (), now)
             else:
-                self._states.settle(name, BundleEvent.FORGET, now)
+                self._states.forget(name, now)
                 if self._follows and not self._debounce.gone(name):
                     # Its place was away for so short a time that no look saw it: no change will be seen, either.
                     self._states.check(name, now + self._lifecycle.poll_s)

@@ -86,35 +86,31 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
     assert "rich" not in said.stdout
 
 
-def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal, `rsrv status` prints plain columns, failures included."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.lifecycle.failures["c"] = BundleFailure(
+            "manifest.yaml:\n  no such key", since=1.0, tries=3
+        )
+        rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
+        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.lifecycle.failures["c"] = BundleFailure(
-                "manifest.yaml:\n  no such key", since=1.0, tries=3
-            )
-            rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-            await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
+        said = await rsrv("status")
 
-            said = await rsrv("status")
-
-            assert (said.status, said.err) == (0, "")
-            lines = said.out.splitlines()
-            assert lines[0].startswith(f"server     tritonserver {os.getpid()}, dynamic, ")
-            assert "\x1b" not in said.out
-            head = next(line for line in lines if line.startswith("MODEL"))
-            row = next(line for line in lines if line.startswith("a "))
-            assert row.split() == [
-                *("a", "resident", "1", "kB", "1", "2"),
-                *("7", "1", "3", "250", "ms", "system", "1"),
-            ]
-            assert head.index("STATE") == row.index("resident")
-            assert any(line.startswith("m ") for line in lines)
-            assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
-
-    run()
+        assert (said.status, said.err) == (0, "")
+        lines = said.out.splitlines()
+        assert lines[0].startswith(f"server     tritonserver {os.getpid()}, dynamic, ")
+        assert "\x1b" not in said.out
+        head = next(line for line in lines if line.startswith("MODEL"))
+        row = next(line for line in lines if line.startswith("a "))
+        assert row.split() == [
+            *("a", "resident", "1", "kB", "1", "2"),
+            *("7", "1", "3", "250", "ms", "system", "1"),
+        ]
+        assert head.index("STATE") == row.index("resident")
+        assert any(line.startswith("m ") for line in lines)
+        assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
 
 
 def test_a_member_of_a_newer_server_has_no_name() -> None:
@@ -168,152 +164,132 @@ MEMORY: dict[str, Any] = {
 }
 
 
-def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The budget's arithmetic, each model's own and shared bytes, and the free pieces are told; a model names its sharers."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = lambda command: MEMORY if command["command"] == "memory" else {}
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = lambda command: MEMORY if command["command"] == "memory" else {}
+        lines = (await rsrv("memory")).out.splitlines()
 
-            lines = (await rsrv("memory")).out.splitlines()
-
-            assert [line.split(maxsplit=1) for line in lines[:11]] == [
-                ["device", "0: L4"],
-                ["allocator", "20 MB (runtime.memory_fraction of the device)"],
-                ["kept", "free      2 MB, a tenth"],
-                ["executions", "3 MB"],
-                ["budget", "15 MB for weights: the allocator's, less the tenth and executions"],
-                ["weights", "9 MB (12 MB without sharing, 25% saved), 4 MB pinned"],
-                ["free", "6 MB for weights"],
-                ["kept", "500 kB of meta models' runs"],
-                ["fragmentation", "60%: the largest of the free pieces (10 MB) has 4 MB"],
-                ["host", "9 MB (12 MB without sharing, 25% saved)"],
-                [],
-            ]
-            assert [line.split() for line in lines[11:14]] == [
-                ["MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON", "DEVICE", "HOST", "COPY"],
-                ["a", "7", "MB", "3.5", "MB", "3", "MB", "b", "500", "kB", "resident,", "pinned", "7", "MB"],
-                ["b", "5", "MB", "2", "MB", "3", "MB", "a", "-", "absent", "-"],
-            ]
-            assert lines[16].split() == ["3", "MB", "2", "a,", "b", "yes"]
-            (use,) = (await rsrv("memory", "--json")).json["devices"]
-            assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (3_500_000, ["a", "b"])
-            weights = (await rsrv("status", "a")).out.splitlines()[2]
-            assert weights.endswith("3.5 MB own, 3 MB shared with b")
-
-    run()
+        assert [line.split(maxsplit=1) for line in lines[:11]] == [
+            ["device", "0: L4"],
+            ["allocator", "20 MB (runtime.memory_fraction of the device)"],
+            ["kept", "free      2 MB, a tenth"],
+            ["executions", "3 MB"],
+            ["budget", "15 MB for weights: the allocator's, less the tenth and executions"],
+            ["weights", "9 MB (12 MB without sharing, 25% saved), 4 MB pinned"],
+            ["free", "6 MB for weights"],
+            ["kept", "500 kB of meta models' runs"],
+            ["fragmentation", "60%: the largest of the free pieces (10 MB) has 4 MB"],
+            ["host", "9 MB (12 MB without sharing, 25% saved)"],
+            [],
+        ]
+        assert [line.split() for line in lines[11:14]] == [
+            ["MODEL", "SIZE", "OWN", "SHARED", "WITH", "STATE", "ON", "DEVICE", "HOST", "COPY"],
+            ["a", "7", "MB", "3.5", "MB", "3", "MB", "b", "500", "kB", "resident,", "pinned", "7", "MB"],
+            ["b", "5", "MB", "2", "MB", "3", "MB", "a", "-", "absent", "-"],
+        ]
+        assert lines[16].split() == ["3", "MB", "2", "a,", "b", "yes"]
+        (use,) = (await rsrv("memory", "--json")).json["devices"]
+        assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (3_500_000, ["a", "b"])
+        weights = (await rsrv("status", "a")).out.splitlines()[2]
+        assert weights.endswith("3.5 MB own, 3 MB shared with b")
 
 
 @pytest.mark.parametrize(("failed", "status"), [(0, 0), (30, 3)])
-def test_the_doctor_says_what_to_do(
+@looped
+async def test_the_doctor_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: int, status: int
 ) -> None:
     """The findings have numbers, a cause and a cure, and the exit status their severity; rsrv status begins with the severest."""
+    async with shell(tmp_path, capsys) as rsrv:
+        said = counts({"a": model(requests=outcomes(failed=failed), responses={"internal": failed})})
+        answers = {"metrics": said, "memory": MEMORY}
+        rsrv.server.runtime.answers = lambda command: answers.get(command["command"], {})
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = counts({"a": model(requests=outcomes(failed=failed), responses={"internal": failed})})
-            answers = {"metrics": said, "memory": MEMORY}
-            rsrv.server.runtime.answers = lambda command: answers.get(command["command"], {})
+        doctor = await rsrv("doctor")
 
-            doctor = await rsrv("doctor")
-
-            assert doctor.status == status
-            lines = doctor.out.splitlines()
-            if not failed:
-                assert lines[0].startswith("no findings, by the figures of the last ")
-                return
-            assert lines[0].startswith("1 critical, by the figures of the last ")
-            assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
-            assert lines[3] == "  why: its executions or loads fail"
-            assert lines[4].startswith("  do:  read the server's log, which has the whole reason of each")
-            (found,) = (await rsrv("doctor", "--json")).json["findings"]
-            assert (found["name"], found["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
-            first = (await rsrv("status")).out.splitlines()[0]
-            assert first.startswith("findings   critical: a: 30 of 1030 answers")
-            assert first.endswith("(`rsrv doctor`: what to do)")
-
-    run()
+        assert doctor.status == status
+        lines = doctor.out.splitlines()
+        if not failed:
+            assert lines[0].startswith("no findings, by the figures of the last ")
+            return
+        assert lines[0].startswith("1 critical, by the figures of the last ")
+        assert lines[2] == "critical: a: 30 of 1030 answers are failures of the server  [requests_fail]"
+        assert lines[3] == "  why: its executions or loads fail"
+        assert lines[4].startswith("  do:  read the server's log, which has the whole reason of each")
+        (found,) = (await rsrv("doctor", "--json")).json["findings"]
+        assert (found["name"], found["severity"]) == ("requests_fail", "SEVERITY_CRITICAL")
+        first = (await rsrv("status")).out.splitlines()[0]
+        assert first.startswith("findings   critical: a: 30 of 1030 answers")
+        assert first.endswith("(`rsrv doctor`: what to do)")
 
 
-def test_cold_models_are_counted_and_listed_on_request(
+@looped
+async def test_cold_models_are_counted_and_listed_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A thousand cold models are one line; those that a pattern names have a line each, with what their start waits for."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtimes.show_cold({f"cold-{number}" for number in range(1000)})
+        rsrv.server.runtime.starting = {"cold-7": "waits for its turn"}
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtimes.show_cold({f"cold-{number}" for number in range(1000)})
-            rsrv.server.runtime.starting = {"cold-7": "waits for its turn"}
+        said = await rsrv("status")
 
-            said = await rsrv("status")
+        lines = said.out.splitlines()
+        models = next(line for line in lines if line.startswith("models "))
+        assert "999 cold, 2 resident, 1 starting (" in models, models
+        assert [line[:22] for line in lines if line.startswith("cold-")] == ["cold-7  starting, wait"]
 
-            lines = said.out.splitlines()
-            models = next(line for line in lines if line.startswith("models "))
-            assert "999 cold, 2 resident, 1 starting (" in models, models
-            assert [line[:22] for line in lines if line.startswith("cold-")] == ["cold-7  starting, wait"]
+        said = await rsrv("status", "cold-77?")
+        assert [line.split()[1] for line in said.out.splitlines()[2:]] == ["cold"] * 10
 
-            said = await rsrv("status", "cold-77?")
-            assert [line.split()[1] for line in said.out.splitlines()[2:]] == ["cold"] * 10
-
-            said = await rsrv("status", "dog*")
-            assert (said.status, said.out) == (2, "")
-            assert "no model matches 'dog*'" in said.err
-
-    run()
+        said = await rsrv("status", "dog*")
+        assert (said.status, said.out) == (2, "")
+        assert "no model matches 'dog*'" in said.err
 
 
-def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv status MODEL` prints its versions, executables and policy."""
+    async with shell(tmp_path, capsys) as rsrv:
+        said = await rsrv("status", "a")
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = await rsrv("status", "a")
+        assert said.status == 0
+        assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
+        rows = [line.split() for line in said.out.splitlines()]
+        assert ["a@1", "resident", "100"] in rows
+        assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
 
-            assert said.status == 0
-            assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
-            rows = [line.split() for line in said.out.splitlines()]
-            assert ["a@1", "resident", "100"] in rows
-            assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
-
-            assert await rsrv("status", "x") == Said(
-                1, "", "rsrv status: there is no model 'x'; known are a, b\n"
-            )
-            assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
-            rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
-            assert (await rsrv("alias")).out == "x: a 1, b shadow (not served so: it is wrong)\n"
-            del rsrv.server.lifecycle.failures["x"]
-            assert await rsrv("status", "x") == Said(
-                1, "", "rsrv status: there is no model 'x'; the name is an alias of a, b: name one of these\n"
-            )
-
-    run()
+        assert await rsrv("status", "x") == Said(
+            1, "", "rsrv status: there is no model 'x'; known are a, b\n"
+        )
+        assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
+        rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
+        assert (await rsrv("alias")).out == "x: a 1, b shadow (not served so: it is wrong)\n"
+        del rsrv.server.lifecycle.failures["x"]
+        assert await rsrv("status", "x") == Said(
+            1, "", "rsrv status: there is no model 'x'; the name is an alias of a, b: name one of these\n"
+        )
 
 
-def test_a_table_on_a_terminal(
+@looped
+async def test_a_table_on_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a terminal, rich draws the table; text from a server is not read as rich's markup."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
+        await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.entries)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
-            await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.entries)
-            monkeypatch.setenv("COLUMNS", "200")
-            monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
+        said = await rsrv("status", "c")
 
-            said = await rsrv("status", "c")
-
-            assert said.status == 0
-            assert "[bold]no[/] [x" in said.out
-            assert "━" in said.out or "─" in said.out
-
-    run()
+        assert said.status == 0
+        assert "[bold]no[/] [x" in said.out
+        assert "━" in said.out or "─" in said.out
 
 
 def test_a_table_wider_than_the_terminal(
@@ -341,79 +317,73 @@ def test_a_table_wider_than_the_terminal(
     assert capsys.readouterr().out.splitlines()[0].split() == ["MODEL", "ERROR"], "a reason is the last to go"
 
 
-def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The keys of `rsrv status --json` are stable."""
+    async with shell(tmp_path, capsys) as rsrv:
+        status = (await rsrv("status", "--json")).json
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            status = (await rsrv("status", "--json")).json
-
-            assert set(status) == {
-                *("server", "devices", "scheduler", "models", "metas", "failures", "findings")
-            }
-            assert set(status["server"]) == {
-                *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
-            }
-            (device,) = status["devices"]
-            assert set(device) == {"number", "runtime", "host", "memory", "error"}
-            assert set(device["runtime"]) == {
-                *(
-                    "pid",
-                    "instance",
-                    "revision",
-                    "uptimeS",
-                    "connections",
-                    "compiled",
-                    "fromCache",
-                    "numerics",
-                    "computes",
-                )
-            }
-            assert set(device["memory"]) == {
-                *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
-            }
-            assert set(status["scheduler"]) == {
-                *("discipline", "depth", "metaConcurrency", "eviction"),
-                "maxQueueDepth",
-            }
-            model = status["models"][0]
-            assert set(model) == {
-                *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
-                *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
-                *(
-                    "misses",
-                    "loads",
-                    "evictions",
-                    "loadSeconds",
-                    "executables",
-                    "policy",
-                    "weightsState",
-                    "starting",
-                    "sequences",
-                    "generations",
-                ),
-                "devices",
-            }
-            assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
-                "RESIDENCY_SYSTEM",
-                1,
-                7,
+        assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures", "findings")}
+        assert set(status["server"]) == {
+            *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
+        }
+        (device,) = status["devices"]
+        assert set(device) == {"number", "runtime", "host", "memory", "error"}
+        assert set(device["runtime"]) == {
+            *(
+                "pid",
+                "instance",
+                "revision",
+                "uptimeS",
+                "connections",
+                "compiled",
+                "fromCache",
+                "numerics",
+                "computes",
             )
-            assert set(model["versions"][0]) == {
-                *("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
-            }
-            executable = model["executables"][1]
-            assert (executable["variant"], executable["size"], executable["costS"]) == (0, 8, 0.002)
-            assert executable["precision"] == {
-                **dict.fromkeys(("tf32", "hardware", "algorithm", "rewritten", "stripped"), 0),
-                "f32": 5,
-                "pinned": 4,
-                "ungovernable": {"cholesky": 1},
-            }
-            assert model["policy"] == {"weight": 1.0, "maxDelayUs": 0, "maxQueueDepth": 1024}
-
-    run()
+        }
+        assert set(device["memory"]) == {
+            *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
+        }
+        assert set(status["scheduler"]) == {
+            *("discipline", "depth", "metaConcurrency", "eviction"),
+            "maxQueueDepth",
+        }
+        model = status["models"][0]
+        assert set(model) == {
+            *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
+            *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
+            *(
+                "misses",
+                "loads",
+                "evictions",
+                "loadSeconds",
+                "executables",
+                "policy",
+                "weightsState",
+                "starting",
+                "sequences",
+                "generations",
+            ),
+            "devices",
+        }
+        assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
+            "RESIDENCY_SYSTEM",
+            1,
+            7,
+        )
+        assert set(model["versions"][0]) == {
+            *("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
+        }
+        executable = model["executables"][1]
+        assert (executable["variant"], executable["size"], executable["costS"]) == (0, 8, 0.002)
+        assert executable["precision"] == {
+            **dict.fromkeys(("tf32", "hardware", "algorithm", "rewritten", "stripped"), 0),
+            "f32": 5,
+            "pinned": 4,
+            "ungovernable": {"cholesky": 1},
+        }
+        assert model["policy"] == {"weight": 1.0, "maxDelayUs": 0, "maxQueueDepth": 1024}
 
 
 def test_json_is_protobufs_json() -> None:
@@ -485,7 +455,8 @@ RECORDS: list[dict[str, Any]] = [
         ),
     ],
 )
-def test_a_subcommand_is_one_command(
+@looped
+async def test_a_subcommand_is_one_command(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -499,68 +470,58 @@ def test_a_subcommand_is_one_command(
         "history": {"unix_s": 1e9, "histories": {"a@1": {"records": RECORDS, "waits_for": ""}}},
     }
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = lambda said: answers.get(said["command"], {})
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = lambda said: answers.get(said["command"], {})
 
-            assert await rsrv(*arguments) == Said(0, out + "\n", "")
-            assert rsrv.server.runtime.commands == [command]
-
-    run()
+        assert await rsrv(*arguments) == Said(0, out + "\n", "")
+        assert rsrv.server.runtime.commands == [command]
 
 
-def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv why` has a sentence per request; if none is found, it says which ones are kept, and fails."""
     found = [slow_request(1.0, 0.25), slow_request(2.0, 0.5)]
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = lambda command: {"unix_s": 1e9, "requests": list(found)}
-            said = await rsrv("why", "r")
-            evicted, first, second = said.out.splitlines()
-            assert "a was evicted to make room for b" in evicted
-            assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
-            assert len((await rsrv("why", "r", "--json")).json["requests"]) == 2
-            table = (await rsrv("why", "--slowest", "a")).out.splitlines()
-            assert [line.split()[0] for line in table] == ["NUMBER", "3.17", "3.17"]
-            assert "500 ms" in table[1]
-            found.clear()
-            missing = await rsrv("why", "r")
-            assert (missing.status, missing.out) == (1, "")
-            assert "no request 'r' is known" in missing.err
-            assert (await rsrv("why", "--slowest", "a")).out.startswith("no request has ended in a runtime")
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = lambda command: {"unix_s": 1e9, "requests": list(found)}
+        said = await rsrv("why", "r")
+        evicted, first, second = said.out.splitlines()
+        assert "a was evicted to make room for b" in evicted
+        assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
+        assert len((await rsrv("why", "r", "--json")).json["requests"]) == 2
+        table = (await rsrv("why", "--slowest", "a")).out.splitlines()
+        assert [line.split()[0] for line in table] == ["NUMBER", "3.17", "3.17"]
+        assert "500 ms" in table[1]
+        found.clear()
+        missing = await rsrv("why", "r")
+        assert (missing.status, missing.out) == (1, "")
+        assert "no request 'r' is known" in missing.err
+        assert (await rsrv("why", "--slowest", "a")).out.startswith("no request has ended in a runtime")
 
 
-def test_a_followed_history_has_each_record_once(
+@looped
+async def test_a_followed_history_has_each_record_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A followed history goes on with the records that are new, and with another obstacle of the weights."""
     looks: list[tuple[int, str]] = [(1, ""), (1, ""), (2, "queued: waits for a"), (2, "queued: waits for a")]
     monkeypatch.setattr("rsrv.cli.history._FOLLOW_S", 0.0)
 
-    @looped
-    async def run() -> None:
-        def answer(command: dict[str, Any]) -> dict[str, Any]:
-            if not looks:
-                return {"error": "there is no model 'a'", "code": "NOT_FOUND"}
-            records, waits_for = looks.pop(0)
-            history = {"records": RECORDS[:records], "waits_for": waits_for}
-            return {"unix_s": 1e9, "histories": {"a@1": history}}
+    def answer(command: dict[str, Any]) -> dict[str, Any]:
+        if not looks:
+            return {"error": "there is no model 'a'", "code": "NOT_FOUND"}
+        records, waits_for = looks.pop(0)
+        history = {"records": RECORDS[:records], "waits_for": waits_for}
+        return {"unix_s": 1e9, "histories": {"a@1": history}}
 
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = answer
-            said = await rsrv("history", "a", "--follow")
-            ready, evicted, waits = said.out.splitlines()
-            assert (ready[-6:], evicted[-9:], waits[-31:]) == (
-                *(" ready", " (6.5 MB)"),
-                "weights are queued: waits for a",
-            )
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = answer
+        said = await rsrv("history", "a", "--follow")
+        ready, evicted, waits = said.out.splitlines()
+        assert (ready[-6:], evicted[-9:], waits[-31:]) == (
+            *(" ready", " (6.5 MB)"),
+            "weights are queued: waits for a",
+        )
 
 
 @pytest.mark.parametrize(
@@ -586,105 +547,87 @@ def test_a_followed_history_has_each_record_once(
         ["status", "--tls-cert", "cert.pem"],
     ],
 )
-def test_a_wrong_command_line_sends_no_command(
+@looped
+async def test_a_wrong_command_line_sends_no_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     """A wrong command line exits 2 with a message on stderr, and no command is sent."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = await rsrv(*arguments)
-            assert (said.status, said.out) == (2, "")
-            assert said.err
-            assert "Traceback" not in said.err
-            assert not rsrv.server.runtime.commands
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        said = await rsrv(*arguments)
+        assert (said.status, said.out) == (2, "")
+        assert said.err
+        assert "Traceback" not in said.err
+        assert not rsrv.server.runtime.commands
 
 
-def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv scheduler` shows and changes settings by the keys and values of rsrv.yaml."""
+    async with shell(tmp_path, capsys) as rsrv:
+        said = await rsrv("scheduler")
+        assert "discipline        fair\ndepth             2\n" in said.out
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = await rsrv("scheduler")
-            assert "discipline        fair\ndepth             2\n" in said.out
-
-            said = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
-            assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
-            assert rsrv.server.runtime.configured == [
-                {"discipline": "edf", "depth": None, "meta_concurrency": 3}
-            ]
-
-    run()
+        said = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
+        assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
+        assert rsrv.server.runtime.configured == [{"discipline": "edf", "depth": None, "meta_concurrency": 3}]
 
 
-def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv health` exits 0 or 1 for the server and for a model; here one model loses its stub."""
+    async with shell(tmp_path, capsys) as rsrv:
+        assert await rsrv("health") == Said(0, "serving\n", "")
+        assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            assert await rsrv("health") == Said(0, "serving\n", "")
-            assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
+        rsrv.server.runtime.change("a@1", None)
+        await until(rsrv.server.runtimes, lambda: "a@1" not in rsrv.server.link.entries)
 
-            rsrv.server.runtime.change("a@1", None)
-            await until(rsrv.server.runtimes, lambda: "a@1" not in rsrv.server.link.entries)
-
-            reason = "not serving: a is not loaded\n"
-            assert await rsrv("health") == Said(1, reason, "")
-            assert await rsrv("health", "a") == Said(1, reason, "")
-            assert await rsrv("health", "b") == Said(0, "serving\n", "")
-            assert await rsrv("health", "x") == Said(
-                1, "", "rsrv health: there is no model 'x'; known are a, b\n"
-            )
-
-    run()
+        reason = "not serving: a is not loaded\n"
+        assert await rsrv("health") == Said(1, reason, "")
+        assert await rsrv("health", "a") == Said(1, reason, "")
+        assert await rsrv("health", "b") == Said(0, "serving\n", "")
+        assert await rsrv("health", "x") == Said(
+            1, "", "rsrv health: there is no model 'x'; known are a, b\n"
+        )
 
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])
-def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag: list[str]) -> None:
+@looped
+async def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag: list[str]) -> None:
     """`rsrv watch` prints each change at once, also without a terminal, and exits silently on Ctrl-C."""
-
-    @looped
-    async def run() -> None:
-        async with served(tmp_path, models=["a"]) as server:
-            watch = await asyncio.create_subprocess_exec(
-                *(
-                    sys.executable,
-                    "-m",
-                    "rsrv.cli.main",
-                    "watch",
-                    "--server",
-                    f"unix:{server.socket}",
-                    *flag,
-                ),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            assert watch.stdout is not None
-            if flag:
-                first = json.loads(await watch.stdout.readline())
-                assert first["snapshot"]["entries"][0]["version"]["state"] == "STATE_READY"
-            else:
-                assert await watch.stdout.readline() == b"runtime 1111111111111111, revision 5\n"
-                line = await watch.stdout.readline()
-                assert line == b"5 a@1 resident, residency system, 1 stubs\n"
-
-            server.runtime.change("a@1", entry("a", paused="hold"))
+    async with served(tmp_path, models=["a"]) as server:
+        watch = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "rsrv.cli.main",
+                "watch",
+                "--server",
+                f"unix:{server.socket}",
+                *flag,
+            ),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert watch.stdout is not None
+        if flag:
+            first = json.loads(await watch.stdout.readline())
+            assert first["snapshot"]["entries"][0]["version"]["state"] == "STATE_READY"
+        else:
+            assert await watch.stdout.readline() == b"runtime 1111111111111111, revision 5\n"
             line = await watch.stdout.readline()
-            if flag:
-                assert json.loads(line)["change"]["entry"]["version"]["paused"] == "PAUSE_HOLD"
-            else:
-                assert line == b"6 a@1 resident, residency system, 1 stubs, paused (hold)\n"
+            assert line == b"5 a@1 resident, residency system, 1 stubs\n"
 
-            watch.send_signal(signal.SIGINT)
-            assert await watch.communicate() == (b"", b"")
-            assert watch.returncode == 130
+        server.runtime.change("a@1", entry("a", paused="hold"))
+        line = await watch.stdout.readline()
+        if flag:
+            assert json.loads(line)["change"]["entry"]["version"]["paused"] == "PAUSE_HOLD"
+        else:
+            assert line == b"6 a@1 resident, residency system, 1 stubs, paused (hold)\n"
 
-    run()
+        watch.send_signal(signal.SIGINT)
+        assert await watch.communicate() == (b"", b"")
+        assert watch.returncode == 130
 
 
 def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -710,68 +653,57 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv profile` starts a profile and stops it when the time is over."""
+    async with shell(tmp_path, capsys) as rsrv:
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
+        def answer(command: dict[str, Any]) -> dict[str, Any]:
+            if "directory" in command:  # The runtime makes the directory.
+                Path(command["directory"]).mkdir()
+            return {}
 
-            def answer(command: dict[str, Any]) -> dict[str, Any]:
-                if "directory" in command:  # The runtime makes the directory.
-                    Path(command["directory"]).mkdir()
-                return {}
+        rsrv.server.runtime.answers = answer
+        said = await rsrv("profile", "--seconds", "0.01")
 
-            rsrv.server.runtime.answers = answer
-            said = await rsrv("profile", "--seconds", "0.01")
-
-            first, second = rsrv.server.runtime.commands
-            assert said.out == first["directory"] + "\n"
-            assert second == {"command": "profile"}
-
-    run()
+        first, second = rsrv.server.runtime.commands
+        assert said.out == first["directory"] + "\n"
+        assert second == {"command": "profile"}
 
 
-def test_an_address_without_a_server_fails_in_one_line(
+@looped
+async def test_an_address_without_a_server_fails_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If nothing answers at the address, one line names it and exits 1."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
-            assert said.status == 1
-            assert said.err == (
-                f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: there is no such socket; check that the "
-                "server runs\n"
-            )
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
+        assert said.status == 1
+        assert said.err == (
+            f"rsrv status: cannot connect to unix:{tmp_path}/nobody.sock: there is no such socket; check that the "
+            "server runs\n"
+        )
 
 
-def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If the runtime is gone, the control process still answers, and the command exits 1."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.die()
+        await until(rsrv.server.runtimes, lambda: not rsrv.server.link.up)
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.die()
-            await until(rsrv.server.runtimes, lambda: not rsrv.server.link.up)
-
-            said = await rsrv("status")
-            assert (said.status, said.out) == (1, "")
-            assert said.err.startswith("rsrv status: the runtime does not answer")
-            said = await rsrv("health", "--json")
-            assert (said.status, said.json, said.err) == (1, {"status": "NOT_SERVING"}, "")
-            said = await rsrv("health")
-            assert (said.status, said.err) == (1, "")
-            assert said.out.startswith("not serving: the runtime does not answer")
-
-    run()
+        said = await rsrv("status")
+        assert (said.status, said.out) == (1, "")
+        assert said.err.startswith("rsrv status: the runtime does not answer")
+        said = await rsrv("health", "--json")
+        assert (said.status, said.json, said.err) == (1, {"status": "NOT_SERVING"}, "")
+        said = await rsrv("health")
+        assert (said.status, said.err) == (1, "")
+        assert said.out.startswith("not serving: the runtime does not answer")
 
 
-def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TLS and the token come from files on the command line; a wrong token or missing file fails."""
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")
@@ -789,40 +721,35 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFix
         token_file=tmp_path / "token",
     )
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            listener, port = await listen(section, rsrv.server.service, rsrv.server.health)
-            try:
-                tls = ["--tls-ca", str(tmp_path / "ca.pem")]
-                address = f"localhost:{port}"
-                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
-                assert (said.status, said.out) == (0, "serving\n")
-                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
-                assert said == Said(
-                    1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
-                )
-                assert (
-                    "it ended the connection; it may require TLS"
-                    in (await rsrv("health", address=address)).err
-                )
-                wrong = ["--tls-ca", str(tmp_path / "other.pem")]
-                said = await rsrv("health", *wrong, address=address)
-                assert "its certificate is of another authority; name that with --tls-ca" in said.err
-                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
-                assert said.status == 1
-                assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
-                (tmp_path / "other").write_bytes(b"\xff")
-                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
-                assert said == Said(
-                    1,
-                    "",
-                    f"rsrv health: --token-file: {tmp_path}/other holds no token: one line of ASCII without spaces\n",
-                )
-            finally:
-                await listener.stop(0)
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        listener, port = await listen(section, rsrv.server.service, rsrv.server.health)
+        try:
+            tls = ["--tls-ca", str(tmp_path / "ca.pem")]
+            address = f"localhost:{port}"
+            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
+            assert (said.status, said.out) == (0, "serving\n")
+            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+            assert said == Said(
+                1, "", "rsrv health: the token is missing, or wrong; name its file with --token-file\n"
+            )
+            assert (
+                "it ended the connection; it may require TLS" in (await rsrv("health", address=address)).err
+            )
+            wrong = ["--tls-ca", str(tmp_path / "other.pem")]
+            said = await rsrv("health", *wrong, address=address)
+            assert "its certificate is of another authority; name that with --tls-ca" in said.err
+            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
+            assert said.status == 1
+            assert said.err == f"rsrv health: --token-file: {tmp_path}/none: No such file or directory\n"
+            (tmp_path / "other").write_bytes(b"\xff")
+            said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+            assert said == Said(
+                1,
+                "",
+                f"rsrv health: --token-file: {tmp_path}/other holds no token: one line of ASCII without spaces\n",
+            )
+        finally:
+            await listener.stop(0)
 
 
 @pytest.fixture
@@ -925,21 +852,19 @@ def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.Mon
     assert find.address("unix:/run/other.sock") == "unix:/run/other.sock"
 
 
-def test_without_a_command_the_status_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_without_a_command_the_status_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`rsrv` alone prints what `rsrv status` prints, and a line that names --help."""
+    async with shell(tmp_path, capsys) as rsrv:
+        status, bare = await rsrv("status"), await rsrv()
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            status, bare = await rsrv("status"), await rsrv()
-
-            assert bare.status == 0
-            assert [line.split()[0] for line in status.out.splitlines() if line] == [
-                line.split()[0] for line in bare.out.splitlines()[:-2] if line
-            ]
-            assert bare.out.endswith("\n\n`rsrv --help` lists the commands.\n")
-
-    run()
+        assert bare.status == 0
+        assert [line.split()[0] for line in status.out.splitlines() if line] == [
+            line.split()[0] for line in bare.out.splitlines()[:-2] if line
+        ]
+        assert bare.out.endswith("\n\n`rsrv --help` lists the commands.\n")
 
 
 @pytest.mark.parametrize(
@@ -954,33 +879,25 @@ def test_without_a_command_the_status_is_shown(tmp_path: Path, capsys: pytest.Ca
         (["status", "--timeout", "x"], "argument --timeout: 'x' is not a number of seconds above 0"),
     ],
 )
-def test_a_wrong_word_gets_a_hint(
+@looped
+async def test_a_wrong_word_gets_a_hint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     """The error names the nearest command, option, key or value, before the usage."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = await rsrv(*arguments)
-            assert said.status == 2
-            assert error in said.err.splitlines()[0]
-            assert said.err.splitlines()[1].startswith("usage: rsrv")
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        said = await rsrv(*arguments)
+        assert said.status == 2
+        assert error in said.err.splitlines()[0]
+        assert said.err.splitlines()[1].startswith("usage: rsrv")
 
 
-def test_a_model_name_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_a_model_name_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A command about an unknown model names the nearest one that the server has."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys, models=("classify", "b")) as rsrv:
-            assert await rsrv("status", "clasify") == Said(
-                1, "", "rsrv status: there is no model 'clasify'; did you mean 'classify'?\n"
-            )
-
-    run()
+    async with shell(tmp_path, capsys, models=("classify", "b")) as rsrv:
+        assert await rsrv("status", "clasify") == Said(
+            1, "", "rsrv status: there is no model 'clasify'; did you mean 'classify'?\n"
+        )
 
 
 def test_health_names_each_model_that_does_not_serve_and_why() -> None:

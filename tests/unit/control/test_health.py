@@ -55,21 +55,19 @@ async def test_an_alias_serves_if_a_model_that_answers_for_it_does(tmp_path: Pat
     "differs",
     [{"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],
 )
-def test_a_model_without_a_ready_version_does_not_serve(tmp_path: Path, differs: dict[str, Any]) -> None:
+@looped
+async def test_a_model_without_a_ready_version_does_not_serve(
+    tmp_path: Path, differs: dict[str, Any]
+) -> None:
     """Without a ready version, a model is NOT_SERVING, and so is the server."""
-
-    @looped
-    async def run() -> None:
-        async with served(tmp_path, models=["a", "b"]) as server:
-            server.runtime.change("a@1", entry("a", **differs))
-            await settled(server, 6)
-            assert [await check(server, service) for service in ("", "a", "b")] == [
-                NOT_SERVING,
-                NOT_SERVING,
-                SERVING,
-            ]
-
-    run()
+    async with served(tmp_path, models=["a", "b"]) as server:
+        server.runtime.change("a@1", entry("a", **differs))
+        await settled(server, 6)
+        assert [await check(server, service) for service in ("", "a", "b")] == [
+            NOT_SERVING,
+            NOT_SERVING,
+            SERVING,
+        ]
 
 
 @looped
@@ -276,18 +274,14 @@ async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["nobody", "../repository/a", "a/1", "/", ".."])
-def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
+@looped
+async def test_an_unknown_model_is_not_found(tmp_path: Path, name: str) -> None:
     """Check answers NOT_FOUND and Watch SERVICE_UNKNOWN for names that are no models."""
-
-    @looped
-    async def run() -> None:
-        async with served(tmp_path, models=["a"]) as server:
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await check(server, name)
-            assert failed.value.code() is grpc.StatusCode.NOT_FOUND
-            assert (await watch(server, name).read()).status == HealthCheckResponse.SERVICE_UNKNOWN
-
-    run()
+    async with served(tmp_path, models=["a"]) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await check(server, name)
+        assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (await watch(server, name).read()).status == HealthCheckResponse.SERVICE_UNKNOWN
 
 
 @looped

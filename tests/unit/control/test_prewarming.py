@@ -193,26 +193,22 @@ async def test_models_start_at_their_times(tmp_path: Path) -> None:
         assert sorted(started(server)) == ["other", "other", "team-a"]
 
 
-def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_command_shows_what_became_warm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv prefetch --warm` returns when all have started, and fails if one has."""
+    async with shell(tmp_path, capsys) as rsrv:
+        server = rsrv.server
+        generated(server.repository, "one", "two")
+        runtime = server.runtime
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            server = rsrv.server
-            generated(server.repository, "one", "two")
-            runtime = server.runtime
+        def start(command: dict[str, Any]) -> dict[str, Any]:
+            if command["command"] == "start" and not command.get("look"):
+                runtime.change("one@1", entry("one"))
+            return {"failed": {"two": "no manifest"}} if command["command"] == "start" else {}
 
-            def start(command: dict[str, Any]) -> dict[str, Any]:
-                if command["command"] == "start" and not command.get("look"):
-                    runtime.change("one@1", entry("one"))
-                return {"failed": {"two": "no manifest"}} if command["command"] == "start" else {}
-
-            runtime.answers = start
-            said = await rsrv("prefetch", "--warm", "one", "two")
-            assert (said.status, said.err.splitlines()[-1]) == (1, "two: no manifest")
-            assert said.out == "1 of 2 models are warm\n"
-            wrong = await rsrv("prefetch", "--warm")
-            assert (wrong.status, "no --wait" in wrong.err) == (2, True)
-
-    run()
+        runtime.answers = start
+        said = await rsrv("prefetch", "--warm", "one", "two")
+        assert (said.status, said.err.splitlines()[-1]) == (1, "two: no manifest")
+        assert said.out == "1 of 2 models are warm\n"
+        wrong = await rsrv("prefetch", "--warm")
+        assert (wrong.status, "no --wait" in wrong.err) == (2, True)

@@ -38,70 +38,66 @@ def told(command: dict[str, Any]) -> dict[str, Any]:
     return said | {"first": first, "next": first + len(requests), "end": end, "requests": requests}
 
 
-def test_a_record_is_a_scenario_of_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_a_record_is_a_scenario_of_the_simulator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The trace has what came since the start; the scenario has measured costs, bytes, and what models share."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = told
+        for name, nbytes in (("a", 7_000_000), ("b", 5_000_000)):
+            rsrv.server.runtime.models[name]["device_bytes"] = nbytes
+        out = tmp_path / "out.csv"
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = told
-            for name, nbytes in (("a", 7_000_000), ("b", 5_000_000)):
-                rsrv.server.runtime.models[name]["device_bytes"] = nbytes
-            out = tmp_path / "out.csv"
+        said = await rsrv("record", str(out), "--seconds", "0.01")
 
-            said = await rsrv("record", str(out), "--seconds", "0.01")
+        assert said.status == 0
+        assert "2 requests in 0 s" in said.out
+        assert said.err == "2 requests are missing: they came faster than they were read\n"
+        assert out.read_text().splitlines() == [
+            "t,model,rows,variant,deadline_s,priority,committed",
+            "0.000000,a,3,0,0.250000,2,",
+            "0.125000,b,1,0,,0,true",
+        ]
+        scenario = load_scenario(out.with_suffix(".yaml"))
+        assert scenario.programs["a"].costs == {(0, 1): 0.001, (0, 8): 0.004, (0, 16): 0.003}
+        a, b = (scenario.programs[name].tensors or {} for name in "ab")
+        assert sorted(a.values()) == [0, 3_000_000, 4_000_000]
+        assert a.keys() & b.keys()
+        assert [(one.t, one.committed) for one in scenario.recorded[0]] == [(0.0, False), (0.125, True)]
+        assert scenario.settings.weight_budget_bytes == 5000
 
-            assert said.status == 0
-            assert "2 requests in 0 s" in said.out
-            assert said.err == "2 requests are missing: they came faster than they were read\n"
-            assert out.read_text().splitlines() == [
-                "t,model,rows,variant,deadline_s,priority,committed",
-                "0.000000,a,3,0,0.250000,2,",
-                "0.125000,b,1,0,,0,true",
-            ]
-            scenario = load_scenario(out.with_suffix(".yaml"))
-            assert scenario.programs["a"].costs == {(0, 1): 0.001, (0, 8): 0.004, (0, 16): 0.003}
-            a, b = (scenario.programs[name].tensors or {} for name in "ab")
-            assert sorted(a.values()) == [0, 3_000_000, 4_000_000]
-            assert a.keys() & b.keys()
-            assert [(one.t, one.committed) for one in scenario.recorded[0]] == [(0.0, False), (0.125, True)]
-            assert scenario.settings.weight_budget_bytes == 5000
-
-            assert "is there already" in (await rsrv("record", str(out))).err
-            assert "must end in .csv" in (await rsrv("record", "out.txt")).err
-
-    run()
+        assert "is there already" in (await rsrv("record", str(out))).err
+        assert "must end in .csv" in (await rsrv("record", "out.txt")).err
 
 
-def test_a_server_that_ends_leaves_its_scenario(
+@looped
+async def test_a_server_that_ends_leaves_its_scenario(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record ends with the server, and its scenario has the figures of the start."""
     monkeypatch.setattr("rsrv.cli.recording._GONE_S", 0.0)
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            runtime = rsrv.server.runtime
+    async with shell(tmp_path, capsys) as rsrv:
+        runtime = rsrv.server.runtime
 
-            def dies(command: dict[str, Any]) -> dict[str, Any] | None:
-                if command.get("since") != 2 or command["command"] != "arrivals":
-                    return told(command)
-                runtime.die()
-                return None
+        def dies(command: dict[str, Any]) -> dict[str, Any] | None:
+            if command.get("since") != 2 or command["command"] != "arrivals":
+                return told(command)
+            runtime.die()
+            return None
 
-            runtime.answers = dies
-            out = tmp_path / "out.csv"
+        runtime.answers = dies
+        out = tmp_path / "out.csv"
 
-            said = await rsrv("record", str(out))
+        said = await rsrv("record", str(out))
 
-            assert (said.status, "the server has gone" in said.err) == (0, True), said
-            assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
-
-    run()
+        assert (said.status, "the server has gone" in said.err) == (0, True), said
+        assert load_scenario(out.with_suffix(".yaml")).programs["a"].costs[0, 8] == 0.004
 
 
-def test_ctrl_c_takes_what_came_since_the_last_look(
+@looped
+async def test_ctrl_c_takes_what_came_since_the_last_look(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that come between the last look and Ctrl-C are in the trace."""
@@ -119,14 +115,10 @@ def test_ctrl_c_takes_what_came_since_the_last_look(
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupted)
     monkeypatch.setattr("rsrv.cli.recording.time", clock)
 
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.runtime.answers = later
-            said = await rsrv("record", str(tmp_path / "out.csv"))
-            assert (said.status, "2 requests in 0 s" in said.out) == (0, True), said
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.answers = later
+        said = await rsrv("record", str(tmp_path / "out.csv"))
+        assert (said.status, "2 requests in 0 s" in said.out) == (0, True), said
     assert len(interrupts) == 1
 
 

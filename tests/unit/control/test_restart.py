@@ -119,18 +119,14 @@ async def test_a_refusal_of_the_runtime_is_passed_on(tmp_path: Path) -> None:
         assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, "2 runs")
 
 
-def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each device; a number below 0 is a wrong command line."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            said = replaceable(rsrv.server)
-            done = await rsrv("restart", "--device", "0", "--drain", "7")
-            assert done.status == 0, done.err
-            assert done.out.startswith("device 0: the first model was back after 0.")
-            assert said == [(0, {**RESTART, "drain_s": 7.0})]
-            assert (await rsrv("restart", "--device", "-1")).status == 2
-            end(rsrv.server)
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        said = replaceable(rsrv.server)
+        done = await rsrv("restart", "--device", "0", "--drain", "7")
+        assert done.status == 0, done.err
+        assert done.out.startswith("device 0: the first model was back after 0.")
+        assert said == [(0, {**RESTART, "drain_s": 7.0})]
+        assert (await rsrv("restart", "--device", "-1")).status == 2
+        end(rsrv.server)

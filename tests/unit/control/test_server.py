@@ -145,84 +145,65 @@ async def test_large_requests_are_refused(tmp_path: Path) -> None:
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
+@looped
+async def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
     """The right token is accepted; a wrong, missing or malformed one is refused by every service."""
-
-    @looped
-    async def run() -> None:
-        async with listening(tmp_path, token_file=token) as address:
-            for right in (f"Bearer {SECRET}", f"bearer {SECRET}"):
-                assert await pid(grpc.aio.insecure_channel(address), right) == 4711
-            for wrong in (
-                None,
-                "Bearer wrong",
-                SECRET,
-                f"Basic {SECRET}",
-                f"bearer {SECRET.upper()}",
-                f"Bearer {SECRET}x",
-                "Bearer ",
-                "",
-            ):
-                assert (
-                    await refused(grpc.aio.insecure_channel(address), wrong)
-                    is grpc.StatusCode.UNAUTHENTICATED
-                )
-            async with grpc.aio.insecure_channel(address) as channel:
-                health: Any = health_pb2_grpc.HealthStub(channel)
-                control: Any = control_pb2_grpc.ControlStub(channel)
-                for call in (
-                    health.Check(health_pb2.HealthCheckRequest()),
-                    control.WatchState(pb.WatchStateRequest()).read(),
-                ):
-                    with pytest.raises(grpc.aio.AioRpcError) as failed:
-                        await call
-                    assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-    run()
-
-
-def test_a_call_without_token_and_request_is_refused(tmp_path: Path, token: Path) -> None:
-    """A call without a token ends at once, although its request never comes."""
-
-    @looped
-    async def run() -> None:
-        async with (
-            listening(tmp_path, token_file=token) as address,
-            grpc.aio.insecure_channel(address) as channel,
+    async with listening(tmp_path, token_file=token) as address:
+        for right in (f"Bearer {SECRET}", f"bearer {SECRET}"):
+            assert await pid(grpc.aio.insecure_channel(address), right) == 4711
+        for wrong in (
+            None,
+            "Bearer wrong",
+            SECRET,
+            f"Basic {SECRET}",
+            f"bearer {SECRET.upper()}",
+            f"Bearer {SECRET}x",
+            "Bearer ",
+            "",
         ):
-            # As a stream, so that the call begins without a request.
-            call: Any = channel.stream_unary("/rsrv.control.v1.Control/GetStatus")()
-            assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.UNAUTHENTICATED
+            assert await refused(grpc.aio.insecure_channel(address), wrong) is grpc.StatusCode.UNAUTHENTICATED
+        async with grpc.aio.insecure_channel(address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            control: Any = control_pb2_grpc.ControlStub(channel)
+            for call in (
+                health.Check(health_pb2.HealthCheckRequest()),
+                control.WatchState(pb.WatchStateRequest()).read(),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await call
+                assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    run()
+
+@looped
+async def test_a_call_without_token_and_request_is_refused(tmp_path: Path, token: Path) -> None:
+    """A call without a token ends at once, although its request never comes."""
+    async with (
+        listening(tmp_path, token_file=token) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        # As a stream, so that the call begins without a request.
+        call: Any = channel.stream_unary("/rsrv.control.v1.Control/GetStatus")()
+        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
+@looped
+async def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the right token nor a wrong one appears in the log."""
-
-    @looped
-    async def run() -> None:
-        with caplog.at_level("DEBUG"):
-            async with listening(tmp_path, token_file=token) as address:
-                await pid(grpc.aio.insecure_channel(address), f"Bearer {SECRET}")
-                await refused(grpc.aio.insecure_channel(address), "Bearer almost-right")
-
-    run()
+    with caplog.at_level("DEBUG"):
+        async with listening(tmp_path, token_file=token) as address:
+            await pid(grpc.aio.insecure_channel(address), f"Bearer {SECRET}")
+            await refused(grpc.aio.insecure_channel(address), "Bearer almost-right")
     assert SECRET not in caplog.text
     assert "almost-right" not in caplog.text
     assert "with a token" in caplog.text
 
 
-def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
+@looped
+async def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
     """The Unix socket needs no token, because its file mode protects it."""
-
-    @looped
-    async def run() -> None:
-        async with listening(tmp_path, token_file=token):
-            channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock")
-            assert await pid(channel) == 4711
-
-    run()
+    async with listening(tmp_path, token_file=token):
+        channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock")
+        assert await pid(channel) == 4711
 
 
 async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
@@ -234,81 +215,70 @@ async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool) -> None:
+@looped
+async def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool) -> None:
     """A method name that is not UTF-8 ends gRPC's server; a new one takes its callers, and watches go on."""
-
-    @looped
-    async def run() -> None:
-        section = ControlSection(listen="127.0.0.1:0", token_file=token)
-        async with served(tmp_path, models=["a"]) as server:
-            listener, port = await listen(section, server.service, server.health)
-            where: Path | int = server.socket if local else port
-            address = f"unix:{server.socket}" if local else f"127.0.0.1:{port}"
-            secret = None if local else f"Bearer {SECRET}"
-            async with grpc.aio.insecure_channel(address) as channel:
-                stub: Any = control_pb2_grpc.ControlStub(channel)
-                watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
-                assert (await watch.read()).HasField("snapshot")
-                for _ in range(2):
-                    await http2.status(where, b"/rsrv.control.v1.Control/\xff")
-                    assert await settled(address, secret) is grpc.StatusCode.OK
-                    if not local:
-                        assert await settled(address) is grpc.StatusCode.UNAUTHENTICATED
-                if local:
-                    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
-                server.runtime.change("b@1", entry("b"))
-                assert (await watch.read()).change.key == "b@1"
-            await listener.stop(0)
-
-    run()
+    section = ControlSection(listen="127.0.0.1:0", token_file=token)
+    async with served(tmp_path, models=["a"]) as server:
+        listener, port = await listen(section, server.service, server.health)
+        where: Path | int = server.socket if local else port
+        address = f"unix:{server.socket}" if local else f"127.0.0.1:{port}"
+        secret = None if local else f"Bearer {SECRET}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = control_pb2_grpc.ControlStub(channel)
+            watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
+            assert (await watch.read()).HasField("snapshot")
+            for _ in range(2):
+                await http2.status(where, b"/rsrv.control.v1.Control/\xff")
+                assert await settled(address, secret) is grpc.StatusCode.OK
+                if not local:
+                    assert await settled(address) is grpc.StatusCode.UNAUTHENTICATED
+            if local:
+                assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
+            server.runtime.change("b@1", entry("b"))
+            assert (await watch.read()).change.key == "b@1"
+        await listener.stop(0)
 
 
 @pytest.mark.parametrize("hangs_up", [True, False])
-def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
+@looped
+async def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
     """A server that died is stopped without a second `stop` at the same time, which gRPC does not survive."""
-
-    @looped
-    async def run() -> None:
-        section = ControlSection(listen="127.0.0.1:0", token_file=token)
-        secret = f"Bearer {SECRET}"
-        async with served(tmp_path, models=["a"]) as server:
-            listener, port = await listen(section, server.service, server.health)
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                stub: Any = control_pb2_grpc.ControlStub(channel)
-                watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
-                assert (await watch.read()).HasField("snapshot")
-                await http2.status(port, b"/rsrv.control.v1.Control/\xff")
-                assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
-                server.runtime.change("b@1", entry("b"))
-                # A separate task reads it, and its end makes the call end in the middle of `stop`.
-                assert (await asyncio.wait_for(watch.read(), 20)).change.key == "b@1"
-                if not hangs_up:
-                    # A shorter time takes precedence.
-                    await asyncio.gather(listener.stop(20), listener.stop(0))
-                    assert await watch.code() is not grpc.StatusCode.OK
-            await listener.stop(0)
-
-    run()
+    section = ControlSection(listen="127.0.0.1:0", token_file=token)
+    secret = f"Bearer {SECRET}"
+    async with served(tmp_path, models=["a"]) as server:
+        listener, port = await listen(section, server.service, server.health)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = control_pb2_grpc.ControlStub(channel)
+            watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
+            assert (await watch.read()).HasField("snapshot")
+            await http2.status(port, b"/rsrv.control.v1.Control/\xff")
+            assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
+            server.runtime.change("b@1", entry("b"))
+            # A separate task reads it, and its end makes the call end in the middle of `stop`.
+            assert (await asyncio.wait_for(watch.read(), 20)).change.key == "b@1"
+            if not hangs_up:
+                # A shorter time takes precedence.
+                await asyncio.gather(listener.stop(20), listener.stop(0))
+                assert await watch.code() is not grpc.StatusCode.OK
+        await listener.stop(0)
 
 
-def test_tls_refuses_plain_text_and_clients_of_another_authority(
+@looped
+async def test_tls_refuses_plain_text_and_clients_of_another_authority(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
     """With TLS, clients that trust the authority connect; plain text and others are refused."""
-
-    @looped
-    async def run() -> None:
-        async with listening(tmp_path, token_file=token, **tls) as address:
-            ours, other = authority.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
-            right = f"Bearer {SECRET}"
-            assert await pid(secure(address, ours), right) == 4711
-            assert await refused(grpc.aio.insecure_channel(address), right) is grpc.StatusCode.UNAVAILABLE
-            assert await refused(secure(address, other), right) is grpc.StatusCode.UNAVAILABLE
-
-    run()
+    async with listening(tmp_path, token_file=token, **tls) as address:
+        ours, other = authority.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
+        right = f"Bearer {SECRET}"
+        assert await pid(secure(address, ours), right) == 4711
+        assert await refused(grpc.aio.insecure_channel(address), right) is grpc.StatusCode.UNAVAILABLE
+        assert await refused(secure(address, other), right) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_client_certificates_are_asked_for(
+@looped
+async def test_client_certificates_are_asked_for(
     tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
 ) -> None:
     """With a client CA, a certificate of that authority is needed."""
@@ -320,29 +290,21 @@ def test_client_certificates_are_asked_for(
         issued = of.issue_cert("client")
         return issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
 
-    @looped
-    async def run() -> None:
-        async with listening(tmp_path, tls_client_ca=clients, **tls) as address:
-            assert await pid(secure(address, ours, *pair(authority))) == 4711
-            assert await refused(secure(address, ours)) is grpc.StatusCode.UNAVAILABLE
-            assert await refused(secure(address, ours, *pair(trustme.CA()))) is grpc.StatusCode.UNAVAILABLE
-
-    run()
+    async with listening(tmp_path, tls_client_ca=clients, **tls) as address:
+        assert await pid(secure(address, ours, *pair(authority))) == 4711
+        assert await refused(secure(address, ours)) is grpc.StatusCode.UNAVAILABLE
+        assert await refused(secure(address, ours, *pair(trustme.CA()))) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_tls_and_a_token_are_both_asked_for(
+@looped
+async def test_tls_and_a_token_are_both_asked_for(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
     """With TLS and a token, both are needed."""
-
-    @looped
-    async def run() -> None:
-        async with listening(tmp_path, token_file=token, **tls) as address:
-            ours = authority.cert_pem.bytes()
-            assert await refused(secure(address, ours)) is grpc.StatusCode.UNAUTHENTICATED
-            assert await pid(secure(address, ours), f"Bearer {SECRET}") == 4711
-
-    run()
+    async with listening(tmp_path, token_file=token, **tls) as address:
+        ours = authority.cert_pem.bytes()
+        assert await refused(secure(address, ours)) is grpc.StatusCode.UNAUTHENTICATED
+        assert await pid(secure(address, ours), f"Bearer {SECRET}") == 4711
 
 
 @pytest.mark.parametrize(
@@ -361,7 +323,8 @@ def test_tls_and_a_token_are_both_asked_for(
         ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not HOST:PORT"),
     ],
 )
-def test_a_listener_that_anybody_could_use_is_refused(
+@looped
+async def test_a_listener_that_anybody_could_use_is_refused(
     tmp_path: Path, tls: dict[str, Path], token: Path, settings: dict[str, str], text: str
 ) -> None:
     """A listener without protection, with half of its settings or an invalid one is refused, and named."""
@@ -373,11 +336,7 @@ def test_a_listener_that_anybody_could_use_is_refused(
     paths = {key: str(value if key == "listen" else tmp_path / value) for key, value in settings.items()}
     section = ControlSection.model_validate({"listen": "localhost:0", **paths})
 
-    @looped
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            with pytest.raises(ListenError, match=re.escape(text)) as refused:
-                await asyncio.wait_for(listen(section, server.service, server.health), 20)
-            assert SECRET not in str(refused.value)
-
-    run()
+    async with served(tmp_path) as server:
+        with pytest.raises(ListenError, match=re.escape(text)) as refused:
+            await asyncio.wait_for(listen(section, server.service, server.health), 20)
+        assert SECRET not in str(refused.value)

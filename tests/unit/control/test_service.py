@@ -165,7 +165,10 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
     ],
 )
-def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, command: dict[str, Any]) -> None:
+@looped
+async def test_a_call_is_one_command(
+    tmp_path: Path, call: str, request_: Message, command: dict[str, Any]
+) -> None:
     """Each call sends one command to the runtime, and returns its answer."""
     answers: dict[str, dict[str, Any]] = {
         "evict": {"models": ["b", "a"]},
@@ -193,30 +196,26 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
         },
     }
 
-    @looped
-    async def run() -> None:
-        async with served(tmp_path, models=["a"]) as server:
-            server.runtime.answers = lambda said: answers.get(said["command"], {})
-            answer = await getattr(server.control, call)(request_)
-            assert server.runtime.commands == [command]
-            match call:
-                case "Evict":
-                    assert list(answer.models) == ["a", "b"]
-                case "Abort":
-                    assert (answer.aborted, answer.executing) == (2, 1)
-                case "GetRequests":
-                    assert [(one.arrived_unix_s, one.model) for one in answer.requests] == [
-                        (1e9 + 2.0, "a"),
-                        (1e9 + 1.0, "a"),
-                    ][:: 1 if request_.model else -1]
-                    (evicted,) = {one.evicted.unix_s for one in answer.requests}
-                    assert (evicted, answer.requests[0].batch_size) == (1e9 + 0.5, 8)
-                case "GetHistory":
-                    (one,), record = answer.histories, pb.HistoryRecord(what="model ready", why="x")
-                    record.unix_s, record.clock_s = 1e9 + 2.5, 2.5
-                    assert (one.key, list(one.records), one.waits_for) == ("a@1", [record], "b")
-
-    run()
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.answers = lambda said: answers.get(said["command"], {})
+        answer = await getattr(server.control, call)(request_)
+        assert server.runtime.commands == [command]
+        match call:
+            case "Evict":
+                assert list(answer.models) == ["a", "b"]
+            case "Abort":
+                assert (answer.aborted, answer.executing) == (2, 1)
+            case "GetRequests":
+                assert [(one.arrived_unix_s, one.model) for one in answer.requests] == [
+                    (1e9 + 2.0, "a"),
+                    (1e9 + 1.0, "a"),
+                ][:: 1 if request_.model else -1]
+                (evicted,) = {one.evicted.unix_s for one in answer.requests}
+                assert (evicted, answer.requests[0].batch_size) == (1e9 + 0.5, 8)
+            case "GetHistory":
+                (one,), record = answer.histories, pb.HistoryRecord(what="model ready", why="x")
+                record.unix_s, record.clock_s = 1e9 + 2.5, 2.5
+                assert (one.key, list(one.records), one.waits_for) == ("a@1", [record], "b")
 
 
 @looped
@@ -310,18 +309,16 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_request_sends_no_command(tmp_path: Path, call: str, request_: Message, text: str) -> None:
+@looped
+async def test_a_wrong_request_sends_no_command(
+    tmp_path: Path, call: str, request_: Message, text: str
+) -> None:
     """A wrong request is INVALID_ARGUMENT with the valid values, and no command is sent."""
-
-    @looped
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            code, said = await refusal(getattr(server.control, call)(request_))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert text in said
-            assert not server.runtime.commands
-
-    run()
+    async with served(tmp_path) as server:
+        code, said = await refusal(getattr(server.control, call)(request_))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert text in said
+        assert not server.runtime.commands
 
 
 @pytest.mark.parametrize(
@@ -333,16 +330,12 @@ def test_a_wrong_request_sends_no_command(tmp_path: Path, call: str, request_: M
         ("mro", grpc.StatusCode.INTERNAL),
     ],
 )
-def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
+@looped
+async def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
     """A refusal by the runtime keeps its code; an unknown code becomes INTERNAL."""
-
-    @looped
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            server.runtime.answers = lambda command: {"error": "because", "code": said}
-            assert await refusal(server.control.Compact(pb.CompactRequest())) == (code, "because")
-
-    run()
+    async with served(tmp_path) as server:
+        server.runtime.answers = lambda command: {"error": "because", "code": said}
+        assert await refusal(server.control.Compact(pb.CompactRequest())) == (code, "because")
 
 
 @looped

@@ -236,20 +236,16 @@ async def test_a_runtime_that_is_killed_while_it_goes_to_sleep_is_awaited(tmp_pa
         await until(server.runtimes, lambda: server.link.up)
 
 
-def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@looped
+async def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`sleep`, `status` and `wake` in turn."""
-
-    @looped
-    async def run() -> None:
-        async with shell(tmp_path, capsys) as rsrv:
-            drowsy(rsrv.server)
-            done = await rsrv("sleep", "--drain", "7")
-            assert (done.status, done.out) == (0, "device 0: asleep\n")
-            shown = await rsrv("status")
-            clock = time.strftime("%H:%M:%S", time.localtime(1000.5))
-            assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in shown.out
-            assert (await rsrv("wake")).out.startswith("device 0: awake after 0.")
-            assert (await rsrv("wake")).out == "device 0: awake already\n"
-            assert (await rsrv("sleep", "--device", "-1")).status == 2
-
-    run()
+    async with shell(tmp_path, capsys) as rsrv:
+        drowsy(rsrv.server)
+        done = await rsrv("sleep", "--drain", "7")
+        assert (done.status, done.out) == (0, "device 0: asleep\n")
+        shown = await rsrv("status")
+        clock = time.strftime("%H:%M:%S", time.localtime(1000.5))
+        assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in shown.out
+        assert (await rsrv("wake")).out.startswith("device 0: awake after 0.")
+        assert (await rsrv("wake")).out == "device 0: awake already\n"
+        assert (await rsrv("sleep", "--device", "-1")).status == 2

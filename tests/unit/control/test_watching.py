@@ -15,6 +15,7 @@ from rsrv.control.watching import Looks, scan, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.signatures import LINK_BYTES, sign
 from tests.unit.gen.bundles_for_tests import write_bundle
+from tests.waiting import looped
 
 
 @pytest.fixture
@@ -111,32 +112,29 @@ class SlowPoll(LifecycleSection):
         return 3600.0
 
 
-def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
+@looped
+async def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
     """A notification of the kernel triggers the next look early, also for a root that appears later."""
     settings = SlowPoll(look_s=0.05)
+    looks: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
 
-    async def main() -> None:
-        looks: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
+    def took(seen: Mapping[Path, Seen]) -> bool:
+        looks.put_nowait(seen)
+        return False
 
-        def took(seen: Mapping[Path, Seen]) -> bool:
-            looks.put_nowait(seen)
-            return False
-
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(watch(lambda: [root], settings, took))
-            before = (await looks.get())[root]
-            while True:
-                # Repeatedly, because the time from which the kernel listens is unknown.
-                (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
-                try:
-                    after = await asyncio.wait_for(looks.get(), 0.5)
-                except TimeoutError:
-                    continue
-                if after[root].bundles != before.bundles:
-                    break
-            watcher.cancel()
-
-    asyncio.run(main())
+    async with asyncio.TaskGroup() as group:
+        watcher = group.create_task(watch(lambda: [root], settings, took))
+        before = (await looks.get())[root]
+        while True:
+            # Repeatedly, because the time from which the kernel listens is unknown.
+            (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
+            try:
+                after = await asyncio.wait_for(looks.get(), 0.5)
+            except TimeoutError:
+                continue
+            if after[root].bundles != before.bundles:
+                break
+        watcher.cancel()
 
 
 def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from rsrv_gen.staging import version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
 from tests.builders import FEW_EXAMPLES
-from tests.unit.control.virtual import run
+from tests.unit.control.virtual import in_virtual_time, run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
@@ -61,23 +61,16 @@ async def living(world: World) -> AsyncIterator[Reconciler]:
             await task
 
 
-def story(
-    folder: Path,
-    bundles: dict[str, dict[str, str]],
-    tell: Callable[[World, Reconciler], Awaitable[None]],
-    **options: Any,
-) -> World:
-    """Make a world, and run the events of a test in it after its first looks."""
+@asynccontextmanager
+async def story(
+    folder: Path, bundles: dict[str, dict[str, str]], **options: Any
+) -> AsyncIterator[tuple[World, Reconciler]]:
+    """Make a world, and run its reconciler; the events of a test come after its first looks."""
     world = World(folder, bundles, **options)
-
-    async def main() -> None:
-        async with living(world) as lifecycle:
-            await asyncio.sleep(20)
-            world.triton.log.clear()
-            await tell(world, lifecycle)
-
-    run(main())
-    return world
+    async with living(world) as lifecycle:
+        await asyncio.sleep(20)
+        world.triton.log.clear()
+        yield world, lifecycle
 
 
 def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> None:
@@ -96,7 +89,8 @@ def add_meta(world: World, name: str, callee: str, *, internal: bool = True) -> 
 @pytest.mark.parametrize(
     ("age_s", "loads"), [(-60, ["load b", "loaded b"]), (60, ["load a", "load b", "loaded b"])]
 )
-def test_a_server_that_serves_what_is_there_is_left_alone(
+@in_virtual_time
+async def test_a_server_that_serves_what_is_there_is_left_alone(
     tmp_path: Path, age_s: int, loads: list[str]
 ) -> None:
     """The first round has Triton compare the models that it may not have loaded at its start, and writes nothing."""
@@ -106,19 +100,16 @@ def test_a_server_that_serves_what_is_there_is_left_alone(
     world.triton.failed = {"b"}
     before = dict(world.triton.served)
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(60)
-
-    run(main())
+    async with living(world):
+        await asyncio.sleep(60)
     assert sorted(world.triton.log) == loads
     assert world.triton.served["a"] == before["a"]
 
 
-def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
     """Models that a new meta model calls stay addressable, whether the meta model is valid or broken."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         write_meta(tmp_path / "r" / "meta", ["a", "missing"])
         await asyncio.sleep(200)
         assert world.triton.texts() == {"a": "v1"}
@@ -129,13 +120,11 @@ def test_a_meta_model_that_comes_takes_nothing_away(tmp_path: Path) -> None:
         assert world.triton.served.keys() == {"a", "whole"}
         assert lifecycle.failures == {}
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
-
-def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
     """Each change is one load; a target that changes loads the alias, too; an alias without settings is unloaded."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         steps: list[tuple[Mapping[str, Shares], list[str]]] = [
             ({"fraud": {"a": 95.0, "b": 5.0}}, ["load fraud", "loaded fraud"]),
             ({"fraud": {"a": 50.0, "b": 50.0}}, ["load fraud", "loaded fraud"]),
@@ -154,13 +143,13 @@ def test_an_alias_comes_changes_and_goes(tmp_path: Path) -> None:
         assert sorted(world.triton.log[2:]) == ["load a", "load fraud", "loaded a", "loaded fraud"]
         assert lifecycle.failures == {}
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_refused_alias_stays_among_the_failures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_refused_alias_stays_among_the_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The reason is logged once and shown until the alias is mended or removed, also while other bundles change."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (_, lifecycle):
         refused = {"lost": {"c": 1.0}, "b": {"a": 1.0}}
         lifecycle.follow_aliases({**refused, "fraud": {"a": 1.0}})
         for version in ("v2", "v3"):
@@ -172,8 +161,6 @@ def test_a_refused_alias_stays_among_the_failures(tmp_path: Path, caplog: pytest
         lifecycle.follow_aliases({})
         await asyncio.sleep(20)
         assert lifecycle.failures == {}
-
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
     assert caplog.text.count("lost stays as it was") == 1
 
 
@@ -181,10 +168,12 @@ def test_a_refused_alias_stays_among_the_failures(tmp_path: Path, caplog: pytest
     ("shares", "reason"),
     [({"c": 1.0}, "an alias of 'c', which is no bundle here"), ({"b": 1.0}, "cannot load")],
 )
-def test_a_change_of_an_alias_that_fails_changes_nothing(tmp_path: Path, shares: Shares, reason: str) -> None:
+@in_virtual_time
+async def test_a_change_of_an_alias_that_fails_changes_nothing(
+    tmp_path: Path, shares: Shares, reason: str
+) -> None:
     """The error says why, and the alias goes on as it was."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await lifecycle.change_alias("fraud", {"a": 1.0})
         before, load = world.triton.texts(), world.triton.load
 
@@ -202,10 +191,9 @@ def test_a_change_of_an_alias_that_fails_changes_nothing(tmp_path: Path, shares:
         assert world.triton.texts() == before
         assert lifecycle.failures == {}
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
     """Bundles that changed, came or went while the control process was down are found."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})
     place(tmp_path / "r" / "d", "v2")
@@ -214,81 +202,72 @@ def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
     place(tmp_path / "r" / "e", "v1")
     shutil.rmtree(tmp_path / "r" / "b")
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(20)
-
-    run(main())
+    async with living(world):
+        await asyncio.sleep(20)
     assert world.triton.texts() == {"a": "v2", "c": "v1", "d": "v2", "e": "v1"}
 
 
-def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
     """Models of another rsrv-gen run stay, and their bundles are followed."""
     world = World(tmp_path, {"r": {"a": "v1"}})
     place(tmp_path / "more" / "b", "v1")
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(0.1)  # The next writer waits for the repository's lock.
-            with open_repository(world.repository, "hard") as writer:
-                shutil.copytree(world.repository / "a", world.repository / "b")
-                await asyncio.sleep(60)
-                assert "unload b" not in world.triton.log
-                writer.remove("b")
-            assert rsrv_gen([str(tmp_path / "more"), "-o", str(world.repository)]) == 0
+    async with living(world):
+        await asyncio.sleep(0.1)  # The next writer waits for the repository's lock.
+        with open_repository(world.repository, "hard") as writer:
+            shutil.copytree(world.repository / "a", world.repository / "b")
             await asyncio.sleep(60)
-            assert world.triton.texts() == {"a": "v1", "b": "v1"}
-            place(tmp_path / "more" / "b", "v2")
-            await asyncio.sleep(20)
-            assert world.triton.texts() == {"a": "v1", "b": "v2"}
-            assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository), "--prune"]) == 0
-            await asyncio.sleep(20)
-            assert world.triton.texts() == {"a": "v1"}
+            assert "unload b" not in world.triton.log
+            writer.remove("b")
+        assert rsrv_gen([str(tmp_path / "more"), "-o", str(world.repository)]) == 0
+        await asyncio.sleep(60)
+        assert world.triton.texts() == {"a": "v1", "b": "v1"}
+        place(tmp_path / "more" / "b", "v2")
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"a": "v1", "b": "v2"}
+        assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository), "--prune"]) == 0
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"a": "v1"}
 
-    run(main())
 
-
-def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_path: Path) -> None:
     """A bundle removed while its root was missing is unloaded when the root returns; the others stay."""
     world = World(tmp_path, {"r": {"a": "v1"}, "s": {"x": "v1", "y": "v1", "z": "v1"}})
     away = tmp_path / "away"
     world.roots["s"].rename(away)
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(20)
-            assert sorted(world.triton.served) == ["a", "x", "y", "z"]
-            shutil.rmtree(away / "x")
-            place(away / "z", "v2")
-            away.rename(world.roots["s"])
-            await asyncio.sleep(20)
-
-    run(main())
+    async with living(world):
+        await asyncio.sleep(20)
+        assert sorted(world.triton.served) == ["a", "x", "y", "z"]
+        shutil.rmtree(away / "x")
+        place(away / "z", "v2")
+        away.rename(world.roots["s"])
+        await asyncio.sleep(20)
     assert world.triton.texts() == {"a": "v1", "y": "v1", "z": "v2"}
 
 
-def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
     """A model unloaded by hand stays so until its bundle changes; one that failed at the start is retried."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
     for name in ("a", "b", "failed"):
         del world.triton.served[name]
     world.triton.dismissed = {"a", "b"}
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(20)
-            assert world.triton.texts() == {"failed": "v1"}
-            place(tmp_path / "r" / "a", "v2")
-            await asyncio.sleep(20)
-
-    run(main())
+    async with living(world):
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"failed": "v1"}
+        place(tmp_path / "r" / "a", "v2")
+        await asyncio.sleep(20)
     assert world.triton.texts() == {"a": "v2", "failed": "v1"}
 
 
-def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
     """A model unloaded by hand counts as unwanted until it is loaded, so that health ignores it."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await world.triton.unload("a")
         world.triton.dismissed.add("a")
         await asyncio.sleep(6)
@@ -297,17 +276,18 @@ def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp
         place(world.roots["r"] / "a", "v2")
         await asyncio.sleep(20)
         assert not lifecycle.unwanted
+    assert world.triton.texts() == {"a": "v2", "b": "v1"}
 
-    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"a": "v2", "b": "v1"}
 
-
-def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
+@in_virtual_time
+async def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that leaves is unwanted until its folder is gone, which the repository's lock may delay."""
     seen: list[set[str]] = []
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
+
         def look_and_remove(*what: Any) -> None:
             seen.append(set(lifecycle.unwanted))
             remove(*what)
@@ -317,21 +297,18 @@ def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
             shutil.rmtree(world.roots["r"] / "a")
             await asyncio.sleep(20)
         assert not lifecycle.unwanted
-
-    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"b": "v1"}
+    assert world.triton.texts() == {"b": "v1"}
     assert seen == [{"a"}]
 
 
-def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
     """If prod becomes old and staging becomes prod in one look, the loads precede the unload of staging."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"prod": "v1", "staging": "v2"}}) as (world, _):
         root = world.roots["r"]
         (root / "prod").rename(root / "old")
         (root / "staging").rename(root / "prod")
         await asyncio.sleep(20)
-
-    world = story(tmp_path, {"r": {"prod": "v1", "staging": "v2"}}, tell)
     assert world.triton.texts() == {"old": "v1", "prod": "v2"}
     *loads, last = world.triton.log
     assert sorted(loads[:2]) == ["load old", "load prod"]
@@ -339,10 +316,10 @@ def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: P
     assert last == "unload staging"
 
 
-def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
     """A failed load restores the old folder, keeps the reason and is retried; a new bundle ends the failure."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         place(world.roots["r"] / "a", BAD)
         place(world.roots["r"] / "new", BAD)
         await asyncio.sleep(15)
@@ -357,8 +334,7 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
         shutil.rmtree(world.roots["r"] / "new")
         await asyncio.sleep(10)
         assert not lifecycle.failures
-
-    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
+    assert world.triton.texts() == {"a": "v2"}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
 
 
@@ -389,92 +365,86 @@ async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["", "rsrv-gen"])
-def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
+@in_virtual_time
+async def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
     tmp_path: Path, mode: str, by_hand: bool
 ) -> None:
     """After a control process is killed, the next one keeps what loads and restores what fails."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle=f"mode: {mode}")
 
-    async def main() -> None:
-        await killed_while_loading(world, {"a": BAD, "b": "v2"})
-        if by_hand:
-            rsrv_gen(
-                [
-                    str(tmp_path / "r"),
-                    "-o",
-                    str(world.repository),
-                    "--config",
-                    str(tmp_path / "settings.yaml"),
-                ]
-            )
-        assert whole(world.repository / "a" / "1" / "bundle") == BAD
-        async with living(world) as lifecycle:
-            await asyncio.sleep(8)
-            assert whole(world.repository / "a" / "1" / "bundle") == "v1"
-            assert lifecycle.failures["a"].text == "could not be loaded: no module"
-            assert set(lifecycle.failures) == {"a"}
-            assert world.triton.texts() == {"a": "v1", "b": "v2"}
-            assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
-
-    run(main())
+    await killed_while_loading(world, {"a": BAD, "b": "v2"})
+    if by_hand:
+        rsrv_gen(
+            [
+                str(tmp_path / "r"),
+                "-o",
+                str(world.repository),
+                "--config",
+                str(tmp_path / "settings.yaml"),
+            ]
+        )
+    assert whole(world.repository / "a" / "1" / "bundle") == BAD
+    async with living(world) as lifecycle:
+        await asyncio.sleep(8)
+        assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+        assert lifecycle.failures["a"].text == "could not be loaded: no module"
+        assert set(lifecycle.failures) == {"a"}
+        assert world.triton.texts() == {"a": "v1", "b": "v2"}
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
 
 
-def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_back(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_back(
+    tmp_path: Path,
+) -> None:
     """If the server ends during a load and restarts on a bad version, the old version is restored."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
 
-    async def main() -> None:
-        await killed_while_loading(world, {"a": BAD})
-        del world.triton.served["a"]
-        world.triton.failed.add("a")
-        async with living(world) as lifecycle:
-            while "a" not in world.triton.served:
-                await asyncio.sleep(0.1)
-            assert whole(world.repository / "a" / "1" / "bundle") == "v1"
-            await asyncio.sleep(60)
-            assert world.triton.texts() == {"a": "v1", "b": "v1"}
-            assert set(lifecycle.failures) == {"a"}
-
-    run(main())
+    await killed_while_loading(world, {"a": BAD})
+    del world.triton.served["a"]
+    world.triton.failed.add("a")
+    async with living(world) as lifecycle:
+        while "a" not in world.triton.served:
+            await asyncio.sleep(0.1)
+        assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+        await asyncio.sleep(60)
+        assert world.triton.texts() == {"a": "v1", "b": "v1"}
+        assert set(lifecycle.failures) == {"a"}
 
 
-def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
     """A model left undecided by a killed process is decided after a reload that already runs."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static")
 
-    async def main() -> None:
-        await killed_while_loading(world, {"a": "v2"})
-        world.triton.log.clear()
-        async with living(world) as lifecycle:
-            async with lifecycle._writing:
-                assert lifecycle._loader.reserve("a")
-                await asyncio.sleep(5)
-                assert not world.triton.log
-                lifecycle._loader.release()
+    await killed_while_loading(world, {"a": "v2"})
+    world.triton.log.clear()
+    async with living(world) as lifecycle:
+        async with lifecycle._writing:
+            assert lifecycle._loader.reserve("a")
             await asyncio.sleep(5)
-            assert world.triton.log == ["load a", "loaded a"]
-            assert world.triton.texts() == {"a": "v2"}
+            assert not world.triton.log
+            lifecycle._loader.release()
+        await asyncio.sleep(5)
+        assert world.triton.log == ["load a", "loaded a"]
+        assert world.triton.texts() == {"a": "v2"}
 
-    run(main())
 
-
-def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp_path: Path) -> None:
     """A new model left undecided by a killed process is removed when it fails."""
     world = World(tmp_path, {"r": {"a": "v1"}})
 
-    async def main() -> None:
-        await killed_while_loading(world, {"new": BAD})
-        async with living(world):
-            await asyncio.sleep(8)
-            assert not (world.repository / "new").exists()
-
-    run(main())
+    await killed_while_loading(world, {"new": BAD})
+    async with living(world):
+        await asyncio.sleep(8)
+        assert not (world.repository / "new").exists()
 
 
-def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
     """A broken bundle is reported and its old version stays; the failure ends when the bundle is restored."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         manifest = world.roots["r"] / "a" / "manifest.yaml"
         good = manifest.read_text()
         manifest.write_text("nothing: good\n")
@@ -483,15 +453,13 @@ def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
         manifest.write_text(good)
         await asyncio.sleep(20)
         assert not lifecycle.failures
-
-    world = story(tmp_path, {"r": {"a": "v1"}}, tell)
     assert world.triton.log == []
 
 
-def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> None:
     """During an endless load, other models load; unloads wait for it at most ten minutes."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}) as (world, _):
         world.triton.seconds = 1e6
         place(world.roots["r"] / "slow", "v2")
         await asyncio.sleep(10)
@@ -503,13 +471,11 @@ def test_a_load_that_never_ends_delays_only_unloads(tmp_path: Path) -> None:
         await asyncio.sleep(600)
         assert world.triton.texts() == {"slow": "v1", "a": "v2"}
 
-    story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
     """A removed bundle that returns while its unload waits is kept, unless only one look sees it."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}) as (world, lifecycle):
         root = world.roots["r"]
         world.triton.seconds = 20
         place(root / "slow", "v2")
@@ -531,13 +497,11 @@ def test_a_bundle_that_returns_in_time_is_not_unloaded(tmp_path: Path) -> None:
         assert world.triton.texts() == {"slow": "v2", "back": "v1"}
         assert "unload back" not in world.triton.log
 
-    story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}, tell)
 
-
-def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
     """A callee that changes during its meta model's load is taken by the next load, not by this one."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, _):
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
         world.triton.seconds = 20
@@ -552,13 +516,11 @@ def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path
         assert world.triton.log == 2 * ["load meta", "loaded meta"]
         assert whole(world.repository / "meta" / "1" / "calls" / "a") == "v3"
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
-
-def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     """A requested reload is refused with UNAVAILABLE while the bundle is being written."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
         for _ in ("before a look", "after the first one"):
             with pytest.raises(ReloadError, match="is being written") as caught:
@@ -568,17 +530,17 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
         (world.roots["r"] / "a" / "model.b8.mlir").write_text("half 8")
         await asyncio.sleep(20)
-
-    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
+    assert world.triton.texts() == {"a": "half"}
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
-def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
+@in_virtual_time
+async def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
     tmp_path: Path, mode: str
 ) -> None:
     """A requested reload is refused while the manifest is half written: the old version is not the new one."""
+    async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy(name: str) -> None:
             folder = write_bundle(world.roots["r"] / name, "v2")
             manifest = (folder / "manifest.yaml").read_text()
@@ -599,13 +561,12 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
         await lifecycle.reload("a")
         assert world.triton.texts()["a"] == "v2"
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
 
-
-def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_path: Path) -> None:
     """A requested reload waits until a bundle that is copied file by file is complete."""
+    async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy() -> None:
             for size in (1, 8):
                 (world.roots["r"] / "a" / f"model.b{size}.mlir").write_text(f"v2 {size}")
@@ -617,13 +578,11 @@ def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_pat
         await copying
         assert world.triton.texts() == {"a": "v2"}
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle="mode: static")
 
-
-def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
     """A model serves its old version while its bundle is removed and copied again, weights first."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, _):
         folder = world.roots["r"] / "a"
         shutil.rmtree(folder)
         folder.mkdir()
@@ -632,13 +591,12 @@ def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
             await asyncio.sleep(0.7)
         place(folder, "v2")
         await asyncio.sleep(20)
-
-    world = story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
     assert world.triton.log == ["load a", "loaded a"]
     assert world.triton.texts() == {"a": "v2", "b": "v1"}
 
 
-def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
+@in_virtual_time
+async def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bundle that failed by one disk error is loaded later, although no look sees a change."""
@@ -646,7 +604,7 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     def fail(*_: object, **__: object) -> None:
         raise OSError("stale file handle")
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         place(world.roots["r"] / "a", "v2")
         with monkeypatch.context() as patch:
             patch.setattr(sources, "read_bundle", fail)
@@ -654,44 +612,39 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
         assert lifecycle.failures["a"].text == "stale file handle"
         await asyncio.sleep(70)
         assert not lifecycle.failures
+    assert world.triton.texts() == {"a": "v2"}
 
-    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
 
-
-def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
     """A callee serves until the meta model that contains it is loaded."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, _):
         world.triton.seconds = 900
         add_meta(world, "meta", "a")
         await asyncio.sleep(880)
         assert world.triton.log == ["load meta"]
         await asyncio.sleep(60)
         assert world.triton.log == ["load meta", "loaded meta", "unload a"]
+    assert world.triton.texts() == {"meta": "meta"}
 
-    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"meta": "meta"}
 
-
-def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
+@in_virtual_time
+async def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path, mode: str) -> None:
     """A dead stub is replaced by a reload in each lifecycle mode."""
-    for mode in ("dynamic", "static", "explicit"):
-        folder = tmp_path / mode
-        folder.mkdir()
-
-        async def tell(world: World, lifecycle: Reconciler) -> None:
-            world.triton.kill("a")
-            await asyncio.sleep(3)
-            assert not world.triton.dead
-            assert lifecycle.process_ends == {"a": 1}
-
-        world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
-        assert world.triton.log == ["load a", "loaded a"]
+    bundles = {"r": {"a": "v1", "b": "v1"}}
+    async with story(tmp_path, bundles, lifecycle=f"mode: {mode}") as (world, lifecycle):
+        world.triton.kill("a")
+        await asyncio.sleep(3)
+        assert not world.triton.dead
+        assert lifecycle.process_ends == {"a": 1}
+    assert world.triton.log == ["load a", "loaded a"]
 
 
-def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> None:
     """A stub without a connection is replaced when its process is dead, and Triton is asked once a minute."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, _):
         world.triton.cold = {"a", "b", "c"}
         (world.repository / "b" / NATIVE_MARK).touch()
         world.triton.view.stir()
@@ -706,13 +659,11 @@ def test_a_cold_model_is_not_dead_and_costs_triton_nothing(tmp_path: Path) -> No
         await asyncio.sleep(10)
         assert world.triton.log == ["load a", "loaded a"]
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}, tell)
 
-
-def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
     """The alias's stub connects by the name of the model, whose own stub is dead; while both live, nothing is cold."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         await lifecycle.change_alias("fraud", {"a": 1.0})
         await asyncio.sleep(60)
         before = world.triton.asked
@@ -724,13 +675,11 @@ def test_a_dead_stub_behind_an_alias_is_replaced(tmp_path: Path) -> None:
         await asyncio.sleep(10)
         assert world.triton.log == ["load a", "loaded a"]
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) -> None:
     """While no runtime answered, it had no connection, as the stub of a cold model."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, _):
         view = world.triton.view
         view.up = False
         view.stir()
@@ -741,8 +690,6 @@ def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: Path) 
         assert not view.cold
         await asyncio.sleep(3)
         assert world.triton.log == ["load a", "loaded a"]
-
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
 
 def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
@@ -762,10 +709,10 @@ def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
     assert stub_processes(os.getpid(), names) == set()
 
 
-def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
     """A dead stub is replaced while the repository is being written, unless its own model is."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         async with lifecycle._writing:
             assert lifecycle._loader.reserve("a")
             for name in ("a", "b"):
@@ -776,13 +723,11 @@ def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path)
         await asyncio.sleep(10)
         assert not world.triton.dead
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
     """A model that is being reloaded for its dead stub is written only afterwards."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         world.triton.seconds = 20
         world.triton.kill("a")
         while not world.triton.log:
@@ -794,10 +739,9 @@ def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
         await asyncio.sleep(40)
         assert world.triton.texts() == {"a": "v2"}
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
-
-def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
+@in_virtual_time
+async def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed replacement of a stub is reported and retried, although the bundle is unchanged."""
@@ -805,7 +749,7 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         # The stub's health is checked again after a minute.
         world.triton.mode = "poll"
         with monkeypatch.context() as patch:
@@ -817,13 +761,11 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
         assert not lifecycle.failures
         assert not world.triton.dead
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
-
-def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
     """A model whose unload waits gets its dead stub replaced, and then still leaves."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}) as (world, _):
         world.triton.seconds = 60
         place(world.roots["r"] / "slow", "v2")
         shutil.rmtree(world.roots["r"] / "a")
@@ -834,12 +776,12 @@ def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> N
         assert world.triton.texts()["a"] == "v1"
         assert not world.triton.dead
         await asyncio.sleep(60)
-
-    assert story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}, tell).triton.texts() == {"slow": "v2"}
+    assert world.triton.texts() == {"slow": "v2"}
 
 
 @pytest.mark.parametrize("mode", ["static", "explicit"])
-def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
+@in_virtual_time
+async def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """A retried stub replacement keeps the old bundle; only a requested reload brings the new one."""
@@ -847,7 +789,7 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
         # The stub's health is checked again after a minute.
         world.triton.mode = "poll"
         place(world.roots["r"] / "a", "v2")
@@ -867,13 +809,11 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
         await asyncio.sleep(20)
         assert world.triton.texts() == {"a": "v2"}
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
 
-
-def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     """Static mode loads a changed bundle on request only, and refuses unknown names."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
         place(world.roots["r"] / "a", "v2")
         await asyncio.sleep(60)
         assert world.triton.texts() == {"a": "v1", "b": "v1"}
@@ -895,14 +835,12 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
             await lifecycle.reload("a")
         assert caught.value.code == "INTERNAL"
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle="mode: static")
-
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
-def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
+@in_virtual_time
+async def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
     """A new bundle is generated and loaded on request, in either mode."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}") as (world, lifecycle):
         place(world.roots["r"] / "fresh", "v1")
         place(world.roots["r"] / "other", "v1")
         # In dynamic mode, a look has to have seen it first.
@@ -911,13 +849,11 @@ def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
         assert world.triton.texts()["fresh"] == "v1"
         assert mode == "dynamic" or "other" not in world.triton.texts()
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
 
-
-def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
     """A requested reload of a callee reloads the meta models that contain it."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
         assert world.triton.texts() == {"b": "v1", "meta": "meta"}
@@ -930,77 +866,69 @@ def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
         await asyncio.sleep(20)
         assert world.triton.log == ["load meta", "loaded meta"]
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_server_whose_models_are_fixed_is_told_of_once(
+@in_virtual_time
+async def test_a_server_whose_models_are_fixed_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If Triton's models are fixed, one line says so, nothing is written, and failures are still reported."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.triton.mode = "none"
 
-    async def main() -> None:
-        async with living(world) as lifecycle:
-            await asyncio.sleep(20)
-            place(world.roots["r"] / "a", "v2")
-            world.triton.kill("b")
-            await asyncio.sleep(60)
-            assert "nothing may be written" in lifecycle.failures["a"].text
-            assert "its stub process is dead" in lifecycle.failures["b"].text
-            with pytest.raises(ReloadError, match="--model-control-mode=explicit") as caught:
-                await lifecycle.reload("a")
-            assert caught.value.code == "FAILED_PRECONDITION"
-            place(world.roots["r"] / "a", "v1")
-            await asyncio.sleep(20)
-            assert "a" not in lifecycle.failures
-            lifecycle.follow_aliases({"fraud": {"a": 1.0}})
-            await asyncio.sleep(20)
-            assert "the alias is new, and nothing may be written" in lifecycle.failures["fraud"].text
-            lifecycle.follow_aliases({})
-            await asyncio.sleep(20)
-            assert "fraud" not in lifecycle.failures
-
-    run(main())
+    async with living(world) as lifecycle:
+        await asyncio.sleep(20)
+        place(world.roots["r"] / "a", "v2")
+        world.triton.kill("b")
+        await asyncio.sleep(60)
+        assert "nothing may be written" in lifecycle.failures["a"].text
+        assert "its stub process is dead" in lifecycle.failures["b"].text
+        with pytest.raises(ReloadError, match="--model-control-mode=explicit") as caught:
+            await lifecycle.reload("a")
+        assert caught.value.code == "FAILED_PRECONDITION"
+        place(world.roots["r"] / "a", "v1")
+        await asyncio.sleep(20)
+        assert "a" not in lifecycle.failures
+        lifecycle.follow_aliases({"fraud": {"a": 1.0}})
+        await asyncio.sleep(20)
+        assert "the alias is new, and nothing may be written" in lifecycle.failures["fraud"].text
+        lifecycle.follow_aliases({})
+        await asyncio.sleep(20)
+        assert "fraud" not in lifecycle.failures
     assert world.triton.log == []
     assert caplog.text.count("models can't be loaded") == 1
 
 
-def test_settings_of_a_model_whose_bundle_went_are_named_once(
+@in_virtual_time
+async def test_settings_of_a_model_whose_bundle_went_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """rsrv-gen refuses them; a server serves on."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
     world.settings = change_model(world.settings, "b", {"weight": 2})
 
-    async def main() -> None:
-        async with living(world) as lifecycle:
-            await asyncio.sleep(20)
-            assert "no bundle has this name" not in caplog.text
-            shutil.rmtree(world.roots["r"] / "b")
-            await asyncio.sleep(20)
-            place(world.roots["r"] / "a", "v2")
-            await asyncio.sleep(20)
-            assert not lifecycle.failures
-
-    run(main())
+    async with living(world) as lifecycle:
+        await asyncio.sleep(20)
+        assert "no bundle has this name" not in caplog.text
+        shutil.rmtree(world.roots["r"] / "b")
+        await asyncio.sleep(20)
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(20)
+        assert not lifecycle.failures
     assert world.triton.texts() == {"a": "v2"}
     assert caplog.text.count("rsrv.yaml: models.b: no bundle has this name; known are a") == 1
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
-def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
+@in_virtual_time
+async def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     """If tritonserver exits on errors, one line asks for --exit-on-error=false, except in explicit mode."""
     world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}")
     world.triton.exits_on_error = True
 
-    async def main() -> None:
-        async with living(world):
-            await asyncio.sleep(60)
-
-    run(main())
+    async with living(world):
+        await asyncio.sleep(60)
     assert caplog.text.count("--exit-on-error=false") == (mode != "explicit")
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.reconciler import Reconciler, ReloadError
+from rsrv.control.reconciler import ReloadError
 from rsrv_gen.signatures import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.control.test_lifecycle import add_meta, silent_kernel, story
-from tests.unit.control.worlds import World
+from tests.unit.control.virtual import in_virtual_time
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 __all__ = ["silent_kernel"]
@@ -28,10 +28,10 @@ def overwrite(file: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["v2", "v1"])
-def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
+@in_virtual_time
+async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
     """A torn bundle fails by name, and is loaded when it is finished or restored; others are not affected."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
         a = seal(world.roots["r"] / "a")
         await asyncio.sleep(10)
         world.triton.log.clear()
@@ -51,13 +51,11 @@ def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, endin
         assert world.triton.texts() == {"a": ending, "b": "v2"}
         assert not lifecycle.failures
 
-    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
 
-
-def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
     """A meta model with a torn callee keeps its old version, and the reason names the callee."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         add_meta(world, "meta", "a")
         a = seal(world.roots["r"] / "a")
         await asyncio.sleep(20)
@@ -71,13 +69,11 @@ def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
         assert (world.repository / "meta/1/calls/a/model.b8.mlir").read_text() == "v2 8"
         assert not lifecycle.failures
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
-
-def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
     """In static mode, a refused reload of a torn bundle is retried until it is complete."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
         a = seal(write_bundle(world.roots["r"] / "a", "v2"))
         (a / "model.b8.mlir").write_text("half 8")
         with pytest.raises(ReloadError, match="does not match the manifest"):
@@ -87,13 +83,11 @@ def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: P
         assert world.triton.texts() == {"a": "v2"}
         assert not lifecycle.failures
 
-    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle="mode: static")
 
-
-def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
     """Without checksums, a bundle is taken when two readings agree, also if file times do not show writes."""
-
-    async def tell(world: World, lifecycle: Reconciler) -> None:
+    async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         write_bundle(world.roots["r"] / "a", "v2")
         file = world.roots["r"] / "a" / "model.b8.mlir"
         file.write_bytes(bytes(LINK_BYTES))
@@ -106,5 +100,3 @@ def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
         assert world.triton.texts() == {"a": "v2"}
         assert world.triton.log == ["load a", "loaded a"]
         assert not lifecycle.failures
-
-    story(tmp_path, {"r": {"a": "v1"}}, tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -48,3 +49,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine as asyncio.run does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine in virtual time."""
+
+    @functools.wraps(test)
+    def start(*args: Any, **kwargs: Any) -> None:
+        run(test(*args, **kwargs))
+
+    return start

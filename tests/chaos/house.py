@@ -21,7 +21,7 @@ import psutil
 
 import native_front
 from local_triton import TritonServer, free_ports
-from rsrv.control.stub_health import CONNECT_S
+from rsrv.control.runtime_link import CONNECT_S
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen

@@ -21,7 +21,7 @@ from rsrv.control.live import Live, Troubles
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
-from rsrv.control.protocols import ModelVersion, RuntimeView
+from rsrv.control.protocols import ModelVersion
 from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
 from rsrv.control.runtimes import Runtimes
@@ -34,7 +34,7 @@ from rsrv.wire.memory import Board, create_document
 from rsrv.wire.socket import Closed, Receiver, listen, send
 
 
-async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
+async def until(view: Runtimes, condition: Callable[[], bool]) -> None:
     """Return when a change of the view has made the condition true."""
     while True:
         seen = view.changes

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rsrv.control.grpc_service import HealthService
-from rsrv.control.protocols import RuntimeView
+from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Shares
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import carried, is_alias
@@ -24,7 +24,7 @@ class Readiness:
 
     def __init__(
         self,
-        view: RuntimeView,
+        view: Runtimes,
         repository: Path,
         loading: Callable[[], Collection[str]],
         unwanted: Callable[[], Collection[str]],
@@ -108,7 +108,7 @@ class Readiness:
 class Health(HealthService):
     """The health of a server and of its models."""
 
-    def __init__(self, view: RuntimeView, readiness: Readiness) -> None:
+    def __init__(self, view: Runtimes, readiness: Readiness) -> None:
         self._view = view
         self._readiness = readiness
 

@@ -21,7 +21,7 @@ from rsrv.control.bundle_debounce import BundleDebounce, Seen
 from rsrv.control.bundle_states import BundleEvent, BundleFailure, BundleState, BundleStates
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.model_loader import ModelLoader
-from rsrv.control.protocols import RuntimeView
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.stub_health import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, watch
@@ -91,7 +91,7 @@ class Reconciler:
         self,
         settings: Settings,
         repository: Path,
-        view: RuntimeView,
+        view: Runtimes,
         triton: Triton,
         processes: Callable[[], Collection[str]],
     ) -> None:

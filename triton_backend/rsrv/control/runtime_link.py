@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import LASTING, Command, Overrides
 from rsrv.control.protocols import ModelVersion, moves_only
-from rsrv.control.stub_health import CONNECT_S, RESTART_S
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import SharedMemoryError, read_document
@@ -22,6 +21,10 @@ from rsrv.wire.paths import FAILURE, NO_DEVICE, asleep_since, start_time
 
 log = logging.getLogger("rsrv.control")
 
+#: Seconds that stubs have to connect to a runtime that has come up.
+CONNECT_S = 10.0
+#: Seconds that stubs have to start a runtime again. If all of them are dead, it is not started.
+RESTART_S = 15.0
 #: Seconds that starting or ending a profile may take.
 _SLOW_COMMAND_S = 60.0
 #: Changes that a subscription holds; beyond, its reader gets a snapshot instead.

@@ -71,7 +71,10 @@ def device_directories(server_pid: int, first: Path, count: int) -> list[Path]:
 
 
 class Runtimes:
-    """The links to all runtimes: a `RuntimeView` of their merged state. Belongs to one event loop; `run` keeps them up."""
+    """The links to all runtimes, and their merged state as it is known. `run` keeps the links up.
+
+    One event loop owns it: it does not change between two awaits.
+    """
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class Runtimes:
 
     @property
     def up(self) -> bool:
+        """True if a runtime answers; False while all are dead, stopped, or not started."""
         return any(link.up for link in self.links)
 
     @property
@@ -131,10 +135,12 @@ class Runtimes:
 
     @property
     def since(self) -> float:
+        """The loop's time at which the first runtime was found. One that was silent for a while is the same one."""
         return min((link.since for link in self.live.values()), default=0.0)
 
     @property
     def entries(self) -> Mapping[str, ModelVersion]:
+        """Versions by key. While no runtime is up, the last known ones; a new runtime starts without any."""
         if len(self.links) == 1:
             return self.links[0].entries
         changed: set[str] | None = set()
@@ -166,10 +172,12 @@ class Runtimes:
 
     @property
     def changes(self) -> int:
+        """A counter that rises with each change of any other property."""
         return self._changes.count
 
     @property
     def other_changes(self) -> int:
+        """The same without the moves of weights, which are many."""
         return self._changes.others
 
     def served(self) -> set[str]:
@@ -199,6 +207,7 @@ class Runtimes:
             self._changes.note()
 
     async def wait_change(self, seen: int | None = None) -> None:
+        """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
         await self._changes.wait(seen)
 
     # --- commands -------------------------------------------------------------------------------------------

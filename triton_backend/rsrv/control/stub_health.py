@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from pathlib import Path
 
 from rsrv.control.bundle_states import BundleStates
-from rsrv.control.protocols import RuntimeView
+from rsrv.control.runtime_link import CONNECT_S, RESTART_S
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
 from rsrv_gen.plan import NATIVE_MARK, VERSION
@@ -24,10 +25,6 @@ from rsrv_gen.write import carried, is_alias, our_models
 
 #: Seconds between the two looks that must agree on a dead stub.
 AGREE_S = 0.5
-#: Seconds that stubs have to connect to a runtime that has come up.
-CONNECT_S = 10.0
-#: Seconds that stubs have to start a runtime again. If all of them are dead, it is not started.
-RESTART_S = 15.0
 #: Seconds after which Triton is asked again for models that were unloaded by hand, though all stubs are alive.
 _DISMISSED_S = 60.0
 #: Seconds at least between two looks.
@@ -130,7 +127,7 @@ class StubMonitor:
     def __init__(
         self,
         repository: Path,
-        view: RuntimeView,
+        view: Runtimes,
         triton: Triton,
         states: BundleStates,
         poll_s: float,

@@ -244,15 +244,10 @@ class Catalog:
         """Return the keys of models whose weights are on the device."""
         return {key for key, entry in self.entries.items() if entry.weights == "resident"}
 
-    def serves(self, name: str) -> bool:
-        """Return whether a model of that name is there to stay."""
-        return any(entry.name == name and not entry.ending for entry in self.entries.values())
-
-    def replaces(self, new: ModelEntry) -> bool:
-        """Return whether another version of a model is there to stay."""
+    def serves(self, name: str, but: str = "") -> bool:
+        """Return whether a model of that name is there to stay; `but`: key of a version that does not count."""
         return any(
-            entry.name == new.name and entry is not new and not entry.ending
-            for entry in self.entries.values()
+            entry.name == name and not entry.ending and entry.key != but for entry in self.entries.values()
         )
 
     def compiled(self, names: Iterable[str] | None) -> tuple[str, ...]:

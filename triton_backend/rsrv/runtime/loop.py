@@ -86,7 +86,6 @@ class Loop:
         self._started = self._clock()
         #: when the last request ended, and seconds after which the device sleeps
         self._used = self._started
-        self._handover = Handover()
         #: when the note for the next runtime is written; inf: nothing has changed
         self._handover_at = inf
         #: when models are looked for that fall back to cold
@@ -139,7 +138,7 @@ class Loop:
 
         After a death stubs register them; if the device `slept`, only those with requests.
         """
-        self._handover = self._registry.handover = handover
+        self._registry.handover = handover
         for one in (handover.before or ()) if slept else ():
             self._registry.start(one.name, one.bundle, Demand())
 
@@ -150,11 +149,12 @@ class Loop:
             for entry in self._catalog.entries.values()
             if entry.model is not None and not entry.ending and (whole or entry.weights == "resident")
         ]
+        handover = self._registry.handover
         if whole:
             starting, returned = self._registry.starting(), {one.key for one in models}
-            before = self._handover.before or ()
+            before = handover.before or ()
             models += [one for one in before if one.name in starting and one.key not in returned]
-        place, last_arrival = self._handover.place, self._scheduler.last_arrival
+        place, last_arrival = handover.place, self._scheduler.last_arrival
         # Those that no request has come for since stay in their order.
         return sorted(models, key=lambda one: (-last_arrival(one.key), place(one.key)))
 
@@ -240,7 +240,7 @@ class Loop:
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
         if now >= self._handover_at:
             self._handover_at = inf
-            self._handover.write(self._hand_over(whole=False))
+            self._registry.handover.write(self._hand_over(whole=False))
         if now >= self._look_at:
             self._look_at = self._registry.dismiss_idle(now)
         if now - self._used >= sleeps_after:
@@ -250,7 +250,7 @@ class Loop:
         if self._commands.ends:
             if self.sleeps:
                 self._blackbox.fall_asleep()
-            self._handover.write(self._hand_over(whole=True), wait=True)
+            self._registry.handover.write(self._hand_over(whole=True), wait=True)
             requests.send_answers()
             self._transport.settle()
             self._stop()

@@ -1,6 +1,7 @@
 """Lives of models in the runtime: stubs register them, threads build them, they serve, drain and go."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -342,12 +343,12 @@ class Registry:
         self._builder.forget(connection)
         group = connection.group
         if group is not None:
-            self._leave(connection, group)
+            self._leave(connection, group.models)
             self._tell(group)
 
-    def _leave(self, connection: PeerConnection, group: Registration) -> None:
+    def _leave(self, connection: PeerConnection, models: Iterable[str]) -> None:
         connection.group = None
-        for key in group.models:
+        for key in models:
             entry = self.catalog.entries[key]
             del entry.connections[connection.id]
             self._unload_unwanted(entry)
@@ -413,7 +414,7 @@ class Registry:
             self.weights.follow_residency(model)
         # Its executions need memory beside all weights: the budget shrinks first, then its weights may be loaded.
         self.weights.update_budget()
-        served = model.measured and not self.catalog.replaces(entry)
+        served = model.measured and not self.catalog.serves(entry.name, but=key)
         place = self.handover.place(key) if served and self.handover.returns(key) else None
         on_disk = not model.host.kept
         self._outbox.append(ev.ModelAdded(model.program, warm_up=not served, restore=place, on_disk=on_disk))
@@ -487,8 +488,7 @@ class Registry:
         for connection, group in waiting:
             assert group is not None
             # A meta model's other models stay for other connections, or leave with it.
-            others = tuple(other for other in group.models if other != key)
-            self._leave(connection, replace(group, models=others))
+            self._leave(connection, [other for other in group.models if other != key])
             text = reason
             if group.is_meta:
                 text = f"model '{entry.name}', which it calls: {reason}"

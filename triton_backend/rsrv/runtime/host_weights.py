@@ -71,7 +71,6 @@ class HostStore:
         self._closed = False
         self._open: set[HostWeights] = set()
         self._kept: set[HostWeights] = set()
-        self._logical = 0
         self._physical = 0
         #: bytes that copies will take that are being made, and those of weights that were read ahead
         self._reading = 0
@@ -127,7 +126,8 @@ class HostStore:
     @property
     def counts(self) -> HostCounts:
         with self._lock:
-            return HostCounts(self._logical, self._physical, len(self._held))
+            logical = sum(weights.nbytes for weights in self._kept)
+            return HostCounts(logical, self._physical, len(self._held))
 
     @property
     def taken(self) -> int:
@@ -242,20 +242,16 @@ class HostStore:
     def _keeps(self, weights: "HostWeights") -> bool:
         """Note that all references of these weights are taken; return False if they were already."""
         with self._lock:
-            if weights in self._kept:
-                return False
+            known = weights in self._kept
             self._kept.add(weights)
-            self._logical += weights.nbytes
-            return True
+            return not known
 
     def _drops(self, weights: "HostWeights") -> bool:
         """Note that all references of these weights are dropped; return False if they have none."""
         with self._lock:
-            if weights not in self._kept:
-                return False
-            self._kept.remove(weights)
-            self._logical -= weights.nbytes
-            return True
+            known = weights in self._kept
+            self._kept.discard(weights)
+            return known
 
     def _forget(self, weights: "HostWeights", file: WeightsFile) -> None:
         with self._lock:

@@ -197,8 +197,8 @@ class _TracedRequest:
     #: the model's key
     model: str
     arrived: float | None = None
-    #: an execution of it has begun
-    executed: bool = False
+    #: number of its latest execution; None: none has begun
+    dispatch: int | None = None
     #: loads of its model's weights that ended while it waited
     loads: list[DeviceSpan] = field(default_factory=list)
 
@@ -217,8 +217,6 @@ class Traces:
         self._dropped = 0
         #: traced requests that are not over, by their global ids
         self.live: dict[int, _TracedRequest] = {}
-        #: executions with traced requests in them
-        self._executing: dict[int, tuple[ev.Execute, list[_TracedRequest]]] = {}
 
     # --- events and instructions --------------------------------------------------------------------------
 
@@ -235,28 +233,23 @@ class Traces:
                     if traced is not None:
                         traced.arrived = now
             case ev.ExecutionFinished(dispatch):
-                begun = self._executing.pop(dispatch, None)
-                if begun is not None and ended is not None:
-                    self._add_executions(*begun, ended)
+                if ended is not None:
+                    self._add_executions(dispatch, ended)
             case ev.WeightsLoaded(model) | ev.LoadFailed(model) | ev.LoadAbandoned(model):
                 for traced in self.live.values():
-                    if traced.model == model and not traced.executed and ended is not None:
+                    if traced.model == model and traced.dispatch is None and ended is not None:
                         traced.loads.append(ended)
 
     def executes(self, execute: ev.Execute, now: float) -> None:
         """End the waiting of requests whose execution begins."""
-        traced = [request for id in execute.requests if (request := self.live.get(id)) is not None]
-        if not traced:
-            return
-        self._executing[execute.dispatch] = execute, traced
-        for request in traced:
-            if not request.executed:  # else this is the second try
-                request.executed = True
-                self._add_waiting(request, now, "")
+        for traced in filter(None, map(self.live.get, execute.requests)):
+            if traced.dispatch is None:  # else this is the second try
+                self._add_waiting(traced, now, "")
+            traced.dispatch = execute.dispatch
 
     def finished(self, finish: ev.Finish, now: float) -> None:
         traced = self.live.pop(finish.request, None)
-        if traced is not None and not traced.executed:
+        if traced is not None and traced.dispatch is None:
             reason = finish.outcome if finish.reason is None else finish.reason
             self._add_waiting(traced, now, reason.value)
 
@@ -285,19 +278,18 @@ class Traces:
             start = max(loading, arrived)
             self._add(traced.mark, "load", start, now, "still under way", _attributes(traced.model))
 
-    def _add_executions(
-        self, execute: ev.Execute, requests: Sequence[_TracedRequest], done: DeviceSpan
-    ) -> None:
-        attributes = _attributes(execute.model) | {
+    def _add_executions(self, dispatch: int, done: DeviceSpan) -> None:
+        attributes = _attributes(done.model) | {
             # Requests of one execution have this in common.
-            "rsrv.batch.id": execute.dispatch,
+            "rsrv.batch.id": dispatch,
             "rsrv.batch.size": done.size,
             "rsrv.batch.rows": done.rows,
             "rsrv.batch.requests": done.requests,
         }
         error = "the execution failed" if done.failed else ""
-        for traced in requests:
-            self._add(traced.mark, "execute", done.start, done.end, error, attributes)
+        for traced in self.live.values():
+            if traced.dispatch == dispatch:
+                self._add(traced.mark, "execute", done.start, done.end, error, attributes)
 
     def _add(
         self, mark: Mark, name: str, start: float, end: float, error: str, attributes: SpanAttributes

@@ -36,7 +36,7 @@ class StubCounters:
     #: seconds from a request's arrival to its answer
     requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: answers to clients, by status in lower case
-    responses: dict[str, int] = field(default_factory=dict)
+    responses: Counter[str] = field(default_factory=Counter)
     #: why the latest of them that was INTERNAL failed
     failure: str = ""
     #: of these, those by the name of an alias
@@ -74,12 +74,10 @@ class StubMetrics:
         if alias := report.get("alias"):
             mine.aliases.setdefault(str(alias), Counter()).update(responses)
             mine.shadows.setdefault(str(alias), Counter()).update(shadows)
-        for status, count in responses.items():
-            mine.responses[status] = mine.responses.get(status, 0) + count
+        mine.responses.update(responses)
         for (model, hook), seconds in hooks.items():
-            self._models.setdefault(model, StubCounters()).hooks.setdefault(hook, Histogram(SECONDS)).add(
-                seconds
-            )
+            counters = self._models.setdefault(model, StubCounters())
+            counters.hooks.setdefault(hook, Histogram(SECONDS)).add(seconds)
 
     def keep(self, names: Collection[str]) -> Mapping[str, StubCounters]:
         """Drop the models of other names; return those that are left."""

@@ -169,8 +169,7 @@ class Runs:
         del self._by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         if not run.further:
-            outcomes, name = run.group.counts.outcomes, status.name.lower()
-            outcomes[name] = outcomes.get(name, 0) + 1
+            run.group.counts.outcomes[status.name.lower()] += 1
 
 
 # --- the tensors of a call --------------------------------------------------------------------------------

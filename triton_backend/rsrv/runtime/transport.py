@@ -8,7 +8,7 @@ import select
 import socket
 import termios
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
@@ -49,7 +49,7 @@ _MAX_MARKS = 4096
 class MetaCounts:
     """Runs of a meta model by outcome, and their sub-calls."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     #: sum over the sub-calls of their shares, by rows, of their executions
     device_seconds: float = 0.0

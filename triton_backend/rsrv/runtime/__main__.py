@@ -292,10 +292,11 @@ def _read_settings(options: argparse.Namespace) -> "Settings":
 def _supervise_control(options: argparse.Namespace, settings: "Settings") -> None:
     # One control process suffices for a server.
     if settings.control.enabled and options.device == 0:
-        from rsrv.runtime.child_processes import control_command, start_supervisor
+        from rsrv.runtime.child_processes import control_command, supervise
 
         command = control_command(options.directory, options.server_pid, options.settings)
-        start_supervisor(command, options.directory)
+        arguments = command, options.directory
+        threading.Thread(target=supervise, args=arguments, name="steering", daemon=True).start()
 
 
 def _command(

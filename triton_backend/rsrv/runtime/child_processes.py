@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -88,11 +87,6 @@ def control_command(directory: Path, server_pid: int, settings: Path) -> list[st
         "--server-pid", str(server_pid),
         "--settings", str(settings),
     ]  # fmt: skip
-
-
-def start_supervisor(command: Sequence[str], directory: Path) -> None:
-    """Supervise the control process on a thread, as long as this process lives."""
-    threading.Thread(target=supervise, args=(command, directory), name="steering", daemon=True).start()
 
 
 def supervise(

@@ -9,7 +9,6 @@ from rsrv.runtime.allocation import Bytes, aligned
 from rsrv.runtime.executor import RequestSlice
 from rsrv.runtime.generations import Chunks, Generation, GenerationCounts
 from rsrv.runtime.models import CompiledModel
-from rsrv.runtime.runs import view
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler import events as ev
 from rsrv.wire.generation import Generate
@@ -133,7 +132,7 @@ class StepSlice(RequestSlice):
 
     def _find(self, block: Block, name: str, start: int) -> npt.NDArray[Any]:
         index = next(index for index, tensor in enumerate(block.tensors) if tensor.name == name)
-        return view(block.tensors[index], 1, self.segment, start + block.places(1)[0][index])
+        return self._view(index, block, start)
 
     @property
     def token(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import ActivitySlot
-from rsrv.runtime.device import Array, Buffer, Device, Executable, Hardware
+from rsrv.runtime.device import Buffer, Device, Executable, Hardware
 from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
@@ -289,7 +289,8 @@ def warm_up(
     started = time.perf_counter()
     costs = {}
     for (variant, size), executable in model.executables.items():
-        inputs = zeros(model.interface.variants[variant].inputs, size)
+        block = model.interface.variants[variant].inputs
+        inputs = [np.zeros(one.shape(size), numpy_dtype(one.dtype)) for one in block.tensors]
         seconds = []
         for _ in range(1 + _TIMED_EXECUTIONS):
             with slot.doing(Phase.WARMING, model.key, size):
@@ -356,10 +357,6 @@ def describe(bundle: Bundle, signatures: Mapping[tuple[int, int], Signature]) ->
 
 def _open(shape: tuple[int, ...], batch_axis: int | None) -> tuple[int, ...]:
     return tuple(-1 if axis == batch_axis else extent for axis, extent in enumerate(shape))
-
-
-def zeros(block: Block, rows: int) -> list[Array]:
-    return [np.zeros(t.shape(rows), numpy_dtype(t.dtype)) for t in block.tensors]
 
 
 def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:

@@ -427,8 +427,11 @@ class Commands:
             case "compact":
                 self._outbox.append(ev.Compact())
             case "policy":
+                names = self._names(model)
                 changes = {key: value for key, value in command.items() if key not in ("command", "model")}
-                self._set_policy(command["model"], changes)
+                # The policy of a meta model, too: it limits the runs that may wait.
+                _checked(lambda: self._policy.change_models([command["model"], *names], changes))
+                self._policy_changed(names)
             case "settings":
                 self._take_settings(command)
             case "start":
@@ -480,17 +483,13 @@ class Commands:
         return {}
 
     def _names(self, model: Any) -> list[str]:
-        """Return the name of a model, or those of the models that a meta model calls."""
-        try:
-            return self._registry.names_of(model)
-        except LookupError as error:
-            raise CommandRefused("NOT_FOUND", str(error)) from None
-
-    def _set_policy(self, model: str, changes: Mapping[str, Any]) -> None:
-        names = self._names(model)
-        # The policy of a meta model, too: it limits the runs that may wait.
-        _checked(lambda: self._policy.change_models([model, *names], changes))
-        self._policy_changed(names)
+        """Return the name of a model, or those of all models that a meta model calls."""
+        if self._catalog.serves(model):
+            return [model]
+        called = [group.calls for group in self._registry.metas() if group.name == model]
+        if not called:
+            raise CommandRefused("NOT_FOUND", f"there is no model {model!r:.200}")
+        return [callee for calls in called for callee in calls]
 
     def _policy_changed(self, names: Iterable[str] | None) -> None:
         for key in self._catalog.compiled(names):

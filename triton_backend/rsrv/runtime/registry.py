@@ -70,19 +70,6 @@ class Registry:
         #: models of the runtime before this one
         self.handover = Handover()
 
-    def names_of(self, name: str) -> list[str]:
-        """Return the name of a model, or those of all models that a meta model calls.
-
-        Raises:
-            LookupError: there is no model of that name.
-        """
-        if self.catalog.serves(name):
-            return [name]
-        called = [group.calls for group in self.metas() if group.name == name]
-        if not called:
-            raise LookupError(f"there is no model {name!r:.200}")
-        return [callee for calls in called for callee in calls]
-
     def starting(self) -> dict[str, str]:
         """Return what the start of each model waits for."""
         building = (self.catalog.entries[key] for key in self.catalog.building)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,6 +67,13 @@ def doublings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return models `a` to `d`, with w = 1 to 4, which share no tensor."""
     folder = tmp_path_factory.mktemp("bundles")
     return {name: export_doubling(folder / name, w=[w, w, w]) for w, name in enumerate("abcd", 1)}
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """Return a directory in /dev/shm that stands for /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
+        yield Path(path)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tests.runtime_commands import Refused, command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import answer_of, chain, queued, send
 from tests.unit.runtime.test_pipelining import answer
-from tests.unit.runtime.test_residency import answered, register
+from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
@@ -50,12 +50,6 @@ def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[dict[str, 
     runtime.device.gate.set()
     for engine in made.values():
         engine.close()
-
-
-def ask(engine: Engine) -> FakeRequest:
-    request = FakeRequest({"x": rows(1)})
-    assert engine.execute([request]) is None
-    return request
 
 
 # --- pausing -----------------------------------------------------------------------------------------------

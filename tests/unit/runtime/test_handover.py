@@ -12,8 +12,7 @@ from rsrv.settings import load_settings
 from rsrv_bundle.inspection import Inspector
 from tests.fakes import Gate
 from tests.unit.runtime.conftest import StartRuntime
-from tests.unit.runtime.test_residency import answered
-from tests.unit.runtime.test_restart import ask
+from tests.unit.runtime.test_residency import answered, ask
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until

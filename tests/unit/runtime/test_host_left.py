@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +20,6 @@ from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 #: A live server, by its process, and one that has ended.
 LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
 ENDED = f"{os.getpid()}-1-gpu0"
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """Return a directory in /dev/shm that stands for /dev/shm."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
-        yield Path(path)
 
 
 @pytest.fixture(autouse=True)

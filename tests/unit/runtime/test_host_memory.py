@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,6 @@ from rsrv.runtime.allocation import LARGE, Bytes
 from rsrv.runtime.host_memory import HostMemory, HostMemoryError, SharedMemory, TensorBytes, fresh
 from tests.held import open_files
 from tests.unit.runtime.peers import Peer
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """Return a directory in /dev/shm that stands for /dev/shm."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
-        yield Path(path)
 
 
 @pytest.fixture

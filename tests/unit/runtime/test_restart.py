@@ -22,8 +22,8 @@ from tests.unit.runtime.counting import count, expected, export_counting
 from tests.unit.runtime.metas import Run, answer_of, assert_y, both_kinds, queued, request, status_of
 from tests.unit.runtime.metas import rows as rows_of
 from tests.unit.runtime.test_generating import Client
-from tests.unit.runtime.test_residency import answered
-from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
+from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 
@@ -41,12 +41,6 @@ def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
     yield engine
     runtime.device.gate.set()
     engine.close()
-
-
-def ask(engine: Engine) -> FakeRequest:
-    request = FakeRequest({"x": rows(1)})
-    assert engine.execute([request]) is None
-    return request
 
 
 def one_executes_and_one_waits(runtime: Runtime, engine: Engine) -> tuple[FakeRequest, FakeRequest]:

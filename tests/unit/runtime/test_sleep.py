@@ -16,8 +16,8 @@ from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
 from rsrv.wire.socket import Closed, send
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_residency import answered
-from tests.unit.runtime.test_restart import ask, one_executes_and_one_waits
+from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_restart import one_executes_and_one_waits
 from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until

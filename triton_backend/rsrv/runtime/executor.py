@@ -44,9 +44,6 @@ class RequestSlice:
     tag: int = 0  # hash of the client's id for it; 0: it has none
     sequence: SequenceEntry | None = None
 
-    def start(self, outputs: bool) -> int:
-        return self.outputs_at if outputs else self.inputs_at
-
     def source(self, index: int, block: Block) -> Array:
         """View an input in shared memory."""
         return self._view(index, block, self.inputs_at)
@@ -183,43 +180,37 @@ class Staging:
         self._idle.clear()
 
 
+@dataclass(slots=True, eq=False)
 class ContiguousRun:
-    """`count` slices of `rows` rows each, `stride` bytes apart."""
+    """`count` slices of equally many rows, `stride` bytes apart."""
 
-    __slots__ = ("_inputs_at", "_outputs_at", "count", "first", "rows", "stride")
-
-    def __init__(self, first: Slice) -> None:
-        self.first = first
-        self.rows = first.rows
-        self.count = 1
-        self.stride = 0
-        if isinstance(first, RequestSlice):
-            self._inputs_at = first.inputs_at
-            self._outputs_at = first.outputs_at
+    first: Slice
+    last: Slice
+    count: int = 1
+    stride: int = 0
 
     def take(self, part: Slice) -> bool:
         """Append a slice if it continues the run; return whether it does."""
-        if not isinstance(part, RequestSlice) or not isinstance(self.first, RequestSlice):
+        last = self.last
+        if not isinstance(part, RequestSlice) or not isinstance(last, RequestSlice):
             return False
-        stride = part.inputs_at - self._inputs_at
+        stride = part.inputs_at - last.inputs_at
         if (
-            part.rows != self.rows
-            or part.segment is not self.first.segment
+            part.rows != last.rows
+            or part.segment is not last.segment
             or stride <= 0
             or (self.count > 1 and stride != self.stride)
-            or part.outputs_at - self._outputs_at != stride
+            or part.outputs_at - last.outputs_at != stride
         ):
             return False
-        self.stride = stride
-        self.count += 1
-        self._inputs_at, self._outputs_at = part.inputs_at, part.outputs_at
+        self.last, self.count, self.stride = part, self.count + 1, stride
         return True
 
     def copy(self, batch: Array, at: int, index: int, block: Block, *, outputs: bool) -> int:
         """Copy between the slices' tensors and rows `at` and following of `batch` (rows first); return the row after."""
         tensor, part = block.tensors[index], self.first
         first = part.target(index, block) if outputs else part.source(index, block)
-        end = at + self.count * self.rows
+        end = at + self.count * part.rows
         if not isinstance(first, np.ndarray):
             return end  # on the device, or not wanted
         rows = batch[at:end]
@@ -228,11 +219,12 @@ class ContiguousRun:
         else:
             assert isinstance(part, RequestSlice)
             shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
-            start = part.start(outputs) + block.places(self.rows)[0][index]
+            start = part.outputs_at if outputs else part.inputs_at
+            start += block.places(part.rows)[0][index]
             parts = np.ndarray(shape, first.dtype, part.segment, start, strides)
             if tensor.batch_axis:
                 parts = np.moveaxis(parts, tensor.batch_axis + 1, 1)
-            rows = rows.reshape(self.count, self.rows, *rows.shape[1:])
+            rows = rows.reshape(self.count, part.rows, *rows.shape[1:])
         if outputs:
             parts[...] = rows
         else:
@@ -249,7 +241,7 @@ def find_contiguous_runs(slices: Sequence[Slice]) -> list[ContiguousRun]:
     group: ContiguousRun | None = None
     for part in slices:
         if group is None or not group.take(part):
-            group = ContiguousRun(part)
+            group = ContiguousRun(part, part)
             groups.append(group)
     return groups
 

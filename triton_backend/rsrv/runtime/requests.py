@@ -357,14 +357,11 @@ class Requests:
         part = self.pending.pop(finish.request)
         if isinstance(part, StepSlice):
             return  # its token has been taken
-        connection, execute = part.connection, ended.dispatch.execute
         if (sequence := _sequence(part)) is not None:
             self._apply(self.sequences.done(sequence, executed=True, now=self._clock()))
-        if not connection.closed:
-            connection.completions.append(
-                Completion(part.request, Status.OK, execute.size, execute.rows, int(ended.seconds * 1e9))
-            )
-            self.answering.add(connection)
+        execute, took_ns = ended.dispatch.execute, int(ended.seconds * 1e9)
+        completion = Completion(part.request, Status.OK, execute.size, execute.rows, took_ns)
+        self._complete(part.connection, completion)
 
     def fail(self, finish: ev.Finish) -> None:
         """Complete a request that was not answered, or a run that was not admitted."""

@@ -27,6 +27,7 @@ from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module
 from rsrv_bundle.precision import Treatment, treat
 from rsrv_bundle.products import Precision
+from rsrv_bundle.spec import TensorSpec
 
 log = logging.getLogger("rsrv.models")
 
@@ -338,21 +339,16 @@ def describe(bundle: Bundle, signatures: Mapping[tuple[int, int], Signature]) ->
     for index in range(max(1, len(manifest.input_shapes))):
         sizes = tuple(sorted(size for variant, size in signatures if variant == index))
         results = signatures[index, sizes[0]].outputs
-        inputs = [
-            Tensor(
-                spec.name,
-                spec.dtype,
-                _open(bundle.input_shape(i, index, 1), spec.batch_axis),
-                spec.batch_axis,
-            )
-            for i, spec in enumerate(manifest.inputs)
-        ]
-        outputs = [
-            Tensor(spec.name, spec.dtype, _open(results[i][1], spec.batch_axis), spec.batch_axis)
-            for i, spec in enumerate(manifest.outputs)
-        ]
-        variants.append(Variant(Block(tuple(inputs)), Block(tuple(outputs)), sizes))
+        inputs = tuple(
+            _tensor(spec, bundle.input_shape(i, index, 1)) for i, spec in enumerate(manifest.inputs)
+        )
+        outputs = tuple(_tensor(spec, results[i][1]) for i, spec in enumerate(manifest.outputs))
+        variants.append(Variant(Block(inputs), Block(outputs), sizes))
     return Interface(tuple(variants), exact=not coalesces(bundle))
+
+
+def _tensor(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(spec.name, spec.dtype, _open(shape, spec.batch_axis), spec.batch_axis)
 
 
 def _open(shape: tuple[int, ...], batch_axis: int | None) -> tuple[int, ...]:

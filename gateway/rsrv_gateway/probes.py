@@ -543,7 +543,6 @@ def _model(load: pb.ModelLoad) -> ModelView:
         requests=load.requests,
         items=load.rows,
         device_seconds=load.device_seconds,
-        misses=load.misses,
         max_items=load.max_rows if has_batch_axis else 0,
         batch_input=(load.batch_input.name, load.batch_input.axis) if has_batch_axis else None,
     )

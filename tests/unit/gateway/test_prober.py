@@ -90,7 +90,7 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
             budget_bytes=1000,
             backlog_s=0.5,
             models={
-                "a": ModelView(300, WeightsView.LOADING, True, 0.25, 1, 2, 5, 6, 4.5, 3, 8, ("x", 1)),
+                "a": ModelView(300, WeightsView.LOADING, True, 0.25, 1, 2, 5, 6, 4.5, 8, ("x", 1)),
                 "b": ModelView(0, WeightsView.RESIDENT),
             },
             calls={"chain": frozenset({"a", "b"})},

@@ -532,7 +532,6 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
             look,
             1e9 * look / 4,
             most,
-            most,
             ("x", 0),
         )
         view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown}, measurement=look)

@@ -324,7 +324,6 @@ def _model(said: Mapping[str, Any]) -> ModelView:
         requests=said["requests"],
         items=said["rows"],
         device_seconds=said["device_seconds"],
-        misses=said["misses"],
     )
 
 

@@ -58,8 +58,6 @@ class ModelView(Immutable):
     requests: int = 0
     items: int = 0
     device_seconds: float = 0.0
-    #: requests that found the weights absent
-    misses: int = 0
     #: items in its largest execution; 0: no batch axis
     max_items: int = 0
     #: an input with a batch axis, and the index of that axis; None: a request is one item

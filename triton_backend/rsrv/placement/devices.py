@@ -131,7 +131,6 @@ def _model_of(shown: Sequence[ModelView]) -> ModelView:
         requests=sum(one.requests for one in shown),
         items=sum(one.items for one in shown),
         device_seconds=sum(one.device_seconds for one in shown),
-        misses=sum(one.misses for one in shown),
     )
 
 

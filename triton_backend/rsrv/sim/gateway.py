@@ -150,7 +150,6 @@ class SimulatedGateway:
                 requests=load.answered,
                 items=load.useful_rows,
                 device_seconds=load.device_seconds,
-                misses=load.misses,
                 max_items=load.max_rows,
                 batch_input=_ROWS,
             )

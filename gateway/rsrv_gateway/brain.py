@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
+from rsrv.placement.contract import Table, Worker
 from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
@@ -17,7 +17,7 @@ from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
 from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import ActionQueue, PlacementSender, Probes
-from rsrv_gateway.traffic import Traffic
+from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 
 
 class Proxy:

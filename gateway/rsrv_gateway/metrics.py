@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rsrv.placement.contract import DURATION_BOUNDS, TrafficCounts, WorkerView
+from rsrv.placement.contract import WorkerView
 from rsrv.placement.status import PlannerStatus
+from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
 V = TypeVar("V", int, float)
 

@@ -19,7 +19,7 @@ from grpc import StatusCode
 
 from rsrv.address import Address, parse_address
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
+from rsrv.placement.contract import Table, Worker
 from rsrv.placement.routing import Choice
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import ext_proc
@@ -31,7 +31,7 @@ from rsrv_gateway.inquiries import ABOUT_A_MODEL, OPERATIONS
 from rsrv_gateway.members import READ_PAUSE_S, addresses_of
 from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
 from rsrv_gateway.peek import Malformed, Peeked
-from rsrv_gateway.traffic import Traffic
+from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
 log = logging.getLogger("rsrv.gateway")

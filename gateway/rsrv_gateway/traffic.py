@@ -3,18 +3,60 @@
 Every request is counted, so the counters are plain numbers in dicts; `counts` collects them for metrics.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from rsrv.histogram import Histogram
-from rsrv.placement.contract import DURATION_BOUNDS, Brain, Durations, Table, TrafficCounts, Worker
+from rsrv.placement.contract import Table, Worker
 from rsrv.placement.routing import Choice, Mode, Router
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
 
+#: upper bounds, seconds, of the intervals of durations
+DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 #: code of a request whose client did not wait for the answer
 CANCELLED = "CANCELLED"
 #: workers asked for the state of a model that none serves
 _ASKED_WORKERS_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCounts:
+    """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
+
+    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as
+    #: "OK"
+    requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    #: items of forwarded requests, by model
+    items: Mapping[str, int] = field(default_factory=dict)
+    #: load in flight by worker, in the unit of the routes' charges
+    load: Mapping[str, float] = field(default_factory=dict)
+    #: requests in flight by model and worker, without zeros
+    outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: requests moved to another worker after this one failed, by worker
+    failovers: Mapping[str, int] = field(default_factory=dict)
+    #: durations from arrival to the end of the answer, by model
+    durations: Mapping[str, Histogram] = field(default_factory=dict)
+
+
+class Brain(Protocol):
+    """Notifications from a proxy to the gateway's loop, on the event loop that started the proxy."""
+
+    def failed(self, worker: str) -> None:
+        """Probe a worker now because a connection to it broke or could not be made.
+
+        Returns at once, and may be called for every request.
+        """
+
+    async def refresh(self, sure: bool = False) -> None:
+        """Probe all workers now, because a request names a model that is not in the table.
+
+        Returns after `apply` was called with the results, or at once if the last refresh is less than a
+        second ago. Concurrent calls share one refresh. `sure`: something has changed, so a refresh that is
+        already running does not count. Never raises.
+        """
 
 
 class Traffic:
@@ -24,9 +66,9 @@ class Traffic:
         #: workers that answer, by name
         self.workers: Mapping[str, Worker] = {}
         self.table: Table = {}
-        self._requests: dict[tuple[str, str, str], int] = {}
-        self._items: dict[str, int] = {}
-        self._failovers: dict[str, int] = {}
+        self._requests = Counter[tuple[str, str, str]]()
+        self._items = Counter[str]()
+        self._failovers = Counter[str]()
         self._durations: dict[str, Histogram] = {}
 
     def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -73,23 +115,20 @@ class Traffic:
 
     def count_failover(self, failed: str) -> None:
         """Count a failover away from this worker."""
-        self._failovers[failed] = self._failovers.get(failed, 0) + 1
+        self._failovers[failed] += 1
 
     def count_finished(self, model: str, worker: str, code: str, items: int, seconds: float) -> None:
         """Count a finished request; `worker` is its last one."""
-        key = (model, worker, code)
-        self._requests[key] = self._requests.get(key, 0) + 1
+        self._requests[model, worker, code] += 1
+        self._items[model] += items
         durations = self._durations.get(model)
         if durations is None:
             durations = self._durations[model] = Histogram(DURATION_BOUNDS)
-            self._items[model] = 0
         durations.observe(seconds)
-        self._items[model] += items
 
     def count_refused(self, model: str, code: str) -> None:
         """Count a request that went to no worker. An unknown model has no name, as clients may invent any number of names."""
-        key = (model if model in self.table else "", "", code)
-        self._requests[key] = self._requests.get(key, 0) + 1
+        self._requests[model if model in self.table else "", "", code] += 1
 
     def counts(self) -> TrafficCounts:
         return TrafficCounts(
@@ -99,7 +138,7 @@ class Traffic:
             outstanding=self.router.outstanding(),
             failovers=dict(self._failovers),
             durations={
-                model: Durations(tuple(durations.counts), durations.sum)
+                model: Histogram(DURATION_BOUNDS, [*durations.counts], durations.sum)
                 for model, durations in self._durations.items()
             },
         )

@@ -12,11 +12,13 @@ import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.placement.contract import DURATION_BOUNDS, Durations, TrafficCounts, WorkerView
+from rsrv.histogram import Histogram
+from rsrv.placement.contract import WorkerView
 from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
 from rsrv.stub.metrics import TritonMirror
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
+from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
 #: Labels that Prometheus adds to every sample, also in Kubernetes.
 TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
@@ -74,7 +76,7 @@ def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
         load={"w": 1.0},
         outstanding={("m", "w"): 1},
         failovers={"w": 1},
-        durations={"m": Durations((1,) * (len(DURATION_BOUNDS) + 1), 1.0)},
+        durations={"m": Histogram(DURATION_BOUNDS, [1] * (len(DURATION_BOUNDS) + 1), 1.0)},
     )
     model = ModelStatus("m", ("w",), ("w",), (), (), 1, 1, 0.5, 1.0, 0.1, 10, "", 1, "least")
     worker = WorkerStatus("w", True, 1, 0.5, 0.5, 10, 20, False, 0.0)

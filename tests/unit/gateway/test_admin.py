@@ -14,16 +14,11 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import (
-    DURATION_BOUNDS,
-    Durations,
-    ModelView,
-    TrafficCounts,
-    WeightsView,
-    WorkerView,
-)
+from rsrv.histogram import Histogram
+from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.metrics import DepartedWorkers, expose, merge
+from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 from tests.unit.gateway.worlds import World
 from tests.waiting import looped
 
@@ -192,14 +187,14 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
             ],
         }
         world = World(section, a=view, one=view, two=view, three=view)
-        buckets = (3, 1, *([0] * (len(DURATION_BOUNDS) - 1)))
+        buckets = [3, 1, *([0] * (len(DURATION_BOUNDS) - 1))]
         world.proxy.counted = TrafficCounts(
             {("m", "one", "OK"): 3, ("m", "one", "INTERNAL"): 1},
             {"m": 8},
             {"one": 1.5},
             {("m", "one"): 2},
             {"two": 1},
-            {"m": Durations(buckets, 0.25)},
+            {"m": Histogram(DURATION_BOUNDS, buckets, 0.25)},
         )
         async with world.running(), watched(world) as url:
             status, text = await get(f"{url}/metrics")

@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.cli import main as cli
 from rsrv.control.grpc_server import ListenError, listen, listen_locally
-from rsrv.placement.contract import ModelView, TrafficCounts, WeightsView, WorkerView
+from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 from rsrv.settings import ControlSection
 from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
+from rsrv_gateway.traffic import TrafficCounts
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.worlds import World

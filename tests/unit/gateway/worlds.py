@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
+from rsrv.placement.contract import Act, Table, WeightAction, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Plan, Planner
@@ -17,6 +17,7 @@ from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import PROBE_S, ControlClient
 from rsrv_gateway.members import Members
 from rsrv_gateway.probes import DEAD, Probes
+from rsrv_gateway.traffic import TrafficCounts
 
 
 class FakePlanner(Planner):

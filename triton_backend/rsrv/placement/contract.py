@@ -7,10 +7,7 @@ ordered and labelled by name. Times are seconds, memory is bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol, Self
-
-#: upper bounds, seconds, of the intervals of Durations; one more interval lies above the last bound
-DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
+from typing import Literal, Self
 
 
 class Immutable:
@@ -131,50 +128,3 @@ class WeightAction:
     act: Act
     worker: str
     model: str
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """Durations of requests, from their arrival to the end of their answer."""
-
-    #: requests in each interval of DURATION_BOUNDS, and above the last bound
-    counts: tuple[int, ...]
-    #: sum of all durations, seconds
-    sum: float
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficCounts:
-    """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
-
-    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as
-    #: "OK"
-    requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    #: items of forwarded requests, by model
-    items: Mapping[str, int] = field(default_factory=dict)
-    #: load in flight by worker, in the unit of the routes' charges
-    load: Mapping[str, float] = field(default_factory=dict)
-    #: requests in flight by model and worker, without zeros
-    outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: requests moved to another worker after this one failed, by worker
-    failovers: Mapping[str, int] = field(default_factory=dict)
-    #: durations by model
-    durations: Mapping[str, Durations] = field(default_factory=dict)
-
-
-class Brain(Protocol):
-    """Notifications from a proxy to the gateway's loop, on the event loop that started the proxy."""
-
-    def failed(self, worker: str) -> None:
-        """Probe a worker now because a connection to it broke or could not be made.
-
-        Returns at once, and may be called for every request.
-        """
-
-    async def refresh(self, sure: bool = False) -> None:
-        """Probe all workers now, because a request names a model that is not in the table.
-
-        Returns after `apply` was called with the results, or at once if the last refresh is less than a
-        second ago. Concurrent calls share one refresh. `sure`: something has changed, so a refresh that is
-        already running does not count. Never raises.
-        """

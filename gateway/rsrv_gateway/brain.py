@@ -24,13 +24,13 @@ class Proxy:
     """Forwards requests between clients and workers, over gRPC and HTTP, by the table of the gateway's loop."""
 
     def __init__(self, settings: GatewaySection, brain: Brain) -> None:
-        """Prepare both protocols. Raises ListenError, CredentialsError."""
+        """Prepare both protocols. Raises CredentialsError, TokenError."""
         self._traffic = Traffic(settings.mode, brain)
         self.grpc = GrpcProxy(settings, ChannelFactory(settings), self._traffic)
         self.http = HttpProxy(settings, self._traffic)
 
     async def start(self) -> None:
-        """Listen from now on. Raises ListenError, whose message names the setting."""
+        """Listen from now on. Raises ListenError, CredentialsError, whose messages name the setting."""
         await self.grpc.start()
         await self.http.start()
 

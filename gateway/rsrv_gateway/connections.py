@@ -16,7 +16,7 @@ from rsrv.address import parse_address
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
 from rsrv.control.triton import restriction
 from rsrv.settings_fleet import GatewaySection
-from rsrv.tokens import bears, read_token
+from rsrv.tokens import bears, parse_token, read_token
 from rsrv_gateway.outcomes import Metadata, Refusal
 
 _OPTIONS: Sequence[tuple[str, int]] = (
@@ -38,7 +38,7 @@ PROBE_TIMEOUT_S: Final = 2 * PROBE_S
 
 
 class CredentialsError(Exception):
-    """A file named by the settings cannot be used; the message says which."""
+    """A file that the settings name for TLS or a token cannot be used; the message says which setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class ControlClient:
 
 
 class ChannelFactory:
-    """Opens channels; the credentials are read once. Raises CredentialsError."""
+    """Opens channels; the credentials are read once. Raises CredentialsError, TokenError."""
 
     def __init__(self, section: GatewaySection) -> None:
         ca, certificate, key = (
-            None if path is None else _read_worker_file(name, path)
+            None if path is None else _read(name, path)
             for name, path in (
                 ("worker_ca", section.worker_ca),
                 ("worker_certificate", section.worker_certificate),
@@ -69,22 +69,13 @@ class ChannelFactory:
         #: metadata of calls to control services
         self.metadata: tuple[tuple[str, str], ...] = ()
         if token is not None:
-            secret = _read_worker_file("worker_token_file", token).decode("utf-8", "replace").strip()
-            if not (secret and secret.isascii() and secret.isprintable()):
-                raise CredentialsError(
-                    f"gateway.worker_token_file: {token} holds no token: one line of ASCII"
-                )
-            self.metadata = (("authorization", f"Bearer {secret}"),)
+            secret = parse_token(_read("worker_token_file", token), token, "gateway.worker_token_file")
+            self.metadata = (("authorization", f"Bearer {secret.decode()}"),)
         #: metadata of the gateway's own calls to restricted repositories; clients' calls go without
         self.repository_metadata: tuple[tuple[str, str], ...] = ()
         if section.worker_repository_key is not None and section.worker_repository_value_file is not None:
-            try:
-                value = read_token(
-                    section.worker_repository_value_file, "gateway.worker_repository_value_file"
-                ).decode()
-            except ValueError as error:
-                raise CredentialsError(str(error)) from None
-            self.repository_metadata = (restriction(section.worker_repository_key, value),)
+            value = read_token(section.worker_repository_value_file, "gateway.worker_repository_value_file")
+            self.repository_metadata = (restriction(section.worker_repository_key, value.decode()),)
         self._options = [
             *_OPTIONS,
             ("grpc.max_receive_message_length", section.max_message_bytes),
@@ -112,7 +103,7 @@ def worker_tls(section: GatewaySection) -> ssl.SSLContext | None:
     return context
 
 
-def _read_worker_file(key: str, path: Path) -> bytes:
+def _read(key: str, path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:
@@ -289,23 +280,18 @@ def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]
 
 
 def server_credentials(settings: GatewaySection) -> Any:
-    """Return grpc.ServerCredentials; None: without TLS. Raises ListenError."""
+    """Return grpc.ServerCredentials; None: without TLS. Raises CredentialsError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
-    pair = (
-        _read_server_file("tls_key", settings.tls_key),
-        _read_server_file("tls_certificate", settings.tls_certificate),
-    )
-    clients = (
-        None if settings.tls_client_ca is None else _read_server_file("tls_client_ca", settings.tls_client_ca)
-    )
+    pair = _read("tls_key", settings.tls_key), _read("tls_certificate", settings.tls_certificate)
+    clients = None if settings.tls_client_ca is None else _read("tls_client_ca", settings.tls_client_ca)
     # gRPC's own error says only that it cannot listen, and a CA file without certificates is no error to it.
     server_tls(settings)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 
 def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
-    """Return the TLS context for HTTP clients; None: without TLS. Raises ListenError."""
+    """Return the TLS context for HTTP clients; None: without TLS. Raises CredentialsError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -316,7 +302,7 @@ def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
             context.load_verify_locations(settings.tls_client_ca.expanduser())
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as error:
-        raise ListenError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
+        raise CredentialsError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
     return context
 
 
@@ -324,14 +310,9 @@ class Token:
     """The secret that clients must send, if one is configured."""
 
     def __init__(self, settings: GatewaySection) -> None:
-        """Read the file. Raises ListenError."""
-        self._token: bytes | None = None
-        if settings.token_file is None:
-            return
-        try:
-            self._token = read_token(settings.token_file, "gateway.token_file")
-        except ValueError as error:
-            raise ListenError(str(error)) from None
+        """Read the file. Raises TokenError."""
+        file = settings.token_file
+        self._token = None if file is None else read_token(file, "gateway.token_file")
 
     @property
     def needed(self) -> bool:
@@ -342,10 +323,3 @@ class Token:
         if self._token is None:
             return True
         return bears(next((value for name, value in headers if name == "authorization"), ""), self._token)
-
-
-def _read_server_file(key: str, path: Path) -> bytes:
-    try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise ListenError(f"gateway.{key}: {error}") from None

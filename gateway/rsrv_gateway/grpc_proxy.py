@@ -52,7 +52,7 @@ class GrpcProxy:
     """gRPC side of the `Proxy`."""
 
     def __init__(self, settings: GatewaySection, contacts: ChannelFactory, traffic: Traffic) -> None:
-        """Prepare the handlers. Raises ListenError."""
+        """Prepare the handlers. Raises TokenError."""
         self._settings = settings
         self._traffic = traffic
         self._token = Token(settings)
@@ -79,7 +79,7 @@ class GrpcProxy:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen on the configured address. Raises ListenError."""
+        """Listen on the configured address. Raises ListenError, CredentialsError."""
         if self._settings.grpc is not None:
             self.port = await self._server.start(self._settings.grpc, server_credentials(self._settings))
 

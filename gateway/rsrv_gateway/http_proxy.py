@@ -57,7 +57,7 @@ class HttpProxy:
     """HTTP side of the `Proxy`."""
 
     def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
-        """Read the credentials. Raises ListenError, CredentialsError."""
+        """Read the credentials. Raises CredentialsError, TokenError."""
         self._settings = settings
         self._timeout_s = settings.request_timeout_s
         self._traffic = traffic

@@ -16,7 +16,7 @@ from rsrv.placement.contract import Worker
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, read_settings
-from rsrv.tokens import read_token
+from rsrv.tokens import TokenError, read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import GatewayLoop, Proxy
@@ -51,7 +51,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         asyncio.run(serve(settings, picker))
-    except (ListenError, CredentialsError, MembersError, RuntimeDirectoryError) as error:
+    except (ListenError, CredentialsError, TokenError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
@@ -120,7 +120,8 @@ async def _serve_operators(
         listener, _ = await listen(control, service, health, GATEWAY)
         stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.admin is not None:
-        admin = Admin(gateway, _page_token(settings.metrics.token_file))
+        file = settings.metrics.token_file
+        admin = Admin(gateway, None if file is None else read_token(file, "metrics.token_file"))
         await admin.start(section.admin)
         log.info("gateway.admin: /metrics and the live page are at port %d", admin.port)
         stack.push_async_callback(admin.stop)
@@ -128,13 +129,6 @@ async def _serve_operators(
 
 def _options(settings: Settings) -> PlannerOptions:
     return PlannerOptions.of(settings.placement, settings.models, mode=settings.gateway.mode)
-
-
-def _page_token(file: Path | None) -> bytes | None:
-    try:
-        return None if file is None else read_token(file, "metrics.token_file")
-    except ValueError as error:
-        raise CredentialsError(str(error)) from None
 
 
 def _until_signalled() -> asyncio.Event:

@@ -56,7 +56,7 @@ class Picker:
     """Answers Envoys by the table of the gateway's loop."""
 
     def __init__(self, address: str, settings: GatewaySection, brain: Brain) -> None:
-        """Prepare the server for `address`. Raises ListenError."""
+        """Prepare the server for `address`. Raises CredentialsError, TokenError."""
         self._address = address
         self._token = Token(settings)
         self.traffic = Traffic(settings.mode, brain)

@@ -356,7 +356,7 @@ def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
 
     with pytest.raises(ListenError, match=r"gateway\.http: cannot listen on"):
         asyncio.run(start(http="127.0.0.1:x"))
-    with pytest.raises(ListenError, match=r"gateway\.tls_certificate"):
+    with pytest.raises(CredentialsError, match=r"gateway\.tls_certificate"):
         asyncio.run(start(tls_certificate=tmp_path / "no", tls_key=tmp_path / "no"))
     with pytest.raises(CredentialsError, match=r"gateway\.worker_ca"):
         asyncio.run(start(worker_ca=tmp_path / "no"))

@@ -10,6 +10,7 @@ import pytest
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv.settings_fleet import GatewaySection
+from rsrv.tokens import TokenError
 from rsrv_gateway.connections import ChannelFactory, CredentialsError
 from rsrv_gateway.probes import DEAD, ActError, GrpcProber
 from tests.unit.gateway.workers import FakeControl, FakeServer, Relay, serving
@@ -359,7 +360,7 @@ def test_a_key_needs_its_value(value: Path) -> None:
         GatewaySection(worker_repository_key="k")
     value.chmod(0o644)
     section = GatewaySection(worker_repository_key="k", worker_repository_value_file=value)
-    with pytest.raises(CredentialsError, match=r"gateway\.worker_repository_value_file: every user can read"):
+    with pytest.raises(TokenError, match=r"gateway\.worker_repository_value_file: every user can read"):
         ChannelFactory(section)
 
 
@@ -387,7 +388,7 @@ def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
 def test_a_token_is_one_line(tmp_path: Path) -> None:
     """A token of several lines is refused, because gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")
-    with pytest.raises(CredentialsError, match="no token"):
+    with pytest.raises(TokenError, match="no token"):
         ChannelFactory(GatewaySection(worker_token_file=tmp_path / "token"))
 
 

@@ -32,7 +32,7 @@ from rsrv_gateway.connections import (
 )
 from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.grpc_inquiries import GrpcInquiries
-from rsrv_gateway.outcomes import Metadata, Refusal
+from rsrv_gateway.outcomes import Metadata, Refusal, unauthenticated
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.streaming import stream
 from rsrv_gateway.traffic import CANCELLED, Traffic
@@ -205,7 +205,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._token = token if token.needed else None
 
         async def refuse_client(_: Any, context: Any) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
+            await refuse(context, unauthenticated())
 
         # A stream handler refuses any method; other kinds would wait for a request first.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse_client)

@@ -32,11 +32,11 @@ _FIXED = {
     "/v2/trace/setting": "trace/setting",
     "/v2/logging": "logging",
 }
+#: the operations that execute a model
+INFERENCE = ("infer", "generate", "generate_stream")
 _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 _METHODS = {
-    "infer": _POST,
-    "generate": _POST,
-    "generate_stream": _POST,
+    **dict.fromkeys(INFERENCE, _POST),
     "trace/setting": _BOTH,
     "logging": _BOTH,
     "index": _POST,

@@ -22,6 +22,7 @@ from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool, UnreadBody, end_to_end
 from rsrv_gateway.http_protocol import (
+    INFERENCE,
     PARSED_JSON_MAX_BYTES,
     SEARCHED_JSON_MAX_BYTES,
     Target,
@@ -32,11 +33,10 @@ from rsrv_gateway.http_protocol import (
     peek,
     target_of,
 )
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.outcomes import Refusal, unauthenticated
 from rsrv_gateway.traffic import CANCELLED, Traffic
 from rsrv_gateway.upload import Upload, UploadBudget, UploadError, decoded
 
-_INFERENCE = ("infer", "generate", "generate_stream")
 _TOKEN = frozenset(["authorization"])
 _ENCODING = frozenset(["accept-encoding"])
 _TEXT = {"Content-Type": "text/plain"}
@@ -156,14 +156,14 @@ class HttpProxy:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "")
         if not self._token.lets_in([("authorization", sent)]):
-            if request.path.endswith(_INFERENCE):
+            if request.path.endswith(INFERENCE):
                 self._traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
-            return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
+            return _refused(unauthenticated())
         try:
             target = target_of(request.method, request.raw_path)
         except UnknownPath as error:
             return _response(HttpReply(error.status, CIMultiDict(_TEXT), error_body(str(error))))
-        if target.what in _INFERENCE:
+        if target.what in INFERENCE:
             return await self._infer(request, target)
         try:
             upload = await self._upload(request, None)
@@ -276,7 +276,7 @@ class HttpProxy:
             raise UploadError(StatusCode.DEADLINE_EXCEEDED, message) from None
 
     def _query(self, request: web.BaseRequest, upload: Upload, target: Target) -> HttpQuery:
-        infers = target.what in _INFERENCE
+        infers = target.what in INFERENCE
         return HttpQuery(
             request.method,
             request.raw_path,

@@ -105,5 +105,9 @@ def unsupported() -> Refusal:
     )
 
 
+def unauthenticated() -> Refusal:
+    return Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
+
+
 def no_worker() -> Refusal:
     return Refusal(StatusCode.UNAVAILABLE, "no worker answers at the moment: try again in a while")

@@ -26,10 +26,10 @@ from rsrv_gateway import ext_proc
 from rsrv_gateway.connections import SERVICE, Token, server_tls
 from rsrv_gateway.ext_proc import Head
 from rsrv_gateway.http2 import EnvoyConnection
-from rsrv_gateway.http_protocol import UnknownPath, overstated, peek, target_of
+from rsrv_gateway.http_protocol import INFERENCE, Target, UnknownPath, overstated, peek, target_of
 from rsrv_gateway.inquiries import ABOUT_A_MODEL, OPERATIONS
 from rsrv_gateway.members import READ_PAUSE_S, addresses_of
-from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unsupported
+from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unauthenticated, unsupported
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
@@ -45,8 +45,9 @@ _CLOSED_S = 0.05
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
-#: operations as in `inquiries.OPERATIONS`: inference, and what is asked of a server that has the model
-_INFERENCE = frozenset(["ModelInfer", "ModelStreamInfer", "infer", "generate", "generate_stream"])
+#: the operation of each method of gRPC
+_METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": "infer"}
+#: operations that are asked of a server that has the model
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
 #: what a client may ask of any server, beside methods and paths that no server knows
 _OF_ANY = frozenset(["live", "server ready", "server", "index"])
@@ -214,29 +215,21 @@ def _hosts(workers: Mapping[str, Worker]) -> set[str]:
     return {address.host for address in found if address is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Operation that a request asks for, and the model if it is in the path."""
-
-    what: str
-    model: str = ""
-
-    @property
-    def needs_body(self) -> bool:
-        return self.what in _INFERENCE or (not self.model and self.what in _ABOUT_A_MODEL)
-
-
-def _question(head: Head) -> _Question | None:
-    """Return what a request asks; None: a server knows, or refuses it."""
+def _target_of(head: Head) -> Target | None:
+    """Return the operation of a request, and the model if it is in the path; None: a server knows, or refuses it."""
     if head.is_grpc:
         service, _, method = head.path.rpartition("/")
-        return _Question(OPERATIONS.get(method, method)) if service + "/" == SERVICE else None
+        return Target(_METHODS.get(method, method)) if service + "/" == SERVICE else None
     try:
         target = target_of(head.method, head.path)
     except UnknownPath:
         return None
     # Statistics of all models.
-    return None if target.what == "stats" and not target.model else _Question(target.what, target.model)
+    return None if target == Target("stats") else target
+
+
+def _needs_body(target: Target) -> bool:
+    return target.what in INFERENCE or (not target.model and target.what in _ABOUT_A_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +248,7 @@ class PickedRequest:
         self._picker = picker
         self._arrived = monotonic()
         self._head: Head | None = None
-        self._question: _Question | None = None
+        self._target: Target | None = None
         #: Envoy sends the body before the headers are answered
         self._ahead = False
         #: Envoy wants each part of a body back
@@ -322,13 +315,13 @@ class PickedRequest:
         self._ahead = self._duplex or (
             mode == pb.STREAMED and message.protocol_config.send_body_without_waiting_for_header_response
         )
-        question = self._question = _question(head)
+        target = self._target = _target_of(head)
         if not self._picker.admits(head):
-            if question is not None and question.what in _INFERENCE:
+            if target is not None and target.what in INFERENCE:
                 self._picker.traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
-            return [self._refuse(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))]
+            return [self._refuse(unauthenticated())]
         self._waiting.append(message)
-        if question is None or not question.needs_body or not head.has_body:
+        if target is None or not _needs_body(target) or not head.has_body:
             return self._decide(head)
         if self._ahead:
             return []
@@ -341,7 +334,7 @@ class PickedRequest:
 
     def _decide(self, head: Head, looked: bool = False) -> list[bytes]:
         """Choose, and return the answers to all parts that wait; none if the model is unknown and was not looked for."""
-        found = self._endpoints(head, self._question, looked)
+        found = self._endpoints(head, self._target, looked)
         if found is None:
             self._looking = True
             return []
@@ -353,29 +346,27 @@ class PickedRequest:
         answer = self._picker.directed(first.WhichOneof("request"), found)
         return [answer, *(self._passed(other) for other in others)]
 
-    def _endpoints(
-        self, head: Head, question: _Question | None, looked: bool
-    ) -> Sequence[str] | Refusal | None:
+    def _endpoints(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:
         """Return the endpoints for the request, the best first; None: its model is unknown so far.
 
         A request for inference is counted.
         """
         picker, traffic = self._picker, self._picker.traffic
         workers: Iterable[str] = ()
-        if question is None or question.what in _OF_ANY:
+        if target is None or target.what in _OF_ANY:
             workers = picker.in_turn()
-        elif question.what not in _INFERENCE and question.what not in _ABOUT_A_MODEL:
+        elif target.what not in INFERENCE and target.what not in _ABOUT_A_MODEL:
             return unsupported()
         else:
             try:
-                wanted = self._wanted = self._read(head, question)
+                wanted = self._wanted = self._read(head, target)
             except Malformed as error:
                 traffic.count_refused("", StatusCode.INVALID_ARGUMENT.name)
                 return Refusal(StatusCode.INVALID_ARGUMENT, str(error))
             routes = traffic.table.get(wanted.model)
             if routes is None and wanted.model and not looked:
                 return None
-            if question.what in _INFERENCE:
+            if target.what in INFERENCE:
                 return self._infer(head, wanted)
             workers = routes.ready if routes is not None and routes.ready else picker.in_turn()
         return list(picker.allowed(head, workers).values()) or no_worker()
@@ -402,7 +393,7 @@ class PickedRequest:
         self._choice = found
         return list(allowed.values())
 
-    def _read(self, head: Head, question: _Question) -> _Wanted:
+    def _read(self, head: Head, target: Target) -> _Wanted:
         """Read what decides the route. Raises Malformed."""
         router, body = self._picker.traffic.router, bytes(self._body)
         if head.is_grpc:
@@ -419,8 +410,8 @@ class PickedRequest:
         size = None if head.text("content-encoding") else head.number("content-length")
         if wrong := overstated(text, self._picker.max_bytes if size is None else size):
             raise Malformed(wrong)
-        measured = router.measured(question.model) if question.what == "infer" else None
-        return _Wanted(question.model, *peek(text, measured))
+        measured = router.measured(target.model) if target.what == "infer" else None
+        return _Wanted(target.model, *peek(text, measured))
 
     def _passed(self, message: Any) -> bytes:
         part: str = message.WhichOneof("request")

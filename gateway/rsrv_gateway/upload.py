@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from aiohttp import StreamReader
 from aiohttp.web import RequestPayloadError
@@ -16,13 +17,12 @@ SMALL_BODY_BYTES = 1 << 18
 KEPT_MAX_BYTES = 1 << 30
 
 
+@dataclass
 class UploadBudget:
     """Memory used by all uploads together."""
 
-    def __init__(self, most: int = KEPT_MAX_BYTES) -> None:
-        """Allow `most` bytes."""
-        self.most = most
-        self.bytes = 0
+    most: int = KEPT_MAX_BYTES
+    bytes: int = 0
 
 
 class UploadError(Exception):

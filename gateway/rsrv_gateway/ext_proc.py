@@ -5,7 +5,7 @@ the response. Each is answered once, in order. The answers are bytes, because ne
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,8 +24,6 @@ _PREFIX_BYTES = 5
 ENOUGH_BYTES = 8 << 10
 #: bytes of a body, and of a compressed message, that are read
 READ_MAX_BYTES = 64 << 10
-_EVERY_PART = ("request_headers", "response_headers", "request_body", "response_body")
-_TRAILERS = ("request_trailers", "response_trailers")
 
 
 class Head:
@@ -103,9 +101,12 @@ def directed(part: str, endpoints: tuple[str, ...], hidden: tuple[str, ...]) -> 
     return _bytes(answer)
 
 
+@lru_cache
 def passed(part: str) -> bytes:
     """Return the answer that changes nothing."""
-    return _PASSED[part]
+    answer = pb.ProcessingResponse()
+    getattr(answer, part).SetInParent()
+    return _bytes(answer)
 
 
 def returned(part: str, body: Any) -> bytes:
@@ -135,16 +136,6 @@ def refused(refusal: Refusal, grpc: bool) -> bytes:
     return _bytes(answer)
 
 
-def _empty(parts: Iterable[str]) -> Iterable[tuple[str, bytes]]:
-    for part in parts:
-        answer = pb.ProcessingResponse()
-        getattr(answer, part).SetInParent()
-        yield part, _bytes(answer)
-
-
 def _bytes(answer: Any) -> bytes:
     data: bytes = answer.SerializeToString()
     return data
-
-
-_PASSED = dict(_empty(_EVERY_PART + _TRAILERS))

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from rsrv.address import parse_address
-from rsrv.control.grpc_server import ListenError
 from rsrv.control.http import METRICS_TYPE
 from rsrv.live.routes import LivePage
 from rsrv.placement.contract import Worker
 from rsrv_gateway import metrics
 from rsrv_gateway.brain import GatewayLoop
+from rsrv_gateway.connections import listen
 from rsrv_gateway.live import Workers
 
 log = logging.getLogger("rsrv.gateway")
@@ -37,6 +36,7 @@ class Admin:
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        self._listener: asyncio.Server | None = None
         self._session: ClientSession | None = None
         self._departed = metrics.DepartedWorkers()
         self._slots = asyncio.Semaphore(_SCRAPES_MAX)
@@ -46,17 +46,13 @@ class Admin:
     async def start(self, address: str) -> None:
         """Listen on `address`. Raises ListenError."""
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._listener, self.port = await listen(self._runner.server, address, "gateway.admin", None)
         self._session = ClientSession(timeout=ClientTimeout(total=_SCRAPE_TIMEOUT_S), trust_env=False)
-        try:
-            where = parse_address(address, any_host=True, any_port=True)
-            site = web.TCPSite(self._runner, where.host or None, where.port, reuse_address=True)
-            await site.start()
-        except (OSError, ValueError) as error:
-            await self.stop()
-            raise ListenError(f"gateway.admin: cannot listen on {address}: {error}") from None
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -252,6 +252,10 @@ async def refuse(context: Any, refusal: Refusal) -> NoReturn:
     raise AssertionError("abort returned")
 
 
+#: connections that wait to be accepted
+_BACKLOG = 1024
+
+
 def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
     return (
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -304,6 +308,20 @@ def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
     except OSError as error:
         raise CredentialsError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
     return context
+
+
+async def listen(
+    factory: Callable[[], asyncio.Protocol], address: str, setting: str, tls: ssl.SSLContext | None
+) -> tuple[asyncio.Server, int]:
+    """Listen on HOST:PORT for clients; return the server and its port. Raises ListenError that names the setting."""
+    try:
+        where = parse_address(address, any_host=True, any_port=True)
+        server = await asyncio.get_running_loop().create_server(
+            factory, where.host or None, where.port, ssl=tls, backlog=_BACKLOG, reuse_address=True
+        )
+    except (OSError, ValueError) as error:
+        raise ListenError(f"{setting}: cannot listen on {address}: {error}") from None
+    return server, server.sockets[0].getsockname()[1]
 
 
 class Token:

@@ -13,11 +13,9 @@ from aiohttp import ClientError, web
 from grpc import StatusCode
 from multidict import CIMultiDict
 
-from rsrv.address import parse_address
-from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.connections import Token, server_tls, worker_tls
+from rsrv_gateway.connections import Token, listen, server_tls, worker_tls
 from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool, UnreadBody, end_to_end
@@ -48,7 +46,6 @@ _COMPRESSED_MORE = 1024
 _ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
 #: seconds at the end for sending the last answers
 _FLUSH_S = 0.1
-_BACKLOG = 1024
 
 T = TypeVar("T")
 
@@ -82,28 +79,11 @@ class HttpProxy:
     async def start(self) -> None:
         """Listen on the configured address. Raises ListenError."""
         address = self._settings.http
-        if address is None:
-            return
-        self._server = web.Server(
-            self._handle, handler_cancellation=True, auto_decompress=False, access_log=None
-        )
-        try:
-            self._listener = await self._listen(address, self._server)
-        except (OSError, ValueError) as error:
-            raise ListenError(f"gateway.http: cannot listen on {address}: {error}") from None
-        self.port = self._listener.sockets[0].getsockname()[1]
-
-    async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
-        """Open the listening socket. Raises OSError, ValueError."""
-        where = parse_address(address, any_host=True, any_port=True)
-        return await asyncio.get_running_loop().create_server(
-            server,
-            where.host or None,
-            where.port,
-            ssl=self._server_tls,
-            backlog=_BACKLOG,
-            reuse_address=True,
-        )
+        if address is not None:
+            self._server = web.Server(
+                self._handle, handler_cancellation=True, auto_decompress=False, access_log=None
+            )
+            self._listener, self.port = await listen(self._server, address, "gateway.http", self._server_tls)
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
         """Connect to these workers from now on. Call it before `Traffic.apply`, which may choose any of them."""

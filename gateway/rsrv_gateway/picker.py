@@ -18,12 +18,11 @@ from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from rsrv.address import Address, parse_address
-from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Table, Worker
 from rsrv.placement.routing import Choice
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import ext_proc
-from rsrv_gateway.connections import SERVICE, Token, server_tls
+from rsrv_gateway.connections import SERVICE, Token, listen, server_tls
 from rsrv_gateway.ext_proc import Head
 from rsrv_gateway.http2 import EnvoyConnection
 from rsrv_gateway.http_protocol import INFERENCE, Target, UnknownPath, overstated, peek, target_of
@@ -80,18 +79,9 @@ class Picker:
 
     async def start(self) -> None:
         """Listen from now on. Raises ListenError."""
-        address = parse_address(self._address, any_host=True, any_port=True)
-        try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: EnvoyConnection(self.request, self._connections),
-                address.host or None,
-                address.port,
-                ssl=self._tls,
-                reuse_address=True,
-            )
-        except OSError as error:
-            raise ListenError(f"--picker: cannot listen on {self._address}: {error}") from None
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self._listener, self.port = await listen(
+            lambda: EnvoyConnection(self.request, self._connections), self._address, "--picker", self._tls
+        )
         self._resolving = asyncio.create_task(self._keep_resolving())
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
 from rsrv.control.triton import restriction
+from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings_fleet import GatewaySection
 from rsrv.tokens import bears, parse_token, read_token
 from rsrv_gateway.outcomes import Metadata, Refusal
@@ -43,10 +45,15 @@ class CredentialsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ControlClient:
-    """Stub of a worker's control service, and the metadata of every call."""
+    """A worker's control service on a channel of its own; every call has the same metadata."""
 
-    stub: Any
+    channel: Any
     metadata: tuple[tuple[str, str], ...]
+    stub: Any
+
+    def call(self, name: str, request: Message, timeout: float) -> Any:
+        """Start a call, which may take `timeout` seconds; await its answer. It raises RpcError."""
+        return getattr(self.stub, name)(request, timeout=timeout, metadata=self.metadata)
 
 
 class ChannelFactory:
@@ -67,10 +74,10 @@ class ChannelFactory:
         self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca, key, certificate)
         token = section.worker_token_file
         #: metadata of calls to control services
-        self.metadata: tuple[tuple[str, str], ...] = ()
+        self._metadata: tuple[tuple[str, str], ...] = ()
         if token is not None:
             secret = parse_token(_read("worker_token_file", token), token, "gateway.worker_token_file")
-            self.metadata = (("authorization", f"Bearer {secret.decode()}"),)
+            self._metadata = (("authorization", f"Bearer {secret.decode()}"),)
         #: metadata of the gateway's own calls to restricted repositories; clients' calls go without
         self.repository_metadata: tuple[tuple[str, str], ...] = ()
         if section.worker_repository_key is not None and section.worker_repository_value_file is not None:
@@ -88,6 +95,11 @@ class ChannelFactory:
         if self._credentials is None or address.startswith("unix:"):
             return grpc.aio.insecure_channel(address, all_options)
         return grpc.aio.secure_channel(address, self._credentials, all_options)
+
+    def open_control(self, address: str) -> ControlClient:
+        """Open a channel to a control service."""
+        channel = self.open(address)
+        return ControlClient(channel, self._metadata, control_pb2_grpc.ControlStub(channel))
 
 
 def worker_tls(section: GatewaySection) -> ssl.SSLContext | None:

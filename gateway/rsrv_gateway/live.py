@@ -112,9 +112,7 @@ class Workers:
     async def _ask(control: ControlClient, call: str, request: Message) -> Any:
         """Call a control service. Raises PageError."""
         try:
-            return await getattr(control.stub, call)(
-                request, timeout=_CALL_TIMEOUT_S, metadata=control.metadata
-            )
+            return await control.call(call, request, _CALL_TIMEOUT_S)
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise PageError.of(_code(error), _said(error)) from None
         except asyncio.CancelledError:

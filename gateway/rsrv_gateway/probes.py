@@ -8,15 +8,13 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import grpc
 from tritonclient.grpc import service_pb2
 
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.control.v1 import control_pb2_grpc
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
@@ -25,6 +23,17 @@ log = logging.getLogger("rsrv.gateway")
 
 #: least seconds between two probes of a worker, however often requests to it fail
 _PROBE_MIN_S = 0.05
+#: seconds for a worker's metrics; Prometheus itself waits ten by default
+_METRICS_TIMEOUT_S = 2.0
+#: seconds for a control service to accept a request
+_ACTION_TIMEOUT_S = 10.0
+#: upper bound of plausible durations, seconds: decades
+_PLAUSIBLE_MAX_S = 1e9
+
+#: Triton's error for a call without the right key, with the name of this key
+_RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
+
+_WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
 
 #: the views of a server that does not answer, and whose devices are unknown
 DEAD: tuple[WorkerView, ...] = (WorkerView(alive=False),)
@@ -243,31 +252,6 @@ class ActionQueue:
             await asyncio.wait(self._tasks)
 
 
-log = logging.getLogger("rsrv.gateway")
-
-#: seconds for a worker's metrics; Prometheus itself waits ten by default
-_METRICS_TIMEOUT_S = 2.0
-#: seconds for a control service to accept a request
-_ACTION_TIMEOUT_S = 10.0
-
-#: upper bound of plausible durations, seconds: decades
-_PLAUSIBLE_MAX_S = 1e9
-
-#: Triton's error for a call without the right key, with the name of this key
-_RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
-
-_WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
-
-
-class _Late(Enum):
-    """No answer in time."""
-
-    LATE = "late"
-
-
-_LATE: Final = _Late.LATE
-
-
 class PlacementSender:
     """Tells servers with several devices which of them each model is placed on, in the background.
 
@@ -333,26 +317,23 @@ class GrpcProber:
         #: reason for which it last refused to list its models
         self._refused = ""
         self._triton = channels.open(worker.grpc)
-        self._control = None if worker.control is None else channels.open(worker.control)
+        self._control = None if worker.control is None else channels.open_control(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> tuple[WorkerView, ...]:
-        alive, ready, load = await asyncio.gather(self._alive(), self._index(), self._load())
-        if alive is _LATE:
+        alive, index, load = await asyncio.gather(self._ask_alive(), self._ask_index(), self._ask_load())
+        if _is_late(alive):
             self._close(self._triton)
             self._triton = self._channel_factory.open(self._worker.grpc)
-        if load is _LATE and self._worker.control is not None:
-            self._close(self._control)
-            self._control = self._channel_factory.open(self._worker.control)
-        if alive is not True:
+        if _is_late(load) and self._control is not None and self._worker.control is not None:
+            self._close(self._control.channel)
+            self._control = self._channel_factory.open_control(self._worker.control)
+        if isinstance(alive, grpc.RpcError):
             return DEAD
-        if isinstance(ready, str):
-            self._refuse(ready)
-            ready = frozenset()
-        elif not isinstance(ready, _Late):
-            self._refused = ""
         # Triton may be slow to list models while it loads some, and serves the others meanwhile.
-        self._ready = self._ready if isinstance(ready, _Late) else ready
+        if not _is_late(index):
+            self._ready, reason = _listed(index)
+            self._refuse(reason)
         if (
             isinstance(load, pb.GetLoadResponse)
             and any(device.instance for device in load.devices)
@@ -389,33 +370,27 @@ class GrpcProber:
         """Call the control service. Raises ActError."""
         if self._control is None:
             raise ActError("no control service is known for it")
-        stub = control_pb2_grpc.ControlStub(self._control)
         try:
-            await getattr(stub, call)(request, **self._terms(_ACTION_TIMEOUT_S))
+            await self._control.call(call, request, _ACTION_TIMEOUT_S)
         except grpc.RpcError as error:
             raise ActError(_said(error)) from None
 
     async def metrics(self) -> str | None:
         if self._control is None:
             return None
-        stub: Any = control_pb2_grpc.ControlStub(self._control)
-        try:
-            answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS_TIMEOUT_S))
-        except grpc.RpcError:
-            return None
-        return None if answer is None else str(answer.text)  # None: the answer could not be parsed
+        answer = await _answer(self._control.call("GetMetrics", pb.GetMetricsRequest(), _METRICS_TIMEOUT_S))
+        # None: the answer could not be parsed.
+        return None if answer is None or isinstance(answer, grpc.RpcError) else str(answer.text)
 
     def control(self) -> ControlClient | None:
-        if self._control is None:
-            return None
-        return ControlClient(control_pb2_grpc.ControlStub(self._control), self._channel_factory.metadata)
+        return self._control
 
     async def close(self) -> None:
         """Cancel all calls."""
         for task in self._closing:
             task.cancel()
-        channels = (self._triton, self._control)
-        await asyncio.gather(*(channel.close() for channel in channels if channel is not None))
+        channels = [self._triton, *([] if self._control is None else [self._control.channel])]
+        await asyncio.gather(*(channel.close() for channel in channels))
 
     def _close(self, channel: Any) -> None:
         """Close a channel in the background, after its running actions."""
@@ -423,39 +398,30 @@ class GrpcProber:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _terms(self, timeout: float) -> dict[str, Any]:
-        return {"timeout": timeout, "metadata": self._channel_factory.metadata}
+    async def _ask_alive(self) -> Any:
+        """Ask whether it answers. A server that starts, loads or ends is not ready; the index lists its ready models."""
+        return await _answer(self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout))
 
-    async def _alive(self) -> bool | _Late:
-        """Return true if it answers. A server that starts, loads or ends is not ready; the index lists its ready models."""
-        try:
-            await self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout)
-        except grpc.RpcError as error:
-            return _LATE if _is_late(error) else False
-        return True
-
-    async def _index(self) -> frozenset[str] | str | _Late:
-        """Return the names of the ready models, or the reason for a refusal."""
+    async def _ask_index(self) -> Any:
         call = self._triton.unary_unary(
             SERVICE + "RepositoryIndex",
             request_serializer=service_pb2.RepositoryIndexRequest.SerializeToString,
             response_deserializer=service_pb2.RepositoryIndexResponse.FromString,
         )
-        try:
-            index = await call(
-                service_pb2.RepositoryIndexRequest(ready=True),
-                timeout=self._timeout,
-                metadata=self._channel_factory.repository_metadata,
-            )
-        except grpc.RpcError as error:
-            return _LATE if _is_late(error) else _refusal(error)
-        if index is None:  # not parsable, which gRPC has logged
-            return frozenset()
-        return frozenset(model.name for model in index.models if model.state == "READY")
+        request = service_pb2.RepositoryIndexRequest(ready=True)
+        metadata = self._channel_factory.repository_metadata
+        return await _answer(call(request, timeout=self._timeout, metadata=metadata))
+
+    async def _ask_load(self) -> Any:
+        """Ask for the figures; None: there is no control service."""
+        if self._control is None:
+            return None
+        request = pb.GetLoadRequest(positions=self._positions)
+        return await _answer(self._control.call("GetLoad", request, self._timeout))
 
     def _refuse(self, reason: str) -> None:
-        """Log a refusal once: a worker that does not list its models receives no requests."""
-        if reason != self._refused:
+        """Log a refusal once: a worker that does not list its models receives no requests. Empty: it has not refused."""
+        if reason and reason != self._refused:
             key = _RESTRICTED.search(reason)
             remedy = ""
             if key is not None:
@@ -471,30 +437,28 @@ class GrpcProber:
             )
         self._refused = reason
 
-    async def _load(self) -> pb.GetLoadResponse | _Late | None:
-        """Return the figures; None: no control service, or no runtime."""
-        if self._control is None:
-            return None
-        stub: Any = control_pb2_grpc.ControlStub(self._control)
-        try:
-            load: pb.GetLoadResponse = await stub.GetLoad(
-                pb.GetLoadRequest(positions=self._positions), **self._terms(self._timeout)
-            )
-        except grpc.RpcError as error:
-            return _LATE if _is_late(error) else None
-        return load
+
+async def _answer(call: Any) -> Any:
+    """Return the answer to a call, or its error."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        return error
 
 
-def _is_late(error: Any) -> bool:
-    return bool(error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+def _is_late(answer: Any) -> bool:
+    return isinstance(answer, grpc.RpcError) and bool(answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def _refusal(error: Any) -> frozenset[str] | str:
-    """Return the reason for a refusal; empty for a server that starts or ends, where nothing is ready."""
-    starts_or_ends = error.code() is grpc.StatusCode.UNAVAILABLE and not _RESTRICTED.search(
-        error.details() or ""
-    )
-    return frozenset() if starts_or_ends else _said(error)
+def _listed(index: Any) -> tuple[frozenset[str], str]:
+    """Return the names of the ready models, and the reason for a refusal; a server that starts or ends has none ready."""
+    if isinstance(index, grpc.RpcError):
+        restricted = _RESTRICTED.search(index.details() or "")
+        starts_or_ends = index.code() is grpc.StatusCode.UNAVAILABLE and not restricted
+        return frozenset(), "" if starts_or_ends else _said(index)
+    if index is None:  # not parsable, which gRPC has logged
+        return frozenset(), ""
+    return frozenset(model.name for model in index.models if model.state == "READY"), ""
 
 
 def _said(error: Any) -> str:

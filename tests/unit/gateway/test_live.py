@@ -78,7 +78,9 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
             port = await stack.enter_async_context(serving(FakeServer(), control))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
             stub = control_pb2_grpc.ControlStub(channel)
-            world.controls[f"{name}:8001"] = ControlClient(stub, (("authorization", f"Bearer {name}"),))
+            world.controls[f"{name}:8001"] = ControlClient(
+                channel, (("authorization", f"Bearer {name}"),), stub
+            )
         await stack.enter_async_context(world.running())
         yield world, Workers(world.gateway.probes, clock=lambda: 7.0, every=0.02), controls
 
@@ -90,7 +92,7 @@ async def test_a_closed_connection_is_reported_and_opened_again() -> None:
 
         def connect() -> Any:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-            world.controls["bare:8001"] = ControlClient(control_pb2_grpc.ControlStub(channel), ())
+            world.controls["bare:8001"] = ControlClient(channel, (), control_pb2_grpc.ControlStub(channel))
             return channel
 
         first = connect()
@@ -118,7 +120,7 @@ class _Burst:
 async def test_events_wait_for_a_slow_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events that came before the next look at the workers are sent after it."""
     async with fleet() as (world, workers, _):
-        world.controls["bare:8001"] = ControlClient(_Burst(), ())
+        world.controls["bare:8001"] = ControlClient(None, (), _Burst())
         async with aclosing(workers.events()) as events:
             found = [await find(events, "bare:8001", "log")]
             loop = asyncio.get_running_loop()

@@ -8,8 +8,9 @@ some 3 us a sample; prometheus_client's parser takes 22 us.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,8 +19,6 @@ from prometheus_client.registry import Collector
 from rsrv.placement.contract import WorkerView
 from rsrv.placement.status import PlannerStatus
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
-
-V = TypeVar("V", int, float)
 
 #: seconds for which a departed worker is shown, so that several scrapes get its last counters
 _DEPARTED_SHOWN_S = 600.0
@@ -76,20 +75,18 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
         ("model", "worker", "code"),
         counts.requests,
     )
-    yield _counter(
-        "rsrv_gateway_items", "Rows of requests that were forwarded.", ("model",), _single(counts.items)
-    )
+    yield _counter("rsrv_gateway_items", "Rows of requests that were forwarded.", ("model",), counts.items)
     yield _counter(
         "rsrv_gateway_failovers",
         "Requests that went to another worker because this one had failed.",
         ("worker",),
-        _single(counts.failovers),
+        counts.failovers,
     )
     yield _gauge(
         "rsrv_gateway_worker_load",
         "Outstanding work, in the unit of work_basis.",
         ("worker",),
-        _single(counts.load),
+        counts.load,
     )
     yield _gauge(
         "rsrv_gateway_outstanding_requests",
@@ -115,25 +112,25 @@ def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> It
         "rsrv_gateway_workers",
         "Known workers: up answered their last probe, down did not.",
         ("state",),
-        {("up",): up, ("down",): len(views) - up},
+        {"up": up, "down": len(views) - up},
     )
     yield _gauge(
         "rsrv_gateway_worker_up",
         "1 if the worker answered its last probe.",
         ("worker",),
-        {(name,): float(view.alive) for name, view in views.items()},
+        {name: float(view.alive) for name, view in views.items()},
     )
     yield _gauge(
         "rsrv_gateway_worker_backlog_seconds",
         "Device time of all requests that the worker has.",
         ("worker",),
-        {(name,): view.backlog_s for name, view in views.items() if view.instance is not None},
+        {name: view.backlog_s for name, view in views.items() if view.instance is not None},
     )
     yield _gauge(
         "rsrv_gateway_worker_metrics_up",
         "1 if this text has the worker's own metrics.",
         ("worker",),
-        {(name,): float(there) for name, there in scraped.items()},
+        {name: float(there) for name, there in scraped.items()},
     )
 
 
@@ -151,25 +148,25 @@ def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
         "rsrv_gateway_model_utilisation",
         "Device seconds of the model per second, all workers together.",
         ("model",),
-        {(model.name,): model.utilisation for model in models},
+        {model.name: model.utilisation for model in models},
     )
     yield _gauge(
         "rsrv_gateway_worker_utilisation",
         "Device seconds per second of the models that are placed there.",
         ("worker",),
-        {(worker.name,): worker.utilisation for worker in status.workers},
+        {worker.name: worker.utilisation for worker in status.workers},
     )
     yield _gauge(
         "rsrv_gateway_worker_oversubscribed",
         "1 if the weights of the models that are placed there do not fit all at once.",
         ("worker",),
-        {(worker.name,): float(worker.oversubscribed) for worker in status.workers},
+        {worker.name: float(worker.oversubscribed) for worker in status.workers},
     )
     yield _counter(
         "rsrv_gateway_repacks",
         "Repacks of models, by trigger.",
         ("trigger",),
-        {(trigger,): count for trigger, count in repacks.counts.items()},
+        repacks.counts,
     )
     yield _gauge(
         "rsrv_gateway_repack_progress_ratio",
@@ -179,26 +176,21 @@ def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
     )
 
 
-# Keys are tuples with a value for each label.
-
-
-def _counter(name: str, help: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, help, labels=labels)
+def _filled(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    help: str,
+    labels: tuple[str, ...],
+    values: Mapping[Any, float],
+) -> Metric:
+    """Return a family with samples. A key of `values` is a tuple with a value for each label, or the only label's value."""
+    family = kind(name, help, labels=labels)
     for key, value in sorted(values.items()):
-        family.add_metric(key, value)
+        family.add_metric(key if isinstance(key, tuple) else (key,), value)
     return family
 
 
-def _gauge(name: str, help: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help, labels=labels)
-    for key, value in sorted(values.items()):
-        family.add_metric(key, value)
-    return family
-
-
-def _single(values: Mapping[str, V]) -> dict[tuple[str, ...], V]:
-    return {(key,): value for key, value in values.items()}
-
+_counter, _gauge = partial(_filled, CounterMetricFamily), partial(_filled, GaugeMetricFamily)
 
 #: suffixes of samples whose family has the name without the suffix
 _SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created")

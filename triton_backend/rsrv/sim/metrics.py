@@ -43,7 +43,6 @@ def summarize(record: Record) -> dict[str, Any]:
         total.add(sent)
     makespan = max((sent.ended for sent in record.requests), default=0.0)
     window = makespan if scenario.duration is None else scenario.duration
-    total.in_time = sum(in_time(sent, window) for sent in record.requests)
     for one in record.executions:
         if one.started > window:
             break
@@ -65,49 +64,20 @@ def summarize(record: Record) -> dict[str, Any]:
                 tally.evictions += 1
     index, counted, seconds = _fairness(record, models, window)
     by_model = {
-        name: {
-            **tally.ended(),
-            "arrived": tally.arrived,
-            "hit_ratio": ratio(tally.hits, tally.arrived),
-            "device_seconds": tally.device_seconds,
-            "share": ratio(tally.device_seconds, total.device_seconds),
-            **tally.times(),
-            "dispatches": tally.dispatches,
-            "useful_rows": tally.useful_rows,
-            "padded_rows": tally.padded_rows,
-            "loads": tally.loads,
-            "loaded_bytes": tally.loaded_bytes,
-            "evictions": tally.evictions,
-            "starts": tally.starts,
-            "cold": tally.cold,
-            "read_bytes": tally.read_bytes,
-        }
+        name: {**tally.figures(), "share": ratio(tally.device_seconds, total.device_seconds)}
         for name, tally in models.items()
     }
     totals = {
-        **total.ended(),
-        "arrived": total.arrived,
-        "hit_ratio": ratio(total.hits, total.arrived),
+        **total.figures(),
         "window_s": window,
         "makespan_s": makespan,
-        "device_seconds": total.device_seconds,
         "utilisation": ratio(total.device_seconds, window),
-        "goodput": ratio(total.in_time, window),
+        "goodput": ratio(sum(in_time(sent, window) for sent in record.requests), window),
         "goodput_ratio": ratio(sum(in_time(sent, inf) for sent in record.requests), total.arrived),
         "jain": index,
         "jain_models": counted,
         "jain_seconds": seconds,
-        **total.times(),
-        "dispatches": total.dispatches,
-        "useful_rows": total.useful_rows,
-        "padded_rows": total.padded_rows,
         "padding_ratio": ratio(total.padded_rows, total.padded_rows + total.useful_rows),
-        "loads": total.loads,
-        "loaded_bytes": total.loaded_bytes,
-        "evictions": total.evictions,
-        "starts": total.starts,
-        "cold": total.cold,
-        "read_bytes": total.read_bytes,
         "host_bytes_mean": mean(record.host, window),
         "host_bytes_peak": max((nbytes for at, nbytes in record.host if at <= window), default=0),
         "device_bytes_mean": mean(record.device, window),

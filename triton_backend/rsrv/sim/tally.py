@@ -29,7 +29,6 @@ class Tally:
     ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     arrived: int = 0
     hits: int = 0
-    in_time: int = 0
     waits: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     device_seconds: float = 0.0
@@ -72,6 +71,25 @@ class Tally:
             "wait_p99_s": percentile(self.waits, 0.99),
             "latency_p50_s": percentile(self.latencies, 0.5),
             "latency_p99_s": percentile(self.latencies, 0.99),
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of metrics.json that each model has, and all together."""
+        return {
+            **self.ended(),
+            "arrived": self.arrived,
+            "hit_ratio": ratio(self.hits, self.arrived),
+            "device_seconds": self.device_seconds,
+            **self.times(),
+            "dispatches": self.dispatches,
+            "useful_rows": self.useful_rows,
+            "padded_rows": self.padded_rows,
+            "loads": self.loads,
+            "loaded_bytes": self.loaded_bytes,
+            "evictions": self.evictions,
+            "starts": self.starts,
+            "cold": self.cold,
+            "read_bytes": self.read_bytes,
         }
 
     def execute(self, one: ExecutionRecord, window: float) -> None:

@@ -23,8 +23,8 @@ from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
 from rsrv.scheduler.eviction import POLICIES
 from rsrv.scheduler.settings import Eviction
-from rsrv.sim.fleet_plots import save
 from rsrv.sim.metrics import summarize
+from rsrv.sim.plots import save
 from rsrv.sim.record import ExecutionRecord, Record, RequestRecord
 from rsrv.sim.scenario import Scenario, load_scenario, parse_scenario
 from rsrv.sim.schema import RequestKeys

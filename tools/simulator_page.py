@@ -6,8 +6,7 @@ python tools/simulator_page.py     # rewrites the tables in the page, docs/image
 from math import inf
 
 from rsrv.sim.fleet import MODES, rows, summarize_fleet, with_mode
-from rsrv.sim.fleet_plots import picture, save
-from rsrv.sim.plots import write_sweep_plot
+from rsrv.sim.plots import fleet_figure, save, write_sweep_plot
 from rsrv.sim.record import FleetRecord
 from rsrv.sim.scenario import load_scenario
 from rsrv.sim.simulate import simulate_fleet
@@ -66,7 +65,7 @@ def main() -> None:
     fleet, idle = Comparison("fleet"), Idleness("catalogue")
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), fleet, idle), encoding="utf-8")
     write_sweep_plot(idle.sweep, idle.runs, IMAGES)
-    save(picture(fleet.records, fleet.summaries), PICTURE)
+    save(fleet_figure(fleet.records, fleet.summaries), PICTURE)
 
 
 if __name__ == "__main__":

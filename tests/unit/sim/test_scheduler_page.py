@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import scheduler_page as tool
-from rsrv.sim.fleet_plots import save
+from rsrv.sim.plots import save
 
 TEXT = tool.PAGE.read_text(encoding="utf-8")
 

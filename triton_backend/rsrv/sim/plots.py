@@ -1,8 +1,8 @@
-"""Three pictures of a simulation, latency.png, shares.png and timeline.png; and idle.png of one under several idle limits.
+"""Pictures of a simulation: latency.png, shares.png and timeline.png; modes.png of several devices; idle.png of idle limits.
 
 Figures are drawn without pyplot, so nothing is global and no display is needed. Colours are those of
 M. Okabe and K. Ito (Color Universal Design, 2008), which colour-blind people tell apart; a model has the same
-colour in all three.
+colour in the first three.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rsrv.scheduler.events import Outcome
-from rsrv.sim.record import Record
+from rsrv.sim.record import FleetRecord, Record
 from rsrv.sim.sweep import IdleSweep
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -24,12 +24,15 @@ _OTHERS = "#BBBBBB"
 #: colours on which dark digits are legible.
 _LIGHT = ("#E69F00", "#56B4E9", "#F0E442", _OTHERS)
 _ALL = "#333333"
+_MODES = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}
 #: windows of shares.png.
 _WINDOWS = 60
 #: executions that the timeline shows unless a window is given: as many as a reader can tell apart.
 _BARS = 60
 #: bars drawn at most; a window with more shows the first ones.
 _MOST_BARS = 20_000
+#: steps of a curve, more than a picture shows.
+_STEPS = 10_000
 #: characters of a model's name in a legend.
 _NAME = 24
 
@@ -44,9 +47,7 @@ def write_plots(record: Record, out: Path, window: tuple[float, float] | None = 
     }
     paths = []
     for name, figure in figures.items():
-        paths.append(out / name)
-        # Leave matplotlib's version out, so that equal simulations give equal files.
-        figure.savefig(paths[-1], dpi=150, metadata={"Software": None})
+        paths.append(save(figure, out / name, dpi=150))
     return paths
 
 
@@ -76,8 +77,19 @@ def write_sweep_plot(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]], ou
     memory.set_ylabel("mean weights in memory, GB")
     memory.set_ylim(bottom=0.0)
     figure.legend(loc="outside upper right", ncols=4, frameon=False)
-    path = out / "idle.png"
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return save(figure, out / "idle.png", dpi=150)
+
+
+def write_fleet_plots(
+    records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]], out: Path
+) -> Path:
+    """Write modes.png: these runs by mode."""
+    return save(fleet_figure(records, summaries), out / "modes.png")
+
+
+def save(figure: Figure, path: Path, dpi: int = 100) -> Path:
+    """Save without matplotlib's version, so that equal simulations give equal files."""
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
     return path
 
 
@@ -132,8 +144,8 @@ def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width:
         return
     values, counts = np.unique(1e3 * np.array(latencies), return_counts=True)
     shares = np.cumsum(counts) / counts.sum()
-    # A step at each value, the first one from 0. Ten thousand steps are more than a picture shows.
-    keep = np.unique(np.linspace(0, len(values) - 1, 10_000).astype(int))
+    # A step at each value, the first one from 0.
+    keep = np.unique(np.linspace(0, len(values) - 1, _STEPS).astype(int))
     steps = np.concatenate([values[:1], values[keep]]), np.concatenate([[0.0], shares[keep]])
     axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width)
 
@@ -248,3 +260,49 @@ def _remark(axes: Axes, text: str) -> None:
 
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+
+
+# --- several devices --------------------------------------------------------------------------------------
+
+
+def fleet_figure(records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Draw the latency of requests, and how busy each device is."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for mode, record in records.items():
+        _latency_of_mode(left, mode, record)
+        _busy_devices(right, mode, summaries[mode])
+    _finish(left, "Latency of all requests", "latency in ms", "answered within this, %")
+    _finish(right, "Devices, the busiest first", "share of the devices, %", "busy, % of the time")
+    left.set_xscale("log")
+    left.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def _latency_of_mode(axes: Axes, mode: str, record: FleetRecord) -> None:
+    """Draw the distribution of latencies; with unanswered requests the curve ends below 100 %."""
+    latencies = np.sort(
+        [1e3 * (sent.ended - sent.arrived) for sent in record.requests if sent.outcome is Outcome.ANSWERED]
+    )
+    keep = np.unique(np.linspace(0, max(len(latencies) - 1, 0), _STEPS).astype(int))[: len(latencies)]
+    shares = 100 * (keep + 1) / max(len(record.requests), 1)
+    axes.plot(latencies[keep], shares, label=mode, color=_MODES[mode], linewidth=1.8)
+
+
+def _busy_devices(axes: Axes, mode: str, summary: Mapping[str, Any]) -> None:
+    busy = sorted((100 * (one["utilisation"] or 0.0) for one in summary["devices"].values()), reverse=True)
+    edges = np.linspace(0.0, 100.0, len(busy) + 1)
+    axes.plot(np.repeat(edges, 2)[1:-1], np.repeat(busy, 2), color=_MODES[mode], linewidth=1.8)
+
+
+def _finish(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(0.0, 102.0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, color="#E5E5E5")
+    axes.set_axisbelow(True)

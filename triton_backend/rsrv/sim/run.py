@@ -105,7 +105,7 @@ def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[
     metrics = summarize(record)
     if options.out is not None:
         _write_metrics(options.out, metrics)
-        if plots := _plots("plots"):
+        if plots := _plots():
             plots.write_plots(record, options.out, options.window)
     return decision_lines(record), _as_json(metrics) if options.json else table(metrics)
 
@@ -119,7 +119,7 @@ def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
     runs = {mode: summarize_fleet(record) for mode, record in records.items()}
     if options.out is not None:
         _write_metrics(options.out, {"modes": runs})
-        if plots := _plots("fleet_plots"):
+        if plots := _plots():
             plots.write_fleet_plots(records, runs, options.out)
     text = _as_json({"modes": runs}) if options.json else aligned(rows(runs))
     return fleet_decision_lines(list(records.values())[-1]), text
@@ -130,7 +130,7 @@ def _run_sweep(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterato
     runs = run_sweep(scenario, options.idle)
     if options.out is not None:
         _write_metrics(options.out, {"idle": runs})
-        if plots := _plots("plots"):
+        if plots := _plots():
             plots.write_sweep_plot(options.idle, runs, options.out)
     text = _as_json({"idle": runs}) if options.json else aligned(sweep_rows(options.idle, runs))
     return iter(()), text
@@ -144,10 +144,10 @@ def _as_json(metrics: dict[str, Any]) -> str:
     return json.dumps(metrics, indent=2)
 
 
-def _plots(module: str) -> Any:
-    """Import a module that draws; print a hint and return None if matplotlib is missing."""
+def _plots() -> Any:
+    """Import the module that draws; print a hint and return None if matplotlib is missing."""
     try:
-        return importlib.import_module(f"rsrv.sim.{module}")
+        return importlib.import_module("rsrv.sim.plots")
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

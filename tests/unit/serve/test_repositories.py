@@ -17,15 +17,14 @@ from rsrv.serve.repositories import (
     check,
     compile_for,
     complaints,
-    find,
     generate,
-    is_empty,
     model_folders,
     watched,
 )
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
 from rsrv_gen import plan
+from rsrv_gen.sources import read_sources
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
@@ -38,7 +37,7 @@ def bundles(tmp_path: Path) -> Path:
 
 def made(repository: Path, *bundles: Path) -> list[str]:
     """Make it as a starting server does, and return the models that could not be written."""
-    return generate(repository, find(bundles)[0], watched(load_settings(""), bundles))
+    return generate(repository, read_sources(bundles), watched(load_settings(""), bundles))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -60,9 +59,9 @@ def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> N
 def test_calls_through_triton_are_found(bundles: Path, external: list[str], text: str, calling: bool) -> None:
     """Calls of models that are not rsrv's go through Triton, and with the transport bls all calls do."""
     settings = load_settings(text)
-    assert not call_through_triton(find([bundles])[0], settings)
+    assert not call_through_triton(read_sources([bundles]), settings)
     write_meta(bundles / "meta", ["one"], external)
-    assert call_through_triton(find([bundles])[0], settings) == calling
+    assert call_through_triton(read_sources([bundles]), settings) == calling
 
 
 def test_what_the_settings_say_is_watched(bundles: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_native_front_that_is_not_built_is_reported(
 ) -> None:
     """Otherwise each of a thousand models has a process, and nothing says why."""
     monkeypatch.setattr(plan, "LIBRARY", tmp_path / "missing.so")
-    sources = find([bundles])[0]
+    sources = read_sources([bundles])
     (problem,) = generate(tmp_path / "models", sources, load_settings("stub: {front: native}"))
     assert problem.startswith("all models have the Python front, a process each: ")
     assert generate(tmp_path / "models", sources, load_settings("")) == []
@@ -110,8 +109,8 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
     made(tmp_path / "models", bundles)
     (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
 
-    sources, problems = find([bundles])
-    assert [line.partition(":")[0] for line in problems] == ["one is not served"]
+    sources = read_sources([bundles])
+    assert [line.partition(":")[0] for line in complaints(sources)] == ["one is not served"]
     assert made(tmp_path / "models", bundles) == []
     assert (tmp_path / "models" / "one").is_dir()
     os.utime(tmp_path / "models" / "one" / "config.pbtxt", (0, 0))
@@ -125,14 +124,14 @@ def test_an_earlier_version_that_is_a_link_to_the_broken_bundle_is_not_served(
 ) -> None:
     """With symbolic links the repository has no copy: the earlier version broke with its bundle."""
     settings = watched(load_settings("lifecycle: {link: symlink}"), [bundles])
-    generate(tmp_path / "models", find([bundles])[0], settings)
+    generate(tmp_path / "models", read_sources([bundles]), settings)
     (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
 
-    sources, problems = find([bundles])
+    sources = read_sources([bundles])
     generate(tmp_path / "models", sources, settings)
 
     assert model_folders(tmp_path / "models") == {"two"}
-    assert complaints(sources, tmp_path / "models") == problems
+    assert complaints(sources, tmp_path / "models") == complaints(sources)
 
 
 @pytest.mark.parametrize("other", ["broken", "empty"])
@@ -148,7 +147,7 @@ def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
 
     assert made(tmp_path / "models", tmp_path / other) == []
 
-    assert is_empty(tmp_path / "models")
+    assert not model_folders(tmp_path / "models")
 
 
 @pytest.fixture
@@ -255,15 +254,15 @@ def test_a_broken_bundle_is_still_known_after_several_starts(bundles: Path, tmp_
     assert model_folders(tmp_path / "models") == {"one", "two"}
     (tmp_path / "empty").mkdir()
     made(tmp_path / "models", tmp_path / "empty")
-    assert is_empty(tmp_path / "models")
+    assert not model_folders(tmp_path / "models")
 
 
 def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, tmp_path: Path) -> None:
     """Settings may name other folders to watch: the given ones count as well."""
     settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
-    generate(tmp_path / "models", find([bundles])[0], settings)
+    generate(tmp_path / "models", read_sources([bundles]), settings)
     break_one(bundles)
-    generate(tmp_path / "models", find([bundles])[0], settings)
+    generate(tmp_path / "models", read_sources([bundles]), settings)
     assert model_folders(tmp_path / "models") == {"one", "two"}
 
 
@@ -279,11 +278,11 @@ def test_damaged_settings_of_a_repository_are_replaced(bundles: Path, tmp_path: 
 def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:
     """An alias carries its models: its earlier version would serve those of another command."""
     aliases = load_settings("aliases: {champion: one}")
-    generate(tmp_path / "models", find([bundles])[0], watched(aliases, [bundles]))
+    generate(tmp_path / "models", read_sources([bundles]), watched(aliases, [bundles]))
     assert model_folders(tmp_path / "models") == {"one", "two", "champion"}
     write_bundle(tmp_path / "other" / "three")
 
-    sources, _ = find([tmp_path / "other"])
+    sources = read_sources([tmp_path / "other"])
     (refused,) = generate(tmp_path / "models", sources, watched(aliases, [tmp_path / "other"]))
 
     assert "champion: an alias of 'one', which is no bundle here" in refused
@@ -316,10 +315,10 @@ def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) ->
     (tmp_path / "later").mkdir()
     check([tmp_path / "missing", tmp_path / "later"], load_settings(""))
     made(tmp_path / "models", tmp_path / "missing")
-    assert is_empty(tmp_path / "models")
+    assert not model_folders(tmp_path / "models")
 
     made(tmp_path / "models", bundles)
-    assert not is_empty(tmp_path / "models")
+    assert model_folders(tmp_path / "models")
 
 
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:

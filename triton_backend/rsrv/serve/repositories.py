@@ -19,12 +19,6 @@ from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, carried, is_alias, is_ours, open_repository
 
 
-def find(bundles: Sequence[Path], known: Known | None = None) -> tuple[Sources, list[str]]:
-    """Return the bundles to serve, and a line for each one that cannot be served."""
-    sources = read_sources(bundles, known)
-    return sources, complaints(sources)
-
-
 def complaints(sources: Sources, repository: Path | None = None) -> list[str]:
     """Return a line for each path without bundles and each broken bundle; an earlier version may be in the repository."""
     lines = [*sources.unusable.values()]
@@ -47,9 +41,10 @@ def call_through_triton(sources: Sources, settings: Settings) -> bool:
 
 def check(bundles: Sequence[Path], settings: Settings, known: Known | None = None) -> Sources:
     """Return what can be served now. Raises ServeError if no bundle will ever be served."""
-    sources, problems = find(bundles, known)
+    sources = read_sources(bundles, known)
     if sources.good:
         return sources
+    problems = complaints(sources)
     if all(place in sources.unusable and mistaken(place) for place in bundles):
         raise NoBundlesError("\n".join(problems))
     if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
@@ -59,11 +54,6 @@ def check(bundles: Sequence[Path], settings: Settings, known: Known | None = Non
         )
         raise ServeError("\n".join(problems))
     return sources
-
-
-def is_empty(repository: Path) -> bool:
-    """Return true if a server would find no model there."""
-    return not model_folders(repository)
 
 
 def model_folders(repository: Path) -> set[str]:

@@ -27,7 +27,7 @@ from rsrv.settings_changes import LOOK_S, FileLooks
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import write_whole
 from rsrv_gen.known import Known
-from rsrv_gen.sources import SETTINGS_FILE, Sources, unknown_models
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models
 
 log = logging.getLogger("rsrv.serve")
 
@@ -177,7 +177,7 @@ def _generate(
     planned: ServerPlan, settings: Settings, bundles: Sequence[Path], known: Known | None = None
 ) -> dict[str, str]:
     """Write the repository. Return the names of broken bundles, each with the reason."""
-    sources, _ = repositories.find(bundles, known)
+    sources = read_sources(bundles, known)
     failed = repositories.generate(planned.repository, sources, settings, known)
     problems = repositories.complaints(sources, planned.repository)
     problems += unknown_models(settings, {*sources.good, *sources.broken})
@@ -215,7 +215,7 @@ async def _serve(
 
     tasks["stopping"] = asyncio.ensure_future(say_stopping())
     first = None
-    if repositories.is_empty(planned.repository):
+    if not repositories.model_folders(planned.repository):
         first = tasks["first"] = asyncio.ensure_future(_first_bundles(planned, settings, options.bundles))
     if options.config is not None:
         tasks["settings"] = asyncio.ensure_future(_follow_settings(options, planned.repository))
@@ -253,9 +253,9 @@ async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Seque
     """
     pause = settings.lifecycle.poll_s
     log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)
-    while repositories.is_empty(planned.repository):
+    while not repositories.model_folders(planned.repository):
         await asyncio.sleep(pause)
-        if repositories.find(bundles)[0].good:
+        if read_sources(bundles).good:
             _generate(planned, settings, bundles)
 
 

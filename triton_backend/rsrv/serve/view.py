@@ -17,7 +17,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
-from rsrv.serve.repositories import is_empty, model_folders
+from rsrv.serve.repositories import model_folders
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 
 #: seconds between two looks, and between attempts to reach the control service
@@ -175,7 +175,7 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
                 yield Line(text)
             if not serves and listening:
                 # Without its control service, what the server has loaded is not known here.
-                known = changes.known or is_empty(planned.repository)
+                known = changes.known or not model_folders(planned.repository)
                 # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
                 if known or patience < 0:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.address import Address
 from rsrv.serve.plan import ServeError, ServerPlan, plan
 from rsrv.settings import RuntimeSection, load_settings
 from rsrv.stub.bls import MAX_CALLS
@@ -55,13 +56,14 @@ def test_addresses_are_those_of_the_operators_flags() -> None:
 @pytest.mark.parametrize(
     ("text", "page"),
     [
-        ("", "http://127.0.0.1:8004/"),
-        ("metrics: {listen: '0.0.0.0:9004'}", "http://127.0.0.1:9004/"),
+        ("", Address("127.0.0.1", 8004)),
+        ("metrics: {listen: '0.0.0.0:9004'}", Address("127.0.0.1", 9004)),
+        ("metrics: {listen: '[::]:9004'}", Address("::1", 9004)),
         ("metrics: {listen: null}", None),
         ("control: {enabled: false}", None),
     ],
 )
-def test_the_live_page_is_where_metrics_are(text: str, page: str | None) -> None:
+def test_the_live_page_is_where_metrics_are(text: str, page: Address | None) -> None:
     """A page that no control process serves is not named."""
     assert planned(text).page == page
 

@@ -119,12 +119,12 @@ def test_a_live_page_of_another_process_is_not_shown(caplog: pytest.LogCaptureFi
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        page = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        page = Address("127.0.0.1", taken.getsockname()[1])
         said = server.live_page(page)
-    assert said == f"none: {page} is another program's"
+    assert said == f"none: http://{page}/ is another program's"
     setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN, to a free port, or to null"
-    assert f"{page} is not served: Address already in use. Set {setting}" in caplog.text
-    assert server.live_page(page) == page
+    assert f"http://{page}/ is not served: Address already in use. Set {setting}" in caplog.text
+    assert server.live_page(page) == f"http://{page}/"
     assert server.live_page(None) is None
 
 

@@ -49,14 +49,14 @@ class ServerPlan:
     #: seconds for requests in flight when it stops
     drain_s: float
     #: address of the live page; None: there is none
-    page: str | None
+    page: Address | None
 
     def describe(self) -> str:
         """Return the plan as text, with a command for a shell."""
         words = [f"{key}={value}" for key, value in sorted(self.environment.items())]
         command = shlex.join([*(["env", *words] if words else ()), *self.argv])
         addresses = ", ".join(f"{kind} {address}" for kind, address in self.ports.items())
-        page = f"live page: {self.page}\n" if self.page else ""
+        page = f"live page: http://{self.page}/\n" if self.page else ""
         return f"{command}\naddresses: {addresses}\n{page}"
 
 
@@ -113,7 +113,7 @@ def plan(
         {kind: _address(kind, options) for kind in ports},
         repository,
         drain_s,
-        listen and _page(listen),
+        None if listen is None else _page(listen),
     )
 
 
@@ -126,9 +126,9 @@ def _address(kind: str, options: Options) -> Address:
         raise ServeError(f"tritonserver's address for {kind}: {error}") from None
 
 
-def _page(listen: str) -> str:
+def _page(listen: str) -> Address:
     try:
         address = parse_address(listen)
     except ValueError as error:
         raise ServeError(f"metrics.listen: {error}") from None
-    return f"http://{Address(address.local, address.port)}/"
+    return Address(address.local, address.port)

@@ -134,16 +134,16 @@ def check_free(planned: ServerPlan) -> None:
             )
 
 
-def live_page(page: str | None) -> str | None:
-    """Return the address of the live page, or, if another process answers there, why there is none."""
+def live_page(page: Address | None) -> str | None:
+    """Return the address of the live page for people, or, if another process answers there, why there is none."""
     if page is None:
         return None
-    host, _, port = page.removeprefix("http://").removesuffix("/").rpartition(":")
-    if taken := _bind_error(Address(host, int(port))):
+    url = f"http://{page}/"
+    if taken := _bind_error(page):
         setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN,"
-        log.warning("%s is not served: %s. Set %s to a free port, or to null", page, taken, setting)
-        return f"none: {page} is another program's"
-    return page
+        log.warning("%s is not served: %s. Set %s to a free port, or to null", url, taken, setting)
+        return f"none: {url} is another program's"
+    return url
 
 
 def _bind_error(address: Address) -> str:

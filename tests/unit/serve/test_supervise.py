@@ -38,7 +38,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "fifo"
         os.mkfifo(self.fifo)
-        self.orders = StopSignals.none()
+        self.orders = StopSignals()
         self.lines: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
@@ -239,7 +239,7 @@ def started(pid):
 
 hooks = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started)
 server = shell(STUBBORN.format(fifo={str(tmp_path / "fifo")!r}))
-asyncio.run(supervise(server, hooks, StopSignals.none()))
+asyncio.run(supervise(server, hooks, StopSignals()))
 """
     os.mkfifo(tmp_path / "fifo")
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as serving:

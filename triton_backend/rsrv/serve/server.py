@@ -191,7 +191,7 @@ async def _serve(
     planned: ServerPlan, settings: Settings, options: Namespace, broken: dict[str, str], output: Output
 ) -> int:
     loop = asyncio.get_running_loop()
-    orders = StopSignals.none()
+    orders = StopSignals()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, orders.once_more)
     tasks: dict[str, asyncio.Future[None]] = {}

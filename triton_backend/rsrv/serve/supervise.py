@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rsrv.serve.child_process import Process
 from rsrv.serve.plan import ServerPlan
@@ -45,13 +45,9 @@ class StopSignals:
     """Events that stop `rsrv serve`, set by signals."""
 
     #: stop; requests in flight have the configured time
-    end: asyncio.Event
+    end: asyncio.Event = field(default_factory=asyncio.Event)
     #: stop at once
-    hurry: asyncio.Event
-
-    @classmethod
-    def none(cls) -> StopSignals:
-        return cls(asyncio.Event(), asyncio.Event())
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     def once_more(self) -> None:
         """Handle a signal: the first one stops the server, the second one stops it at once."""

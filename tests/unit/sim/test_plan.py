@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.cli import main as cli
-from rsrv.sim.plan import Answer, Goal, busiest, estimate, last_good, plan, try_out, with_copies
+from rsrv.sim.plan import Answer, busiest, estimate, last_good, plan, try_out, with_copies
 from rsrv.sim.scenario import Scenario, parse_scenario
 
 
@@ -25,7 +25,7 @@ def recorded(models: str, every_s: float = 0.1, device: str = "warm: true", name
 def answers(scenario: Scenario, p99_s: float) -> dict[str, Answer]:
     """Return the answers by question; of the batch sizes, the first."""
     found: dict[str, Answer] = {}
-    for one in plan(busiest(scenario), Goal(p99_s), lambda what: None):
+    for one in plan(busiest(scenario), p99_s, lambda what: None):
         found.setdefault(one.question, one)
     return found
 
@@ -40,7 +40,7 @@ def test_room_for_more_models() -> None:
     assert said["more models"].trial is not None
     assert said["more models"].trial.p99_s <= 0.1  # type: ignore[operator]
     scenario = busiest(recorded("{a: {cost: {1: 0.02}}, b: {cost: {1: 0.02}}}"))
-    assert not try_out(with_copies(scenario, more + 1)).meets(Goal(0.1))
+    assert not try_out(with_copies(scenario, more + 1)).meets(0.1)
     assert said["fewest cards"].answer == "1"
     assert said["smallest weight budget"].answer.startswith("not known")
 

@@ -36,12 +36,6 @@ _NAMED = 10
 _GOLDEN = 0.618034
 
 
-class Goal(NamedTuple):
-    """99 % of all requests are answered within this time."""
-
-    p99_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """A simulated scenario."""
@@ -51,8 +45,9 @@ class Simulated:
     in_time: float | None
     records: Sequence[Record]
 
-    def meets(self, goal: Goal) -> bool:
-        return self.p99_s is not None and self.p99_s <= goal.p99_s
+    def meets(self, goal_s: float) -> bool:
+        """Return whether 99 % of all requests were answered within this time."""
+        return self.p99_s is not None and self.p99_s <= goal_s
 
 
 class Answer(NamedTuple):
@@ -78,8 +73,11 @@ def try_out(scenario: Scenario) -> Simulated:
     return Simulated(percentile(took, 0.99), ratio(good, len(requests)), records)
 
 
-def plan(scenario: Scenario, goal: Goal, tell: Callable[[str], object]) -> Iterator[Answer]:
-    """Yield the answers for a recorded scenario; `tell` is called with a word about each simulation."""
+def plan(scenario: Scenario, goal_s: float, tell: Callable[[str], object]) -> Iterator[Answer]:
+    """Yield the answers for a recorded scenario: 99 % of all requests are to be answered within the goal.
+
+    `tell` is called with a word about each simulation.
+    """
 
     def attempt(what: str, changed: Scenario) -> Simulated:
         tell(what)
@@ -87,10 +85,10 @@ def plan(scenario: Scenario, goal: Goal, tell: Callable[[str], object]) -> Itera
 
     now = attempt("as it is", scenario)
     yield Answer("as it is", _as_it_is(scenario), now)
-    met = now.meets(goal)
-    yield _more_models(scenario, goal, attempt) if met else Answer("more models", "none", None)
-    yield _budget(scenario, goal, attempt)
-    yield _cards(scenario, goal, attempt)
+    met = now.meets(goal_s)
+    yield _more_models(scenario, goal_s, attempt) if met else Answer("more models", "none", None)
+    yield _budget(scenario, goal_s, attempt)
+    yield _cards(scenario, goal_s, attempt)
     yield from _sizes(scenario, now, attempt)
 
 
@@ -128,12 +126,12 @@ def last_good(good: Callable[[int], bool], most: int) -> int:
 # --- more models -----------------------------------------------------------------------------------------
 
 
-def _more_models(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+def _more_models(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     trials: dict[int, Simulated] = {}
 
     def good(count: int) -> bool:
         trials[count] = attempt(f"{count} more models", with_copies(scenario, count))
-        return trials[count].meets(goal)
+        return trials[count].meets(goal_s)
 
     most = _MOST_COPIES * len(_asked(scenario))
     count = last_good(good, most)
@@ -179,7 +177,7 @@ def _copied(program: Program, name: str, copy: str) -> Program:
 # --- budget and cards ------------------------------------------------------------------------------------
 
 
-def _budget(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     """Search the smallest budget, from that of the largest model to that of all weights."""
     question = "smallest weight budget"
     if all(not program.load_seconds for program in scenario.programs.values()):
@@ -195,7 +193,7 @@ def _budget(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
     def good(step: int) -> bool:
         settings = replace(scenario.settings, weight_budget_bytes=budget(step))
         trials[step] = attempt(f"{amount(budget(step))} for weights", replace(scenario, settings=settings))
-        return trials[step].meets(goal)
+        return trials[step].meets(goal_s)
 
     if not good(0):
         return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
@@ -205,7 +203,7 @@ def _budget(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
     return Answer(question, f"{found}; all weights are {amount(whole)}", trials[step])
 
 
-def _cards(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
+def _cards(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     if scenario.host_memory_bytes is not None or any(
         one.lazy or min(one.idle) < inf for one in scenario.lives.values()
     ):
@@ -215,7 +213,7 @@ def _cards(scenario: Scenario, goal: Goal, attempt: Attempt) -> Answer:
     trial: Simulated | None = None
     for count in range(1, _MOST_CARDS + 1):
         trial = attempt(_counted(count, "card"), with_cards(scenario, count))
-        if trial.meets(goal):
+        if trial.meets(goal_s):
             return Answer("fewest cards", str(count), trial)
     return Answer("fewest cards", f"none: {_MOST_CARDS} are not enough", trial)
 
@@ -231,10 +229,10 @@ def with_cards(scenario: Scenario, count: int) -> Scenario:
 
 def _sizes(scenario: Scenario, now: Simulated, attempt: Attempt) -> Iterator[Answer]:
     """Compare the compiled sizes with all powers of two, whose costs are estimated from those that were measured."""
-    tried = attempt("more batch sizes", with_sizes(scenario, _candidates(scenario)))
-    used = _executions(tried.records)
+    candidates = _candidates(scenario)
+    used = _executions(attempt("more batch sizes", with_sizes(scenario, candidates)).records)
     chosen = {
-        name: {key for key in _candidates(scenario)[name] if _keeps(key, program, used[name])}
+        name: {key for key in candidates[name] if _keeps(key, program, used[name])}
         for name, program in scenario.programs.items()
         if used[name]
     }

@@ -48,7 +48,7 @@ def run_plan(options: argparse.Namespace) -> int:
         if not any(recorded.recorded):
             raise ScenarioError(f"{options.trace} has no requests: record while clients send some")
         with steps("simulations", every=_LINE_S) as progress:
-            answers.extend(plan.plan(recorded, plan.Goal(options.p99), progress.step))
+            answers.extend(plan.plan(recorded, options.p99, progress.step))
     except (ScenarioError, SimulationError) as error:
         return _complain(str(error), "rsrv plan")
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """The metrics as text for people."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rsrv.text import amount, duration, percent, rate
@@ -47,7 +47,7 @@ def table(metrics: dict[str, Any]) -> str:
     )
     models = sorted(metrics["models"].items(), key=lambda item: -item[1]["device_seconds"])
     rows = [_row(name, model) for name, model in models[:_SHOWN]]
-    lines += _align([head, *rows, _row("all", total | {"share": None})])
+    lines.append(aligned([head, *rows, _row("all", total | {"share": None})]))
     if len(models) > _SHOWN:
         lines.append(f"(and {len(models) - _SHOWN} models that took less device time)")
     return "\n".join(lines)
@@ -55,7 +55,12 @@ def table(metrics: dict[str, Any]) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Align rows in columns of text, the first column to the left."""
-    return "\n".join(_align(rows))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
+    return "\n".join(lines)
 
 
 def _row(name: str, of: dict[str, Any]) -> tuple[str, ...]:
@@ -66,13 +71,6 @@ def _row(name: str, of: dict[str, Any]) -> tuple[str, ...]:
         *(duration(of[key]) for key in ("wait_p50_s", "wait_p99_s", "latency_p50_s", "latency_p99_s")),
         str(of["loads"]),
     )
-
-
-def _align(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join([first.strip().ljust(widths[0]), *rest])
 
 
 def _number(value: float | None) -> str:

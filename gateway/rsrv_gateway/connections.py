@@ -3,7 +3,7 @@
 import asyncio
 import re
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -256,6 +256,18 @@ def is_cancelled() -> bool:
     """Return true, after a CancelledError, if this task was cancelled, and not the worker's channel closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:
+    """Return a worker's answer to a call, or why there is none."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return refusal_of(error)
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        return gone(worker)
 
 
 async def refuse(context: Any, refusal: Refusal) -> NoReturn:

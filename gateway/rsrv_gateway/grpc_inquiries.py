@@ -1,6 +1,5 @@
 """All gRPC calls except inference, routed by `inquiries`."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -11,9 +10,8 @@ from tritonclient.grpc import service_pb2
 from rsrv_gateway.connections import (
     SERVICE,
     WorkerChannels,
+    answer_of,
     gone,
-    is_cancelled,
-    refusal_of,
     refuse,
     time_left,
 )
@@ -97,15 +95,7 @@ class GrpcInquiries:
             if channels is None:
                 return gone(worker)
             call = channels.link().channel.unary_unary(SERVICE + method)
-            try:
-                answer: bytes = await call(data, timeout=timeout, metadata=self._forwarded(context))
-            except grpc.aio.AioRpcError as error:
-                return refusal_of(error)
-            except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
-                return gone(worker)
-            return answer
+            return await answer_of(call(data, timeout=timeout, metadata=self._forwarded(context)), worker)
 
         return await self._inquiries.answer(OPERATIONS[method], model, ask)
 

@@ -21,9 +21,8 @@ from rsrv_gateway.connections import (
     ChannelFactory,
     Token,
     WorkerChannels,
+    answer_of,
     gone,
-    is_cancelled,
-    refusal_of,
     refuse,
     sendable,
     server_credentials,
@@ -170,26 +169,20 @@ class GrpcProxy:
         link = channels.link()
         answers = link.answers
         call = link.infer(data, timeout=timeout, metadata=self.forwarded(context))
-        try:
-            response: bytes = await call
-        except grpc.aio.AioRpcError as error:
-            refusal = refusal_of(error)
-            if refusal.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        answer = await answer_of(call, worker)
+        if isinstance(answer, Refusal):
+            if answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 link.answers += 1
             elif channels.unanswered(link, answers, monotonic()):
                 self._traffic.brain.failed(worker)
-            if refusal.suspects_worker():
+            if answer.suspects_worker():
                 self._traffic.brain.failed(worker)
-            return refusal
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            return gone(worker)
+            return answer
         link.answers += 1
         trailing = await call.trailing_metadata()
         if trailing:
             context.set_trailing_metadata(sendable(trailing))
-        return response
+        return answer
 
     async def _check(self, _: bytes, __: Any) -> bytes:
         """Answer grpc.health.v1 for any service, as tritonserver does."""

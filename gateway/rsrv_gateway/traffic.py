@@ -11,7 +11,8 @@ from typing import Protocol
 
 from rsrv.histogram import Histogram
 from rsrv.placement.contract import Table, Worker
-from rsrv.placement.routing import Choice, Mode, Router
+from rsrv.placement.routing import Choice, Router
+from rsrv.settings_fleet import GatewayMode
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
 
 #: upper bounds, seconds, of the intervals of durations
@@ -60,7 +61,7 @@ class Brain(Protocol):
 
 
 class Traffic:
-    def __init__(self, mode: Mode, brain: Brain) -> None:
+    def __init__(self, mode: GatewayMode, brain: Brain) -> None:
         self.router = Router(mode)
         self.brain = brain
         #: workers that answer, by name

@@ -27,6 +27,10 @@ Replicas = Annotated[
 ]
 
 
+#: the choice of a request's worker
+GatewayMode = Literal["round_robin", "least_outstanding", "lpt_packing"]
+
+
 def _as_text(value: Any) -> Any:
     """Return a port as text: YAML reads it as a number."""
     return str(value) if type(value) is int else value
@@ -112,7 +116,7 @@ class GatewaySection(Section):
         WorkerPorts(),
         description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
     )
-    mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
+    mode: GatewayMode = Field(
         "lpt_packing",
         description="Choice of a request's worker among those that serve its model. round_robin: each in turn; "
         "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers "

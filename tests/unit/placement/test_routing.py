@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Routes
-from rsrv.placement.routing import Choice, Mode, Router
+from rsrv.placement.routing import Choice, Router
+from rsrv.settings_fleet import GatewayMode
 
-MODES: tuple[Mode, ...] = ("round_robin", "least_outstanding", "lpt_packing")
+MODES: tuple[GatewayMode, ...] = ("round_robin", "least_outstanding", "lpt_packing")
 WORKERS = ("w0", "w1", "w2", "w3")
 MODELS = ("a", "b", "c")
 
@@ -30,7 +31,7 @@ def chosen(router: Router, model: str = "a", items: int = 1) -> Choice:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_without_workers_has_no_choice(mode: Mode) -> None:
+def test_a_model_without_workers_has_no_choice(mode: GatewayMode) -> None:
     """Unknown models and those that are ready nowhere have no worker, and nothing is counted."""
     router = Router(mode)
     router.update({"nowhere": Routes(ready=())})
@@ -110,7 +111,7 @@ def test_idle_workers_take_turns() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("placed", [True, False])
-def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: Mode, idle: bool, placed: bool) -> None:
+def test_a_worker_that_is_named_twice_gets_twice_as_much(mode: GatewayMode, idle: bool, placed: bool) -> None:
     """A server with two of three devices gets two thirds, with one request at a time and with many."""
     named = ("w0", "w1", "w1")
     router = Router(mode)
@@ -295,7 +296,7 @@ def tables(draw: st.DrawFn) -> dict[str, Routes]:
 
 @given(st.sampled_from(MODES), st.lists(tables(), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_every_counter_is_zero_at_the_end(
-    mode: Mode, updates: list[dict[str, Routes]], random: Random
+    mode: GatewayMode, updates: list[dict[str, Routes]], random: Random
 ) -> None:
     """Choices, moves, double releases and updates in any order: the count is that of the unreleased requests.
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Act
-from rsrv.placement.routing import Mode
 from rsrv.scheduler.events import Outcome
+from rsrv.settings_fleet import GatewayMode
 from rsrv.sim.cli import main
 from rsrv.sim.decisions import decision_lines, fleet_decision_lines
 from rsrv.sim.fleet import MODES, summarize_fleet, with_mode
@@ -40,7 +40,7 @@ CROWDED = """
 """
 
 
-def fleet(text: str, mode: Mode | None = None) -> FleetRecord:
+def fleet(text: str, mode: GatewayMode | None = None) -> FleetRecord:
     scenario = parse_scenario(dedent(text))
     return simulate_fleet(scenario if mode is None else with_mode(scenario, mode))
 
@@ -154,7 +154,7 @@ def test_devices_that_cannot_be_divided_are_refused() -> None:
     st.sampled_from(("fair", "fifo", "edf")),
 )
 def test_every_request_ends_once_and_runs_agree(
-    mode: Mode, devices: tuple[int, int], models: int, room: int, discipline: str
+    mode: GatewayMode, devices: tuple[int, int], models: int, room: int, discipline: str
 ) -> None:
     """For any fleet, each request ends once, on its device, and the devices' figures add up."""
     text = f"""

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from rsrv.settings_fleet import PlacedModelSection, PlacementSection
+from rsrv.settings_fleet import GatewayMode, PlacedModelSection, PlacementSection
 
 
 class ModelOptions(PlacedModelSection):
@@ -21,9 +21,7 @@ class ModelOptions(PlacedModelSection):
 class PlannerOptions(PlacementSection):
     """Settings of placement with the whole policy of the packing."""
 
-    mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(  # type: ignore[assignment]
-        "lpt_packing", description="As gateway.mode."
-    )
+    mode: GatewayMode = Field("lpt_packing", description="As gateway.mode.")  # type: ignore[assignment]
     work_basis: Literal["compute", "items", "requests"] = Field(
         "compute",
         description="Measure of work. requests: each counts the same; items: its rows; compute: its rows times the model's "
@@ -70,6 +68,16 @@ class PlannerOptions(PlacementSection):
         "busy models may share a worker that swaps weights.",
     )
     models: dict[str, ModelOptions] = Field(default_factory=dict, description="Per model, by name.")
+
+    @property
+    def pins(self) -> dict[str, list[int]]:
+        """Numbers of the devices that a model may use, by model; the others may use any."""
+        return {name: own.devices for name, own in self.models.items() if own.devices is not None}
+
+    def of_model(self, name: str, key: str) -> Any:
+        """Return an option of a model: its own, or else the general one."""
+        own = getattr(self.models.get(name), key, None)
+        return getattr(self, key) if own is None else own
 
     @classmethod
     def of(cls, section: PlacementSection, models: Mapping[str, PlacedModelSection], **policy: Any) -> Self:

@@ -33,7 +33,7 @@ from rsrv.placement.options import ModelOptions, PlannerOptions
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
 from rsrv.placement.replication import Replication
 from rsrv.placement.status import PlannerStatus, Repacks, Trigger, show_models, show_workers, warn
-from rsrv.placement.tables import make_table, replicas
+from rsrv.placement.tables import make_table
 from rsrv.settings_fleet import Replicas
 
 SETTLE_S = 3.0
@@ -162,7 +162,7 @@ class Planner:
         alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
         absent = [view for worker, view in self._latest.items() if worker not in alive]
         before = self._fleet if self._surveyed == self._latest.keys() else None
-        fleet = survey(alive, absent, _pins(self.options), before)
+        fleet = survey(alive, absent, self.options.pins, before)
         # Thousands of models are looked at again only if something about one of them has changed.
         same = before is not None and fleet.models is before.models
         steps: list[WeightAction] = []
@@ -315,13 +315,15 @@ class Planner:
             self._moves.aim(unit, workers, now)
 
     def _automatic(self, units: Iterable[Unit]) -> list[Unit]:
-        return [u for u in units if all(replicas(self.options, name) == "auto" for name in u.models)]
+        return [
+            u for u in units if all(self.options.of_model(name, "replicas") == "auto" for name in u.models)
+        ]
 
     def _replicas(self, unit: Unit) -> int:
         """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""
         present = len(self._moves.targets.get(unit.name, ())) or 1
         counts: dict[Replicas, int] = {"auto": present, "all": len(unit.allowed)}
-        wanted = [replicas(self.options, name) for name in unit.models]
+        wanted: list[Replicas] = [self.options.of_model(name, "replicas") for name in unit.models]
         return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in wanted))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
@@ -387,10 +389,6 @@ class Planner:
 
 def _halflife(options: PlannerOptions) -> float:
     return options.rebalance_device_s if options.halflife_device_s is None else options.halflife_device_s
-
-
-def _pins(options: PlannerOptions) -> dict[str, list[int]]:
-    return {name: own.devices for name, own in options.models.items() if own.devices is not None}
 
 
 def _crowded(

@@ -17,11 +17,9 @@ Loads are whole billionths of a charge, so that additions and subtractions cance
 """
 
 from collections import Counter
-from typing import Literal
 
 from rsrv.placement.contract import Routes, Table
-
-Mode = Literal["round_robin", "least_outstanding", "lpt_packing"]
+from rsrv.settings_fleet import GatewayMode
 
 _UNITS = 1_000_000_000
 
@@ -108,7 +106,7 @@ class Router:
     `select` takes O(workers of the model).
     """
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: GatewayMode) -> None:
         self._round_robin = mode == "round_robin"
         self._models: dict[str, _RoutedModel] = {}
         self._loads: dict[str, _WorkerLoad] = {}

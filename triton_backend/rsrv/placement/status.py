@@ -8,7 +8,6 @@ from rsrv.placement.contract import Table, WorkerView
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, have_common_device
 from rsrv.placement.options import PlannerOptions
-from rsrv.placement.tables import replicas
 from rsrv.settings_fleet import Replicas
 from rsrv.text import amount
 
@@ -114,7 +113,7 @@ def show_models(
                 placed=routes.placed,
                 moving_to=target if target != routes.placed else (),
                 along=others,
-                replicas=replicas(options, name),
+                replicas=options.of_model(name, "replicas"),
                 effective_replicas=effective.get(name, len(routes.ready)),
                 utilisation=measured.utilisation,
                 requests_s=measured.requests_s,
@@ -140,7 +139,7 @@ def _reason(
     if along:
         reasons.append(f"with {_names(along)}")
     if len(placed) > 1:
-        wanted = replicas(options, name)
+        wanted = options.of_model(name, "replicas")
         reasons.append(f"demand of {demand:.2g} devices" if wanted == "auto" else f"replicas: {wanted}")
     return ", ".join(reasons) or "least busy device with room"
 
@@ -245,7 +244,7 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
                 f"models.{name}.devices names {_names([str(number) for number in missing])}, and the devices are 0 to {last}: "
                 "correct the key; the others of the list count, or all devices if there are none"
             )
-    pins = {name: own.devices for name, own in options.models.items() if own.devices is not None}
+    pins = options.pins
     for unit in fleet.units:
         # A server that places models itself counts as one worker, and follows the pins.
         if not have_common_device(unit.models, pins) and all(views[w].devices == 1 for w in unit.allowed):
@@ -255,7 +254,7 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
                 "device"
             )
         for name in unit.models:
-            wanted = replicas(options, name)
+            wanted = options.of_model(name, "replicas")
             if isinstance(wanted, int) and wanted > len(unit.allowed):
                 own_key = name in options.models and options.models[name].replicas is not None
                 yield (

@@ -1,13 +1,11 @@
 """The routing table, made from the settings, the places of models and their measured costs."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from rsrv.placement.contract import Routes, Table
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, FleetModel
 from rsrv.placement.options import PlannerOptions
-from rsrv.settings_fleet import Replicas
 
 #: fraction by which a charge must change before the table does
 CHARGE_STEP = 0.1
@@ -36,18 +34,13 @@ def make_table(
             ready=model.ready,
             placed=here,
             quantum=_quantum(options, leader, like) if shared else 1,
-            fill=_fill(options, leader),
+            fill=options.of_model(leader, "fill"),
             charge=charge,
             per_item=basis != "requests",
             batch_input=like.batch_input if shared or basis != "requests" else None,
         )
         table[name] = before if before is not None and before == routes else routes
     return table
-
-
-def replicas(options: PlannerOptions, model: str) -> Replicas:
-    own = options.models.get(model)
-    return options.replicas if own is None or own.replicas is None else own.replicas
 
 
 def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
@@ -64,11 +57,5 @@ def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
 
 
 def _quantum(options: PlannerOptions, name: str, model: FleetModel) -> int:
-    own = options.models.get(name)
-    factor = options.fill_factor if own is None or own.fill_factor is None else own.fill_factor
+    factor: float = options.of_model(name, "fill_factor")
     return 1 if options.route == "spread" else max(1, round(factor * model.max_items))
-
-
-def _fill(options: PlannerOptions, name: str) -> Literal["least", "rr"]:
-    own = options.models.get(name)
-    return options.fill if own is None or own.fill is None else own.fill

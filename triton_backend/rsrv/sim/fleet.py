@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, get_args
 
-from rsrv.placement.routing import Mode
+from rsrv.settings_fleet import GatewayMode
 from rsrv.sim.record import FleetRecord, Record
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.tally import Tally, in_time, ratio, rounded
 from rsrv.text import amount, duration, percent, rate
 
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[GatewayMode, ...] = get_args(GatewayMode)
 
 
-def with_mode(scenario: Scenario, mode: Mode) -> Scenario:
+def with_mode(scenario: Scenario, mode: GatewayMode) -> Scenario:
     """Return a scenario that has a gateway with the gateway in this mode."""
     assert scenario.gateway is not None
     return replace(scenario, gateway=scenario.gateway.model_copy(update={"mode": mode}))

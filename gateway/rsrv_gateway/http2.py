@@ -11,6 +11,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpc import StatusCode
@@ -58,33 +59,21 @@ class Exchange(Protocol):
         """Note that the stream has ended, in whatever way."""
 
 
+@dataclass(slots=True, eq=False)
 class _Http2Stream:
-    __slots__ = (
-        "consumed",
-        "ending",
-        "exchange",
-        "number",
-        "out",
-        "received",
-        "started",
-        "waiting",
-        "window",
-    )
-
-    def __init__(self, number: int, exchange: Exchange, window: int) -> None:
-        self.number = number
-        self.exchange = exchange
-        #: bytes that may be sent
-        self.window = window
-        self.received = bytearray()
-        #: bytes received since their window was last given back
-        self.consumed = 0
-        #: messages that flow control holds back
-        self.out = bytearray()
-        self.started = False
-        #: trailers to send after `out`
-        self.ending = b""
-        self.waiting: asyncio.Task[None] | None = None
+    number: int
+    exchange: Exchange
+    #: bytes that may be sent
+    window: int
+    received: bytearray = field(default_factory=bytearray)
+    #: bytes received since their window was last given back
+    consumed: int = 0
+    #: messages that flow control holds back
+    out: bytearray = field(default_factory=bytearray)
+    started: bool = False
+    #: trailers to send after `out`
+    ending: bytes = b""
+    waiting: asyncio.Task[None] | None = None
 
 
 class EnvoyConnection(asyncio.Protocol):

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -86,37 +87,35 @@ class _StreamRefused(Exception):
         self.refusal = refusal
 
 
+@dataclass(slots=True, eq=False)
 class _Message:
     """A request without an answer yet."""
 
-    __slots__ = ("arrived", "choice", "data", "items", "losses")
-
-    def __init__(self, items: int, choice: Choice) -> None:
-        #: the message, while it is kept
-        self.data = b""
-        self.items = items
-        self.choice = choice
-        #: connections that broke during the request
-        self.losses = 0
-        self.arrived = monotonic()
+    items: int
+    choice: Choice
+    #: the message, while it is kept
+    data: bytes = b""
+    #: connections that broke during the request
+    losses: int = 0
+    arrived: float = field(default_factory=monotonic)
 
 
+@dataclass(slots=True, eq=False)
 class _Upstream:
     """The stream to one worker."""
 
-    def __init__(self, worker: str, link: WorkerConnection, call: Any) -> None:
-        self.worker = worker
-        self.link = link
-        self.call = call
-        #: in sending order
-        self.waiting: deque[_Message] = deque()
-        #: all messages are kept, so a failover is possible
-        self.kept = True
-        self.kept_bytes = 0
-        #: messages are written one by one, in order
-        self.writing = asyncio.Lock()
-        #: nothing more is written
-        self.closed = False
+    worker: str
+    link: WorkerConnection
+    call: Any
+    #: in sending order
+    waiting: deque[_Message] = field(default_factory=deque)
+    #: all messages are kept, so a failover is possible
+    kept: bool = True
+    kept_bytes: int = 0
+    #: messages are written one by one, in order
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: nothing more is written
+    closed: bool = False
 
     def expect(self, message: _Message, data: bytes) -> None:
         """Register the message that is written next."""

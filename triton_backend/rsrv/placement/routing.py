@@ -17,6 +17,7 @@ Loads are whole billionths of a charge, so that additions and subtractions cance
 """
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from rsrv.placement.contract import Routes, Table
 from rsrv.settings_fleet import GatewayMode
@@ -24,68 +25,58 @@ from rsrv.settings_fleet import GatewayMode
 _UNITS = 1_000_000_000
 
 
+@dataclass(slots=True, eq=False)
 class _WorkerLoad:
     """Load in flight of one worker, over all models."""
 
-    __slots__ = ("devices", "units", "worker")
-
-    def __init__(self, worker: str) -> None:
-        self.worker = worker
-        self.units = 0
-        #: how often the table names it for one model
-        self.devices = 1
+    worker: str
+    units: int = 0
+    #: how often the table names it for one model
+    devices: int = 1
 
 
+@dataclass(slots=True, eq=False)
 class _ReplicaLoad:
     """Requests in flight of one model at one worker."""
 
-    __slots__ = ("devices", "items", "load", "requests")
-
-    def __init__(self, load: _WorkerLoad) -> None:
-        self.load = load
-        self.items = 0
-        self.requests = 0
-        #: the model's replicas at the worker
-        self.devices = 1
+    load: _WorkerLoad
+    items: int = 0
+    requests: int = 0
+    #: the model's replicas at the worker
+    devices: int = 1
 
 
+@dataclass(slots=True, eq=False)
 class _RoutedModel:
     """Routing state of one model. It outlives its routes until no request is in flight."""
 
-    __slots__ = ("cursor", "name", "placed", "ready", "requests", "routes", "run", "shares", "spent", "units")
-
-    def __init__(self, name: str, cursor: int) -> None:
-        self.name = name
-        self.routes: Routes | None = None
-        self.ready: tuple[_WorkerLoad, ...] = ()
-        self.placed: tuple[_ReplicaLoad, ...] = ()
-        #: by worker: replicas with requests in flight, and placed ones
-        self.shares: dict[str, _ReplicaLoad] = {}
-        self.requests = 0
-        #: next index into `placed`, or else into `ready`; modulo their length
-        self.cursor = cursor
-        #: the replica of the current run, and the items that it has got
-        self.run: _ReplicaLoad | None = None
-        self.spent = 0
-        #: load of an item, or of a request
-        self.units = _UNITS
+    name: str
+    #: next index into `placed`, or else into `ready`; modulo their length
+    cursor: int
+    routes: Routes | None = None
+    ready: tuple[_WorkerLoad, ...] = ()
+    placed: tuple[_ReplicaLoad, ...] = ()
+    #: by worker: replicas with requests in flight, and placed ones
+    shares: dict[str, _ReplicaLoad] = field(default_factory=dict)
+    requests: int = 0
+    #: the replica of the current run, and the items that it has got
+    run: _ReplicaLoad | None = None
+    spent: int = 0
+    #: load of an item, or of a request
+    units: int = _UNITS
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """The worker of one request, where it is counted until `Router.release`."""
 
-    __slots__ = ("_counted", "_items", "_model", "_others", "_router", "_share", "_units")
-
-    def __init__(
-        self, router: "Router", model: _RoutedModel, share: _ReplicaLoad, items: int, units: int
-    ) -> None:
-        self._router = router
-        self._model = model
-        self._share = share
-        self._items = items
-        self._units = units
-        self._counted = False
-        self._others: tuple[str, ...] | None = None
+    _router: "Router"
+    _model: _RoutedModel
+    _share: _ReplicaLoad
+    _items: int
+    _units: int
+    _counted: bool = False
+    _others: tuple[str, ...] | None = None
 
     @property
     def worker(self) -> str:
@@ -160,16 +151,12 @@ class Router:
         _count(choice)
         return choice
 
-    def move(self, choice: Choice, worker: str) -> Choice:
-        """Count the request at another worker, to which it moves now, and return the choice itself.
-
-        A released choice stays unchanged.
-        """
+    def move(self, choice: Choice, worker: str) -> None:
+        """Count the request at another worker, to which it moves now. A released choice stays unchanged."""
         if choice._counted:
             _discount(choice)
             choice._share = self._share(choice._model, self._load(worker))
             _count(choice)
-        return choice
 
     def release(self, choice: Choice) -> None:
         """Stop counting a finished request. Without effect the second time."""

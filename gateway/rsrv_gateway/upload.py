@@ -71,14 +71,10 @@ class Upload:
             self._pieces = [b"".join(self._pieces)]
         return self._pieces[0] if self._pieces else b""
 
-    async def whole(self) -> bytes:
-        """Return the whole body. Raises UploadError."""
-        return await self.head(self._most + 1)
-
     async def settle(self) -> None:
         """Wait for a small body; return at once for others. Raises UploadError."""
         if self.size is not None and self.size <= SMALL_BODY_BYTES:
-            await self.whole()
+            await self.head(self._most + 1)
 
     def data(self) -> bytes | AsyncIterator[bytes]:
         """Yield the body from its beginning, once for each worker."""

@@ -208,37 +208,33 @@ def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str
     return options.model_copy(update={"models": models})
 
 
+@dataclass(frozen=True, slots=True)
 class _Names:
     """Resolution of `models` of a source to single models."""
 
-    def __init__(
-        self, groups: Mapping[str, Sequence[str]], programs: Mapping[str, Program], problems: list[str]
-    ) -> None:
-        self._groups = groups
-        self._programs = programs
-        self._problems = problems
+    groups: Mapping[str, Sequence[str]]
+    programs: Mapping[str, Program]
+    problems: list[str]
 
     def all(self, given: Iterable[str] | None, key: str) -> list[str]:
         """Return the named models, each once."""
-        named = self._programs if given is None else given
+        named = self.programs if given is None else given
         return list(dict.fromkeys(name for one in named for name in self._of(one, key)))
 
     def shares(self, given: Mapping[str, float] | None) -> dict[str, float]:
         """Return the share of each model; a group divides its share equally."""
         shares: dict[str, float] = {}
-        for one, share in (dict.fromkeys(self._programs, 1.0) if given is None else given).items():
+        for one, share in (dict.fromkeys(self.programs, 1.0) if given is None else given).items():
             names = self._of(one, "poisson")
             for name in names:
                 shares[name] = shares.get(name, 0.0) + share / len(names)
         return shares
 
     def _of(self, name: str, key: str) -> Sequence[str]:
-        if name in self._groups:
-            return self._groups[name]
-        if name not in self._programs:
-            self._problems.append(
-                f"arrivals.{key}.models: {_no_model(name, [*self._groups, *self._programs])}"
-            )
+        if name in self.groups:
+            return self.groups[name]
+        if name not in self.programs:
+            self.problems.append(f"arrivals.{key}.models: {_no_model(name, [*self.groups, *self.programs])}")
         return [name]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -25,7 +24,7 @@ from rsrv.serve.supervise import RestartReason, StopSignals, SupervisorHooks, su
 from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
 from rsrv.settings_changes import LOOK_S, FileLooks
 from rsrv.settings_fleet import GatewaySection
-from rsrv.wire.paths import write_whole
+from rsrv.wire.paths import hold, write_whole
 from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models
 
@@ -161,16 +160,13 @@ def _bind_error(address: Address) -> str:
 def alone(directory: Path) -> Iterator[None]:
     """Lock the directory for this process. Raises ServeError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held = hold(directory)
+    if held is None:
+        raise ServeError(f"another server uses {directory}: end it, or name another folder with --directory")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError:
-        raise ServeError(
-            f"another server uses {directory}: end it, or name another folder with --directory"
-        ) from None
     finally:
-        os.close(fd)
+        os.close(held)
 
 
 def _generate(

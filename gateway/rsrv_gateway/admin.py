@@ -93,16 +93,16 @@ class Admin:
             return (None,)
         async with self._slots:
             tritons, ours = await asyncio.gather(
-                self._text(worker.metrics) if worker.metrics else _nothing(),
-                self._gateway.probes.metrics(worker.name) if worker.control else _nothing(),
+                self._text(worker.metrics), self._gateway.probes.metrics(worker.name)
             )
         if tritons is not None and ours is not None:
             # Figures of models are in rsrv's page already, and would count twice.
             tritons = _without_ours(tritons)
         return [*([tritons] if worker.metrics else ()), *([ours] if worker.control else ())]
 
-    async def _text(self, address: str) -> str | None:
-        assert self._session is not None
+    async def _text(self, address: str | None) -> str | None:
+        if self._session is None or address is None:
+            return None
         try:
             async with self._session.get(f"http://{address}/metrics") as response:
                 # A proxy in between may answer with a page of its own for an absent worker.
@@ -110,10 +110,6 @@ class Admin:
                 return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
             return None
-
-
-async def _nothing() -> None:
-    return None
 
 
 def _without_ours(text: str) -> str:

@@ -92,7 +92,7 @@ async def serve(settings: Settings, picker: str | None) -> None:
         gateway = GatewayLoop(
             members,
             partial(Probes, probe, PROBE_S),
-            Planner(_options(settings)),
+            Planner(PlannerOptions.of(settings.placement, settings.models, mode=section.mode)),
             partial(Proxy, section) if picker is None else partial(Picker, picker, section),
             pause=PROBE_S,
             drain=section.drain_s,
@@ -106,7 +106,7 @@ async def _serve_operators(
 ) -> None:
     """Open the control service and the admin port for operators; `stack` closes them."""
     section = settings.gateway
-    service, health = GatewayService(gateway, _options(settings)), GatewayHealth(gateway)
+    service, health = GatewayService(gateway), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
     stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.control_listen is not None:
@@ -125,10 +125,6 @@ async def _serve_operators(
         await admin.start(section.admin)
         log.info("gateway.admin: /metrics and the live page are at port %d", admin.port)
         stack.push_async_callback(admin.stop)
-
-
-def _options(settings: Settings) -> PlannerOptions:
-    return PlannerOptions.of(settings.placement, settings.models, mode=settings.gateway.mode)
 
 
 def _until_signalled() -> asyncio.Event:

@@ -42,11 +42,11 @@ _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
-    def __init__(self, gateway: GatewayLoop, section: PlannerOptions) -> None:
-        """`section` is as in rsrv.yaml."""
+    def __init__(self, gateway: GatewayLoop) -> None:
         self._gateway = gateway
         self._planner = gateway.planner
-        self._section = section
+        #: as in rsrv.yaml
+        self._section = self._planner.options
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:

@@ -58,7 +58,7 @@ async def served(
     world = World(settings, **ready)
     path = tmp_path / "control.sock"
     async with world.running():
-        service = GatewayService(world.gateway, world.section)
+        service = GatewayService(world.gateway)
         server = await listen_locally(path, service, GatewayHealth(world.gateway), GATEWAY)
         try:
             async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
@@ -255,7 +255,7 @@ async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) 
     token.chmod(0o600)
     async with served(tmp_path, a="m") as gateway:
         world = gateway.world
-        service, health = GatewayService(world.gateway, world.section), GatewayHealth(world.gateway)
+        service, health = GatewayService(world.gateway), GatewayHealth(world.gateway)
         section = ControlSection(listen="127.0.0.1:0", token_file=token)
         server, port = await listen(section, service, health, GATEWAY)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

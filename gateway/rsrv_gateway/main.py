@@ -12,7 +12,6 @@ from pathlib import Path
 from rsrv import logs
 from rsrv.control.grpc_server import ListenError, listen, listen_locally
 from rsrv.limits import raise_limit
-from rsrv.placement.contract import Worker
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, read_settings
@@ -85,13 +84,9 @@ async def serve(settings: Settings, picker: str | None) -> None:
     async with AsyncExitStack() as stack:
         directory = Directory()
         stack.callback(directory.close)
-
-        def probe(worker: Worker) -> GrpcProber:
-            return GrpcProber(worker, contacts, PROBE_TIMEOUT_S)
-
         gateway = GatewayLoop(
             members,
-            partial(Probes, probe, PROBE_S),
+            partial(Probes, lambda worker: GrpcProber(worker, contacts, PROBE_TIMEOUT_S), PROBE_S),
             Planner(PlannerOptions.of(settings.placement, settings.models, mode=section.mode)),
             partial(Proxy, section) if picker is None else partial(Picker, picker, section),
             pause=PROBE_S,

@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -216,7 +217,9 @@ async def _serve(
     if options.config is not None:
         tasks["settings"] = asyncio.ensure_future(_follow_settings(options, planned.repository))
     try:
-        hooks = SupervisorHooks(output.put, started, watch=_watch(planned.ports["http"], first))
+        hooks = SupervisorHooks(
+            output.put, started, watch=partial(_reason_to_restart, planned.ports["http"], first)
+        )
         status = await supervise(planned, hooks, orders)
     finally:
         for task in tasks.values():
@@ -255,27 +258,17 @@ async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Seque
             _generate(planned, settings, bundles)
 
 
-def _watch(http: Address, first: asyncio.Future[None] | None) -> Callable[[], Awaitable[RestartReason]]:
-    """Return a function that waits for a reason to restart the server: it hangs, or `first` is done."""
-
-    async def hung() -> RestartReason:
-        await wait_for_hang(http, HANG_S)
+async def _reason_to_restart(http: Address, first: asyncio.Future[None] | None) -> RestartReason:
+    """Wait for a reason to restart the server: it hangs, or `first` is done."""
+    hang = asyncio.ensure_future(wait_for_hang(http, HANG_S))
+    try:
+        coming = [hang] if first is None or first.done() else [hang, first]
+        done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        hang.cancel()
+    for one in done:
+        one.result()
+    if hang in done:
         return RestartReason(f"has not answered for {HANG_S:g} s")
-
-    async def fed(coming: asyncio.Future[None]) -> RestartReason:
-        await asyncio.shield(coming)
-        # A server without models has nothing to drain, yet might use its whole drain time.
-        return RestartReason("has got models", works=True)
-
-    async def watch() -> RestartReason:
-        reasons = [asyncio.ensure_future(hung())]
-        if first is not None and not first.done():
-            reasons.append(asyncio.ensure_future(fed(first)))
-        try:
-            done, _ = await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for reason in reasons:
-                reason.cancel()
-
-    return watch
+    # A server without models has nothing to drain, yet might use its whole drain time.
+    return RestartReason("has got models", works=True)

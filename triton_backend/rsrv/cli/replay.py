@@ -29,7 +29,7 @@ from rsrv.scheduler.events import Outcome, Request
 from rsrv.sim.record import RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario, read_trace
 from rsrv.sim.schema import RequestKeys, TraceKeys
-from rsrv.sim.simulate import simulate_requests
+from rsrv.sim.simulate import simulate_devices
 from rsrv.sim.table import aligned
 from rsrv.sim.tally import Tally, in_time, percentile, ratio
 from rsrv.text import duration, one_line, percent, printable, rate
@@ -259,7 +259,8 @@ def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequenc
     """Simulate the requests that were sent; None without a scenario."""
     if scenario is None or not sent:
         return None
-    return simulate_requests(replace(scenario, requests=(), recorded=[sent], duration=sent[-1].t + 1e-3))
+    records = simulate_devices(replace(scenario, requests=(), recorded=[sent], duration=sent[-1].t + 1e-3))
+    return records[0].requests
 
 
 def front_seconds(found: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from rsrv.scheduler.events import Outcome, Program
 from rsrv.sim.arrivals import instant
-from rsrv.sim.record import Record, RequestRecord
+from rsrv.sim.record import Record
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.schema import GatewayKeys, RequestKeys
-from rsrv.sim.simulate import simulate, simulate_fleet
+from rsrv.sim.simulate import simulate_devices
 from rsrv.sim.table import aligned
 from rsrv.sim.tally import in_time, percentile, ratio
 from rsrv.text import amount, duration, percent
@@ -60,14 +60,8 @@ class Answer(NamedTuple):
 
 def try_out(scenario: Scenario) -> Simulated:
     """Simulate a scenario."""
-    requests: Sequence[RequestRecord]
-    records: Sequence[Record]
-    if scenario.gateway is None:
-        record = simulate(scenario)
-        requests, records = record.requests, [record]
-    else:
-        fleet = simulate_fleet(scenario)
-        requests, records = fleet.requests, list(fleet.devices.values())
+    records = simulate_devices(scenario)
+    requests = records[0].requests
     took = sorted(one.ended - one.arrived if one.outcome is Outcome.ANSWERED else inf for one in requests)
     good = sum(in_time(one, inf) for one in requests)
     return Simulated(percentile(took, 0.99), ratio(good, len(requests)), records)

@@ -32,7 +32,7 @@ def simulate(scenario: Scenario) -> Record:
     Raises:
         SimulationError: the simulator or the scheduler is broken.
     """
-    return _checked(lambda: _Simulation(scenario).run().devices[0].record)
+    return simulate_devices(scenario)[0]
 
 
 def simulate_fleet(scenario: Scenario) -> FleetRecord:
@@ -44,9 +44,9 @@ def simulate_fleet(scenario: Scenario) -> FleetRecord:
     return _checked(lambda: _Simulation(scenario).run().fleet())
 
 
-def simulate_requests(scenario: Scenario) -> Sequence[RequestRecord]:
-    """Run a scenario to its end; return its requests. Raises as `simulate`."""
-    return simulate(scenario).requests if scenario.gateway is None else simulate_fleet(scenario).requests
+def simulate_devices(scenario: Scenario) -> Sequence[Record]:
+    """Run a scenario to its end; return the records of its devices, each with all requests. Raises as `simulate`."""
+    return _checked(lambda: [device.record for device in _Simulation(scenario).run().devices])
 
 
 def _checked(run: Callable[[], _T]) -> _T:

@@ -80,7 +80,7 @@ def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
     )
     model = ModelStatus("m", ("w",), ("w",), (), (), 1, 1, 0.5, 1.0, 0.1, 10, "", 1, "least")
     worker = WorkerStatus("w", True, 1, 0.5, 0.5, 10, 20, False, 0.0)
-    repacks = Repacks({"start": 1}, "start", 0.0, 1, 1, 0, 1.0, 2.0, 0, 0)
+    repacks = Repacks({"start": 1}, "start", 0.0, 1, 1, 0, 1.0, 2.0, 0)
     status = PlannerStatus("lpt_packing", 1, (model,), (worker,), repacks, ())
     text = expose(counts, {"w": WorkerView(True, instance="i")}, status, {"w": True})
     for family in text_string_to_metric_families(text):

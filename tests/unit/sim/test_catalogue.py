@@ -26,7 +26,7 @@ def test_a_cold_model_starts_with_its_first_request_and_others_join() -> None:
     record = run(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}, {t: 20, model: a}]")
 
     (start,) = record.starts
-    assert (start.asked, start.began, start.ended, start.read_bytes) == (1, 1, 4, 100)
+    assert (start.began, start.ended, start.read_bytes) == (1, 4, 100)
     assert ends(record)[:2] == [(Outcome.ANSWERED, 4.6), (Outcome.ANSWERED, 5.1)]
     assert [one.cold for one in record.requests] == [True, True, False]
     total = metrics(LAZY + "arrivals: [{t: 1, model: a}, {t: 2, model: a}]")["total"]

@@ -382,7 +382,6 @@ class Planner:
             held=self._held,
             device_s=self._device_s,
             threshold_device_s=self._threshold(),
-            asked=self._asked,
             done=self._done,
         )
 

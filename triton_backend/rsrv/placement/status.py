@@ -73,8 +73,7 @@ class Repacks:
     #: device seconds since the last repack, and the number that triggers the next one
     device_s: float
     threshold_device_s: float
-    #: repacks requested by operators, and how many of them are done
-    asked: int
+    #: repacks requested by operators that are done
     done: int
 
 

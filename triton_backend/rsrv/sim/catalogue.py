@@ -88,8 +88,8 @@ class Catalogue:
         #: models that the runtime has: the scheduler knows them.
         self.started: set[str] = set()
         self._queue = StartQueue()
-        #: models that start, with the time at which they were asked for.
-        self._asked: dict[str, float] = {}
+        #: models that start.
+        self._asked: set[str] = set()
         #: seconds of each model's shortest start, if the discipline sheds: requests that it would serve too late end at once.
         self._start_seconds: dict[str, float] = {}
         self._sheds = {**DISCIPLINES, **NAIVE}[scenario.discipline]().sheds
@@ -184,7 +184,7 @@ class Catalogue:
         if model in self._asked:
             self._queue.change(model, self._demand(model), now)
         else:
-            self._asked[model] = now
+            self._asked.add(model)
             self._queue.put(BuildStep(model, model, self._demand(model), _nothing), now)
         timeout = now + self._start_timeout_s
         if now < deadline < now + self._start_seconds.get(model, 0.0):
@@ -202,7 +202,7 @@ class Catalogue:
     def _drop_start(self, model: str) -> None:
         """Start a model no more, unless its start has begun."""
         if self._queue.drop(model):
-            del self._asked[model]
+            self._asked.remove(model)
 
     def _build_next(self, now: float) -> None:
         if self._building is not None or (step := self._queue.pop(now)) is None:
@@ -211,11 +211,11 @@ class Catalogue:
         nbytes = self._host.absent_bytes(self._programs[model])
         self._copy(model, now)
         seconds = self._lives[model].start_s + self.read_seconds(nbytes)
-        self._building = StartRecord(model, self._asked[model], now, instant(now + seconds), nbytes)
+        self._building = StartRecord(model, now, instant(now + seconds), nbytes)
 
     def _started(self, start: StartRecord, now: float) -> list[Event | Finish]:
         self._building = None
-        del self._asked[start.model]
+        self._asked.remove(start.model)
         self._queue.charge(start.model, now - start.began, now)
         if self._sheds:
             seconds = now - start.began

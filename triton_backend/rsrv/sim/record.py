@@ -58,7 +58,6 @@ class StartRecord:
     """One start of a cold model, from its turn on the build thread to its end."""
 
     model: str
-    asked: float
     began: float
     ended: float
     #: bytes read from the disk.

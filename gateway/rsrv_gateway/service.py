@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 
 import rsrv
@@ -183,6 +184,7 @@ class GatewayHealth(HealthService):
 
 
 S = TypeVar("S", bound=BaseModel)
+M = TypeVar("M", bound=Message)
 
 _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
 #: names of the policy's fields
@@ -226,50 +228,25 @@ def replicas_message(count: Count) -> pb.Replicas:
 
 
 def repacks_message(status: Repacks, now: float) -> pb.Repacks:
-    return pb.Repacks(
-        counts={str(trigger): count for trigger, count in status.counts.items()},
-        last=status.last or "",
-        last_age_s=0.0 if status.last_at is None else now - status.last_at,
-        packed=status.packed,
-        moved=status.moved,
-        held=status.held,
-        device_s=status.device_s,
-        threshold_device_s=status.threshold_device_s,
-    )
+    age = 0.0 if status.last_at is None else now - status.last_at
+    return _copied(pb.Repacks, status, last=status.last or "", last_age_s=age)
 
 
 def model_message(status: ModelStatus) -> pb.ModelStatus:
-    return pb.ModelStatus(
-        name=status.name,
-        ready=status.ready,
-        placed=status.placed,
-        moving_to=status.moving_to,
-        along=status.along,
-        replicas=replicas_message(status.replicas),
-        effective_replicas=status.effective_replicas,
-        utilisation=status.utilisation,
-        requests_s=status.requests_s,
-        item_s=status.item_s,
-        bytes=status.bytes,
-        quantum=status.quantum,
-        fill=member(pb.Fill, status.fill),
-    )
+    replicas, fill = replicas_message(status.replicas), member(pb.Fill, status.fill)
+    return _copied(pb.ModelStatus, status, replicas=replicas, fill=fill)
 
 
 def worker_message(status: WorkerStatus, known: Worker | None, outstanding: int) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        name=status.name,
-        alive=status.alive,
-        grpc="" if known is None else known.grpc,
-        models=status.models,
-        utilisation=status.utilisation,
-        busy=status.busy,
-        bytes=status.bytes,
-        budget_bytes=status.budget_bytes,
-        oversubscribed=status.oversubscribed,
-        backlog_s=status.backlog_s,
-        outstanding=outstanding,
-    )
+    grpc = "" if known is None else known.grpc
+    return _copied(pb.WorkerStatus, status, grpc=grpc, outstanding=outstanding)
+
+
+def _copied(kind: type[M], status: object, **others: Any) -> M:
+    """Return a message with these fields, and all its others from the planner's status, which has them by name."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    message: M = kind(**{name: getattr(status, name) for name in names}, **others)
+    return message
 
 
 def _given(message: Any, name: str) -> Any:

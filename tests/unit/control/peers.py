@@ -380,14 +380,7 @@ async def served(
     lifecycle = FakeLifecycle()
     async with linked(*folders, silence=silence) as runtimes:
         link = runtimes.links[0]
-        readiness = Readiness(
-            runtimes,
-            repository,
-            lambda: lifecycle.loading,
-            lambda: lifecycle.unwanted,
-            lambda: lifecycle.aliases,
-            decides=decides,
-        )
+        readiness = Readiness(runtimes, repository, lifecycle, decides=decides)
         cards = Cards(["cpu"] * len(runtimes.links))
         health = Health(runtimes, readiness)
         parsed = load_settings(settings or "")

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rsrv.control.health import Readiness
-from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, served, until
+from tests.unit.control.peers import FakeLifecycle, FakeRuntime, Served, add_model, entry, served, until
 from tests.waiting import looped
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -105,7 +105,9 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
     """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
     view: Any = SimpleNamespace(other_changes=0, asleep=False, cold=(), entries={"a@1": entry("a")})
-    readiness = Readiness(view, tmp_path, lambda: {"a"}, lambda: (), decides=True)
+    lifecycle = FakeLifecycle()
+    lifecycle.loading = {"a"}
+    readiness = Readiness(view, tmp_path, lifecycle, decides=True)
     seen = []
     for view.up in (True, False, True):
         view.other_changes += 1

@@ -110,14 +110,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     processes = partial(stub_processes, options.server_pid, repository.absolute())
     triton = Triton.of(options.server_pid)
     reconciler = Reconciler(settings, repository, runtimes, triton, processes)
-    readiness = Readiness(
-        runtimes,
-        repository,
-        lambda: reconciler.loading,
-        lambda: reconciler.unwanted,
-        lambda: reconciler.aliases,
-        decides=settings.lifecycle.mode != "explicit",
-    )
+    decides = settings.lifecycle.mode != "explicit"
+    readiness = Readiness(runtimes, repository, reconciler, decides=decides)
     health = Health(runtimes, readiness)
     exporting = _exporting(settings, runtimes)
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
-from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.figures import (
     DeviceFigures,
     DeviceWindow,
@@ -22,6 +21,7 @@ from rsrv.control.figures import (
 from rsrv.control.findings import SEVERITIES, Case, ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
+from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
@@ -65,30 +65,6 @@ def _worst(
         yield replace(worst, evidence=worst.evidence + (f"; also {some(others)}" if others else ""))
 
 
-class Bundles(Protocol):
-    """Facts about models that the runtimes do not have."""
-
-    @property
-    def failures(self) -> Mapping[str, BundleFailure]:
-        """Models that are not as their bundles say."""
-
-    @property
-    def reached(self) -> bool:
-        """True once Triton has loaded its first models, or cannot be asked."""
-
-    @property
-    def loading(self) -> Collection[str]:
-        """Models that Triton is loading or unloading."""
-
-    @property
-    def load_threads(self) -> int:
-        """Models that Triton loads at a time."""
-
-    @property
-    def process_ends(self) -> Mapping[str, int]:
-        """How often the process of a model in Triton was found dead."""
-
-
 class Diagnosis:
     """Looks at the runtimes. `findings` are those of the latest look; `run` drives it."""
 
@@ -96,7 +72,7 @@ class Diagnosis:
         self,
         runtimes: Runtimes,
         file: SettingsFile,
-        bundles: Bundles,
+        lifecycle: Reconciling,
         missing: Callable[[], Collection[str]],
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
@@ -106,13 +82,13 @@ class Diagnosis:
         Args:
             runtimes: of the server.
             file: rsrv.yaml.
-            bundles: what is known of models from outside of the runtimes.
+            lifecycle: knows of models what the runtimes do not.
             missing: returns the names of the models that should serve and do not.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
         self._runtimes, self._file = runtimes, file
-        self._bundles, self._missing, self._spans, self._queues = bundles, missing, spans, queues
+        self._lifecycle, self._missing, self._spans, self._queues = lifecycle, missing, spans, queues
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
@@ -154,7 +130,7 @@ class Diagnosis:
                 answers, at = await runtimes.metrics(max_age_s)
                 await self._read_facts()
         overrides = runtimes.overrides
-        missing, starting = self._missing(), not self._bundles.reached
+        missing, starting = self._missing(), not self._lifecycle.reached
         since = dict.fromkeys(missing, self._began) if starting else self._missing_since
         self._missing_since = {} if starting else {name: since.get(name, at) for name in missing}
         return ServerFigures(
@@ -176,8 +152,8 @@ class Diagnosis:
                 for number, link in enumerate(runtimes.links)
             },
             entries=dict(runtimes.entries),
-            failures=dict(self._bundles.failures),
-            process_ends=dict(self._bundles.process_ends),
+            failures=dict(self._lifecycle.failures),
+            process_ends=dict(self._lifecycle.process_ends),
             settings=file.settings,
             scheduler=dict(overrides.scheduler),
             policies={name: dict(overrides.policy(name)) for name in overrides.models},
@@ -186,8 +162,8 @@ class Diagnosis:
             facts=self._facts,
             missing={name: at - since.get(name, at) for name in missing},
             starting=starting,
-            loading=frozenset(self._bundles.loading),
-            load_threads=self._bundles.load_threads,
+            loading=frozenset(self._lifecycle.loading),
+            load_threads=self._lifecycle.load_threads,
             cold=frozenset(runtimes.cold),
             shm=_shm(),
             spans=dict(self._spans),

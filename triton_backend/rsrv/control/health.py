@@ -1,11 +1,10 @@
 """The models that can serve now, and the health that follows: of the server as a whole, and of each model."""
 
-from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rsrv.control.grpc_service import HealthService
+from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Runtimes
-from rsrv.settings import Shares
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import carried, is_alias
 
@@ -17,26 +16,14 @@ class Readiness:
     long as the repository has it and no operator has unloaded it. So an added model counts once it is ready, and a model
     that fails from the start counts.
 
-    `loading`: names of the models that Triton is loading; `unwanted`: names of the models that need not serve although
-    the repository has them; `decides`: whether the repository says which models are served. It does unless an external
-    control plane decides (explicit mode), and only that knows; `aliases`: those that shall serve, with their shares.
+    `decides`: whether the repository says which models are served. It does unless an external control plane decides
+    (explicit mode), and only that knows.
     """
 
-    def __init__(
-        self,
-        view: Runtimes,
-        repository: Path,
-        loading: Callable[[], Collection[str]],
-        unwanted: Callable[[], Collection[str]],
-        aliases: Callable[[], Mapping[str, Shares]] = dict,
-        *,
-        decides: bool,
-    ) -> None:
+    def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciling, *, decides: bool) -> None:
         self._view = view
         self._repository = repository
-        self._loading = loading
-        self._unwanted = unwanted
-        self._aliases = aliases
+        self._lifecycle = lifecycle
         self._decides = decides
         self._expected = (
             {found.parent.parent.name for found in repository.glob(f"*/{BUNDLE_FOLDER}")}
@@ -66,7 +53,7 @@ class Readiness:
         served = self._shown
         if self._view.up:  # else the runtime does not answer, and the stubs may live
             self._lost |= self._ready - served
-        self._lost &= set(self._loading()) | (self._lost - served)
+        self._lost &= set(self._lifecycle.loading) | (self._lost - served)
         self._ready = served - self._lost
         return self._ready
 
@@ -85,7 +72,7 @@ class Readiness:
 
     def targets(self, name: str) -> set[str]:
         """Return the models that answer for an alias; for any other name, that name."""
-        folder, shares = self._repository / name, self._aliases().get(name, {})
+        folder, shares = self._repository / name, self._lifecycle.aliases.get(name, {})
         if Path(name).name != name or not is_alias(folder):
             return {name}
         return {one for one in carried(folder) if shares.get(one, 1) not in (0, "shadow")}
@@ -96,7 +83,7 @@ class Readiness:
         if self._decides:
             self._expected |= ready
         missing = self._expected - ready
-        unwanted = self._unwanted()
+        unwanted = self._lifecycle.unwanted
         gone = {name for name in missing if name in unwanted or not self._has(name)}
         self._expected -= gone
         return missing - gone

@@ -1,6 +1,6 @@
-"""What the parts of the control process have in common: the versions of models, and reloads."""
+"""Interfaces between the parts of the control process: the versions of models, and the reconciler."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, TypedDict
 
 from rsrv.control.bundle_states import BundleFailure
@@ -31,12 +31,32 @@ def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
     )
 
 
-class Reloading(Protocol):
-    """The reconciler, as the service uses it."""
+class Reconciling(Protocol):
+    """The reconciler, as other parts of the control process use it."""
+
+    @property
+    def reached(self) -> bool:
+        """True once Triton has loaded its first models, or cannot be asked."""
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
         """Models that are not as their bundles say, by name."""
+
+    @property
+    def loading(self) -> Collection[str]:
+        """Models that Triton is loading or unloading."""
+
+    @property
+    def load_threads(self) -> int:
+        """Models that Triton loads at a time."""
+
+    @property
+    def unwanted(self) -> Collection[str]:
+        """Models that need not serve although the repository has them."""
+
+    @property
+    def process_ends(self) -> Mapping[str, int]:
+        """How often the process of a model in Triton was found dead."""
 
     @property
     def aliases(self) -> Mapping[str, Shares]:

@@ -19,7 +19,7 @@ from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
-from rsrv.control.protocols import Reloading
+from rsrv.control.protocols import Reconciling
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.runtime_link import (
     RuntimeDown,
@@ -70,7 +70,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self,
         server: ControlledServer,
         runtimes: Runtimes,
-        lifecycle: Reloading,
+        lifecycle: Reconciling,
         placing: Placing,
         monitoring: Monitoring,
         clock: Callable[[], float] = time.time,

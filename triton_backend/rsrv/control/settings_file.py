@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.placing import Placing
-from rsrv.control.protocols import Reloading
+from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
 from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences, runtime_commands
@@ -82,7 +82,7 @@ class Rereading:
         file: SettingsFile,
         runtimes: Runtimes,
         placing: Placing,
-        lifecycle: Reloading,
+        lifecycle: Reconciling,
         note: Callable[[str], None],
     ) -> None:
         """`note`: adds a line to the live page's log."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NoReturn
@@ -14,6 +13,7 @@ from rsrv.control.overview import served
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.device_choice import by_preference
 from rsrv.settings_changes import in_commands
 from rsrv.settings_times import due
@@ -25,15 +25,6 @@ log = logging.getLogger("rsrv.control")
 
 #: seconds between two looks at the schedules
 _LOOK_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class StartedModel:
-    """A model that was to start: cold, starting, warm or failed."""
-
-    name: str
-    state: str
-    error: str = ""
 
 
 class Prewarming:
@@ -90,7 +81,7 @@ class Prewarming:
         if lost and live:
             await self._start(lost)
 
-    async def start(self, wanted: Collection[str], *, look: bool = False) -> list[StartedModel]:
+    async def start(self, wanted: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
         """Start models that are cold, and return all of them; `look`: only those of earlier calls that got lost.
 
         Args:
@@ -153,13 +144,11 @@ class Prewarming:
         return failed
 
 
-def _started(name: str, entry: ModelVersion | None, failed: str) -> StartedModel:
+def _started(name: str, entry: ModelVersion | None, failed: str) -> pb.StartedModel:
     if entry is None or entry["state"] == "leaving":
-        return StartedModel(name, "failed" if failed else "cold", failed)
-    state = entry["state"]
-    return StartedModel(
-        name, {"ready": "warm", "loading": "starting"}.get(state, state), entry["error"] or ""
-    )
+        return pb.StartedModel(name=name, state="failed" if failed else "cold", error=failed)
+    state = {"ready": "warm", "loading": "starting"}.get(entry["state"], entry["state"])
+    return pb.StartedModel(name=name, state=state, error=entry["error"])
 
 
 def _bundles(repository: Path, names: Iterable[str]) -> dict[str, Path]:

@@ -270,8 +270,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             models = await self._server.prewarming.start(request.models, look=request.look)
         except LookupError as error:
             raise StatusError("NOT_FOUND", str(error.args[0])) from None
-        shown = (pb.StartedModel(name=one.name, state=one.state, error=one.error) for one in models)
-        return pb.StartResponse(models=shown)
+        return pb.StartResponse(models=models)
 
     async def _load_weights(
         self, command: dict[str, Any], model: str, wait: bool, devices: Collection[int] | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rsrv.cli.output import print_pairs, print_table, saved
+from rsrv.cli.output import print_pairs, print_section, print_table, saved
 from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, percent, some
@@ -24,34 +24,28 @@ def memory_page(answer: pb.GetMemoryResponse) -> None:
 def _print_weights(one: pb.MemoryUse) -> None:
     """Print the models of a device, and what they share."""
     shared_with = shared_with_each(one)
-    if one.models:
-        print()
-        print_table(
-            one.models,
-            {
-                "MODEL": lambda model: model.name,
-                "SIZE": lambda model: amount(model.device_bytes),
-                "OWN": lambda model: amount(model.own_bytes),
-                "SHARED": lambda model: amount(shared_bytes(model)),
-                "WITH": lambda model: some(shared_with.get(model.name, [])),
-                "STATE": lambda model: amount(model.state_bytes) if model.state_bytes else "-",
-                "ON DEVICE": lambda model: (
-                    word(pb.Weights, model.weights) + (", pinned" if model.pinned else "")
-                ),
-                "HOST COPY": lambda model: amount(model.host_bytes) if model.host_bytes else "-",
-            },
-        )
-    if one.shared:
-        print()
-        print_table(
-            sorted(one.shared, key=lambda group: -group.bytes),
-            {
-                "SHARED": lambda group: amount(group.bytes),
-                "MODELS": lambda group: str(len(group.models)),
-                "NAMES": lambda group: some(list(group.models)),
-                "ON DEVICE": lambda group: "yes" if group.on_device else "no",
-            },
-        )
+    print_section(
+        one.models,
+        {
+            "MODEL": lambda model: model.name,
+            "SIZE": lambda model: amount(model.device_bytes),
+            "OWN": lambda model: amount(model.own_bytes),
+            "SHARED": lambda model: amount(shared_bytes(model)),
+            "WITH": lambda model: some(shared_with.get(model.name, [])),
+            "STATE": lambda model: amount(model.state_bytes) if model.state_bytes else "-",
+            "ON DEVICE": lambda model: word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
+            "HOST COPY": lambda model: amount(model.host_bytes) if model.host_bytes else "-",
+        },
+    )
+    print_section(
+        sorted(one.shared, key=lambda group: -group.bytes),
+        {
+            "SHARED": lambda group: amount(group.bytes),
+            "MODELS": lambda group: str(len(group.models)),
+            "NAMES": lambda group: some(list(group.models)),
+            "ON DEVICE": lambda group: "yes" if group.on_device else "no",
+        },
+    )
 
 
 def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
@@ -144,33 +138,29 @@ def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
         else "no table"
     )
     print(f"placement {answer.mode}, {state}")
-    if answer.devices:
-        print()
-        print_table(
-            answer.devices,
-            {
-                "DEVICE": lambda one: str(one.device),
-                "STATE": lambda one: "alive" if one.alive else "dead",
-                "MODELS": lambda one: str(one.models),
-                "UTILISATION": lambda one: percent(one.utilisation),
-                "BUSY": lambda one: percent(one.busy),
-                "WEIGHTS": lambda one: amount(one.bytes),
-                "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-            },
-        )
-    if answer.models:
-        print()
-        print_table(
-            answer.models,
-            {
-                "MODEL": lambda one: one.name,
-                "DEVICES": lambda one: _numbers(one.devices) or "any",
-                "MOVING TO": lambda one: _numbers(one.moving_to) or "-",
-                "UTILISATION": lambda one: percent(one.utilisation),
-                "SIZE": lambda one: amount(one.bytes),
-                "REASON": lambda one: one.reason or "-",
-            },
-        )
+    print_section(
+        answer.devices,
+        {
+            "DEVICE": lambda one: str(one.device),
+            "STATE": lambda one: "alive" if one.alive else "dead",
+            "MODELS": lambda one: str(one.models),
+            "UTILISATION": lambda one: percent(one.utilisation),
+            "BUSY": lambda one: percent(one.busy),
+            "WEIGHTS": lambda one: amount(one.bytes),
+            "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+        },
+    )
+    print_section(
+        answer.models,
+        {
+            "MODEL": lambda one: one.name,
+            "DEVICES": lambda one: _numbers(one.devices) or "any",
+            "MOVING TO": lambda one: _numbers(one.moving_to) or "-",
+            "UTILISATION": lambda one: percent(one.utilisation),
+            "SIZE": lambda one: amount(one.bytes),
+            "REASON": lambda one: one.reason or "-",
+        },
+    )
     if answer.moves:
         print("\nmoves:" if dry else "\nthe next packing would move:")
         print_table(

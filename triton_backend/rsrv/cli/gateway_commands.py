@@ -6,7 +6,7 @@ from typing import Any
 
 from rsrv.cli.changes import key_and_value, set_field, shown
 from rsrv.cli.client import CommandLineError, Server, carry_out
-from rsrv.cli.output import print_table
+from rsrv.cli.output import print_section, print_table
 from rsrv.control.grpc_service import word
 from rsrv.text import amount, duration, percent, rate
 from rsrv_gateway.directory import address
@@ -117,39 +117,35 @@ def status_page(answer: pb.GetStatusResponse) -> None:
             f"repacks: {last}; {duration(repacks.device_s)} of the {duration(repacks.threshold_device_s)} of device time "
             "to the next"
         )
-    if answer.workers:
-        print()
-        print_table(
-            answer.workers,
-            {
-                "WORKER": lambda one: one.name,
-                "STATE": lambda one: "alive" if one.alive else "dead",
-                "GRPC": lambda one: one.grpc,
-                "MODELS": lambda one: str(one.models),
-                "UTILISATION": lambda one: percent(one.utilisation),
-                "BUSY": lambda one: percent(one.busy),
-                "WEIGHTS": lambda one: amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
-                "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-                "BACKLOG": lambda one: duration(one.backlog_s),
-                "OUTSTANDING": lambda one: str(one.outstanding),
-            },
-        )
-    if answer.models:
-        print()
-        print_table(
-            answer.models,
-            {
-                "MODEL": lambda one: one.name,
-                "PLACED": lambda one: " ".join(one.placed) or "-",
-                "READY": lambda one: str(len(one.ready)),
-                "MOVING TO": lambda one: " ".join(one.moving_to) or "-",
-                "REPLICAS": lambda one: f"{one.effective_replicas} of {_count(one.replicas)}",
-                "UTILISATION": lambda one: percent(one.utilisation),
-                "REQUESTS": lambda one: rate(one.requests_s),
-                "PER ITEM": lambda one: duration(one.item_s) if one.HasField("item_s") else "-",
-                "SIZE": lambda one: amount(one.bytes),
-            },
-        )
+    print_section(
+        answer.workers,
+        {
+            "WORKER": lambda one: one.name,
+            "STATE": lambda one: "alive" if one.alive else "dead",
+            "GRPC": lambda one: one.grpc,
+            "MODELS": lambda one: str(one.models),
+            "UTILISATION": lambda one: percent(one.utilisation),
+            "BUSY": lambda one: percent(one.busy),
+            "WEIGHTS": lambda one: amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
+            "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+            "BACKLOG": lambda one: duration(one.backlog_s),
+            "OUTSTANDING": lambda one: str(one.outstanding),
+        },
+    )
+    print_section(
+        answer.models,
+        {
+            "MODEL": lambda one: one.name,
+            "PLACED": lambda one: " ".join(one.placed) or "-",
+            "READY": lambda one: str(len(one.ready)),
+            "MOVING TO": lambda one: " ".join(one.moving_to) or "-",
+            "REPLICAS": lambda one: f"{one.effective_replicas} of {_count(one.replicas)}",
+            "UTILISATION": lambda one: percent(one.utilisation),
+            "REQUESTS": lambda one: rate(one.requests_s),
+            "PER ITEM": lambda one: duration(one.item_s) if one.HasField("item_s") else "-",
+            "SIZE": lambda one: amount(one.bytes),
+        },
+    )
     _warnings(answer.warnings)
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -117,6 +117,13 @@ def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]
             for cell, width, right in zip(row, widths, numeric, strict=True)
         )
         print("  ".join(padded).rstrip())
+
+
+def print_section(rows: Collection[Row], columns: Mapping[str, Callable[[Row], str]]) -> None:
+    """Print an empty line and a table; nothing without rows."""
+    if rows:
+        print()
+        print_table(rows, columns)
 
 
 def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:

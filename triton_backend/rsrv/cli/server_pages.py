@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rsrv.cli.changes import shown
 from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
-from rsrv.cli.output import headline, print_pairs, print_table
+from rsrv.cli.output import headline, print_pairs, print_section, print_table
 from rsrv.control.grpc_service import word
 from rsrv.control.overview import life
 from rsrv.control.sentences import meta_facts, model_facts
@@ -54,43 +54,39 @@ def alias_line(alias: pb.Alias) -> str:
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
     """Print a line for each of these models, and for each meta model."""
-    if models:
-        print()
-        print_table(
-            models,
-            {
-                "MODEL": lambda one: one.name,
-                "STATE": _life,
-                "PAUSED": lambda one: word(pb.Pause, one.paused),
-                **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
-                "SIZE": lambda one: amount(one.device_bytes),
-                "QUEUED": lambda one: str(one.queued),
-                "RUNNING": lambda one: str(one.executing),
-                "ANSWERED": lambda one: str(one.outcomes.get("answered", 0)),
-                "ERRORS": lambda one: str(sum(one.outcomes.values()) - one.outcomes.get("answered", 0)),
-                "COLD REQUESTS": lambda one: str(one.misses),
-                "DEVICE": lambda one: duration(one.device_seconds),
-                "RESIDENCY": lambda one: word(pb.Residency, one.residency),
-                "STUBS": _stubs,
-            },
-        )
-    if answer.metas:
-        print()
-        print_table(
-            answer.metas,
-            {
-                "META MODEL": lambda one: one.name,
-                "STATE": lambda one: life(_state(one.versions), ""),
-                "STUBS": _stubs,
-                "QUEUED": lambda one: str(one.waiting),
-                "RUNNING": lambda one: str(one.running),
-                "ENDED": lambda one: str(sum(one.outcomes.values())),
-                "CALLS": lambda one: str(one.calls),
-                "DEVICE": lambda one: duration(one.device_seconds),
-                "PAUSED": lambda one: word(pb.Pause, one.paused),
-                "CALLS MODELS": lambda one: ", ".join(one.models),
-            },
-        )
+    print_section(
+        models,
+        {
+            "MODEL": lambda one: one.name,
+            "STATE": _life,
+            "PAUSED": lambda one: word(pb.Pause, one.paused),
+            **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
+            "SIZE": lambda one: amount(one.device_bytes),
+            "QUEUED": lambda one: str(one.queued),
+            "RUNNING": lambda one: str(one.executing),
+            "ANSWERED": lambda one: str(one.outcomes.get("answered", 0)),
+            "ERRORS": lambda one: str(sum(one.outcomes.values()) - one.outcomes.get("answered", 0)),
+            "COLD REQUESTS": lambda one: str(one.misses),
+            "DEVICE": lambda one: duration(one.device_seconds),
+            "RESIDENCY": lambda one: word(pb.Residency, one.residency),
+            "STUBS": _stubs,
+        },
+    )
+    print_section(
+        answer.metas,
+        {
+            "META MODEL": lambda one: one.name,
+            "STATE": lambda one: life(_state(one.versions), ""),
+            "STUBS": _stubs,
+            "QUEUED": lambda one: str(one.waiting),
+            "RUNNING": lambda one: str(one.running),
+            "ENDED": lambda one: str(sum(one.outcomes.values())),
+            "CALLS": lambda one: str(one.calls),
+            "DEVICE": lambda one: duration(one.device_seconds),
+            "PAUSED": lambda one: word(pb.Pause, one.paused),
+            "CALLS MODELS": lambda one: ", ".join(one.models),
+        },
+    )
 
 
 def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None = None) -> None:
@@ -122,18 +118,16 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                     "ERROR": lambda one: one_line(one.error),
                 },
             )
-        if model.executables:
-            print()
-            print_table(
-                model.executables,
-                {
-                    "VARIANT": lambda one: str(one.variant),
-                    "SIZE": lambda one: str(one.size),
-                    "EXECUTIONS": lambda one: str(one.count),
-                    "COST": lambda one: duration(one.cost_s) if one.HasField("cost_s") else "-",
-                    "PRODUCTS OF F32": lambda one: _precision(one.precision),
-                },
-            )
+        print_section(
+            model.executables,
+            {
+                "VARIANT": lambda one: str(one.variant),
+                "SIZE": lambda one: str(one.size),
+                "EXECUTIONS": lambda one: str(one.count),
+                "COST": lambda one: duration(one.cost_s) if one.HasField("cost_s") else "-",
+                "PRODUCTS OF F32": lambda one: _precision(one.precision),
+            },
+        )
     for meta in answer.metas:
         print_pairs(
             [
@@ -326,17 +320,15 @@ def _print_failures(answer: pb.GetStatusResponse) -> None:
 
 
 def _print_versions(versions: Sequence[pb.Version]) -> None:
-    if versions:
-        print()
-        print_table(
-            versions,
-            {
-                "VERSION": lambda one: one.key,
-                "STATE": lambda one: life(word(pb.State, one.state), word(pb.Weights, one.weights)),
-                "STUBS": lambda one: " ".join(map(str, one.stubs)),
-                "ERROR": lambda one: one_line(one.error),
-            },
-        )
+    print_section(
+        versions,
+        {
+            "VERSION": lambda one: one.key,
+            "STATE": lambda one: life(word(pb.State, one.state), word(pb.Weights, one.weights)),
+            "STUBS": lambda one: " ".join(map(str, one.stubs)),
+            "ERROR": lambda one: one_line(one.error),
+        },
+    )
 
 
 def _precision(precision: pb.Precision) -> str:

@@ -2,7 +2,8 @@
 
 A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name
 that travels on the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor.
-The two 8-bit floats have no KServe name: they can be weights and executable tensors, never client tensors.
+The two 8-bit floats have no KServe name: they can be weights and executable tensors, never client tensors. Strings of
+any length (`bytes`) are the opposite, and have no row here: hooks turn them into executable tensors.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ _TABLE: dict[str, _Row] = {
 _ML_DTYPES = frozenset({"bf16", "f8_e5m2", "f8_e4m3"})
 
 TOKENS: tuple[str, ...] = tuple(_TABLE)
+#: strings of any length, which only clients send and get
+BYTES = "bytes"
+_STRING_NAMES = ("bytes", "string", "str", "text", "object")
+#: bytes of its length, which precede each string on the wire
+_LENGTH_BYTES = 4
 
 _BY_NUMPY_NAME = {("bool" if row.numpy == "bool_" else row.numpy): token for token, row in _TABLE.items()}
 _BY_KSERVE = {row.kserve: token for token, row in _TABLE.items() if row.kserve}
@@ -52,6 +58,8 @@ _BY_MLIR = {row.mlir: token for token, row in _TABLE.items()}
 def meant(name: str) -> str | None:
     """Return the token that a name of an element type in another spelling means (`float32`, `FP32`); None if unknown."""
     name = name.removeprefix("torch.").removeprefix("TYPE_").lower()
+    if name in _STRING_NAMES:
+        return BYTES
     spellings = (
         _BY_NUMPY_NAME,
         _BY_KSERVE,
@@ -69,8 +77,8 @@ def unknown(name: str) -> str:
 
 
 def itemsize(token: str) -> int:
-    """Return the bytes per element. Raises KeyError for an unknown token."""
-    return _TABLE[token].itemsize
+    """Return the bytes per element, of a string at least. Raises KeyError for an unknown token."""
+    return _LENGTH_BYTES if token == BYTES else _TABLE[token].itemsize
 
 
 @cache
@@ -94,11 +102,13 @@ def token_of(dtype: Any) -> str:
 
 def kserve_name(token: str) -> str | None:
     """Return the KServe v2 name (`FP32`), None for the 8-bit floats. KeyError if the token is unknown."""
-    return _TABLE[token].kserve
+    return "BYTES" if token == BYTES else _TABLE[token].kserve
 
 
 def triton_type(token: str) -> str | None:
     """Return the name in a Triton model configuration (`TYPE_FP32`), None for the 8-bit floats."""
+    if token == BYTES:
+        return "TYPE_STRING"
     name = _TABLE[token].kserve
     return None if name is None else f"TYPE_{name}"
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from rsrv_bundle import manifest as manifest_file
 from rsrv_bundle import weights as weights_file
 from rsrv_bundle import yaml12
+from rsrv_bundle.dtypes import BYTES
 from rsrv_bundle.errors import BundleError, Problems, mismatch
+from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.spec import Bundle, Manifest, WeightSpec
 from rsrv_bundle.tensors import MAX_EXTENT
 
@@ -126,6 +128,8 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
         _check_listed(
             manifest, {path.name for path in (*modules.values(), *([file] if file else []))}, problems
         )
+    if hooks is not None and manifest.kind == "model":
+        _check_strings(manifest, hooks, problems)
     tokenizer = manifest.generate.tokenizer if manifest.generate else None
     if tokenizer is not None and tokenizer not in files:
         problems.add(
@@ -146,6 +150,19 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
     if not digest:
         return bundle
     return replace(bundle, digest=_digest(files, checksums(bundle) if verify else manifest.sha256))
+
+
+def _check_strings(manifest: Manifest, hooks: Path, problems: Problems) -> None:
+    """Report strings of clients that no hook would turn into the module's tensors, or make of them."""
+    sides = (
+        ("client_inputs", manifest.client_inputs, "preprocess"),
+        ("client_outputs", manifest.client_outputs, "postprocess"),
+    )
+    for section, specs, hook in sides:
+        named = [spec.name for spec in specs or () if spec.dtype == BYTES]
+        if named and hook not in check_hooks(hooks, manifest.kind):
+            rule = f"only {hook} in {HOOKS_FILE} can convert strings, and it is not there"
+            problems.add(manifest_file.FILE, f"{section}.{named[0]}", rule)
 
 
 def checksums(bundle: Bundle) -> dict[str, str]:

@@ -73,7 +73,11 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
     problems = Problems()
     typed = []
     for spec in specs:
-        array, wanted = samples[spec.name], dtypes.numpy_dtype(spec.dtype)
+        array = samples[spec.name]
+        if spec.dtype == dtypes.BYTES and array.dtype.kind in "SU":
+            # As the server hands strings to hooks.
+            array = (np.char.encode(array) if array.dtype.kind == "U" else array).astype(object)
+        wanted = np.dtype(object) if spec.dtype == dtypes.BYTES else dtypes.numpy_dtype(spec.dtype)
         # numpy stores types without a name of its own as bytes.
         if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize:
             array = array.view(wanted)

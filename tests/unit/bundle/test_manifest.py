@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rsrv_bundle import TensorSpec, read_bundle
+from rsrv_bundle import BundleError, TensorSpec, read_bundle
 from tests.unit.bundle.forge import (
     GOOD,
     META,
@@ -55,6 +55,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "executable_inputs.x: unknown dtype 'float32'; did you mean f32?",
     ),
     ("dtype spelt", with_input(dtype="TYPE_INT64"), "unknown dtype 'TYPE_INT64'; did you mean i64?"),
+    ("dtype of strings", with_input(dtype="TYPE_STRING"), "unknown dtype 'TYPE_STRING'; did you mean bytes?"),
+    ("strings in a module", with_input(dtype="bytes"), "executable_inputs.x: no module takes strings"),
     ("dtype type", with_input(dtype=["f32"]), "executable_inputs.x: unknown dtype"),
     ("shape missing", with_input(shape=None), "executable_inputs.x: shape must be text"),
     ("shape letter", with_input(shape="n1hw"), "'1' is not an ASCII letter"),
@@ -304,6 +306,35 @@ def test_client_specs_replace_what_clients_see(tmp_path: Path) -> None:
     bundle = read_bundle(make_bundle(tmp_path, manifest, hooks=HOOKS))
     assert [spec.name for spec in bundle.manifest.wire_inputs] == ["image"]
     assert bundle.manifest.wire_outputs == bundle.manifest.outputs
+
+
+def test_clients_may_send_and_get_strings(tmp_path: Path) -> None:
+    """Strings are tensors of clients, where a hook converts them."""
+    manifest = changed(
+        GOOD,
+        client_inputs=[tensor("text", dtype="bytes", shape="n")],
+        client_outputs=[tensor("labels", dtype="bytes", shape="nk", k=2)],
+    )
+    hooks = "def preprocess(inputs): ...\ndef postprocess(outputs): ..."
+    bundle = read_bundle(make_bundle(tmp_path, manifest, hooks=hooks))
+    specs = (*bundle.manifest.wire_inputs, *bundle.manifest.wire_outputs)
+    assert [(spec.name, spec.dtype) for spec in specs] == [("text", "bytes"), ("labels", "bytes")]
+
+
+@pytest.mark.parametrize(
+    ("section", "hook", "missing"),
+    [("client_inputs", "postprocess", "preprocess"), ("client_outputs", "preprocess", "postprocess")],
+)
+def test_strings_that_no_hook_converts_are_refused(
+    tmp_path: Path, section: str, hook: str, missing: str
+) -> None:
+    """The hook of the other side does not help."""
+    manifest = changed(GOOD, **{section: [tensor("text", dtype="bytes", shape="n")]})
+    path = make_bundle(tmp_path, manifest, hooks=f"def {hook}(tensors): ...")
+    with pytest.raises(
+        BundleError, match=rf"{section}\.text: only {missing} in model\.py can convert strings"
+    ):
+        read_bundle(path)
 
 
 def test_batch_sizes_are_sorted_and_unique(tmp_path: Path) -> None:

@@ -45,6 +45,12 @@ def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
     assert not config.dynamic_batching.ListFields()
 
 
+def test_strings_are_tensors_of_triton() -> None:
+    """A string a row has Triton's own axis of one."""
+    config = rendered(bundle([spec("x", "n")], [spec("y", "n")], client_inputs=[spec("text", "n", "bytes")]))
+    assert (config.input[0].data_type, list(config.input[0].dims)) == (DataType.TYPE_STRING, [1])
+
+
 def test_the_stub_is_given_no_gpu() -> None:
     """A model has one instance of kind CPU, which also loads without a GPU."""
     (group,) = rendered(bundle([spec("x", "n")], [spec("y", "n")])).instance_group

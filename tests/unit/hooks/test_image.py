@@ -200,6 +200,15 @@ def test_files_come_as_rows_of_bytes() -> None:
     assert image.decode(np.zeros((0, 10), np.uint8)) == []
 
 
+def test_files_come_as_strings() -> None:
+    """Strings of clients, one a row, are files as they are."""
+    strings = np.array([file(picture()), file(picture())], object)
+    (first, second) = image.decode(strings)
+    assert image.decode(strings.reshape(-1, 1))[0].tolist() == first.tolist() == second.tolist()
+    with pytest.raises(ValueError, match=r"strings \[n\] or u8"):
+        image.decode(strings.reshape(1, 2))
+
+
 @pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(11, 13), (24, 36), (50, 61)])
 def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:

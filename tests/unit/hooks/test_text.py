@@ -158,3 +158,12 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
     for path in (bad, tmp_path / "nothing.json"):
         with pytest.raises(ValueError, match=f"{path} is no tokeniser: "):
             Tokeniser(path, LENGTHS)
+
+
+def test_strings_need_no_zeros_behind_them(path: Path) -> None:
+    """Strings of clients, one a row, are texts as they are; what is beyond the limit is not looked at."""
+    texts = ["north south", "", "west" + " east" * 1000]
+    strings = np.array([text.encode() for text in texts], object)
+    assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts
+    tokens, wanted = Tokeniser(path, LENGTHS)(strings), Tokeniser(path, LENGTHS)(as_text(texts))
+    assert tokens.ids.tolist() == wanted.ids.tolist()

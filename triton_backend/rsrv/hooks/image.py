@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,16 +49,21 @@ _UPRIGHT = {
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """Decode JPEG, PNG and WebP files to pixels, u8 [h, w, channels] each, upright by EXIF's orientation.
 
-    files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
+    files: strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
     there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
     is decoded; of one picture never more than Pillow's own limit, 179 million. A pixel takes `channels` bytes, and while its row is
     decoded 10 to 14 in all: what is decoded, turned, converted and copied; each thread that decodes needs that much. Raises BadInput
     for other files, damaged or too large ones; but a WebP file that was cut off is decoded with the zeros behind it.
     """
-    if files.ndim != 2 or files.dtype != np.uint8:
-        raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
+    rows: Iterable[Array]
+    if files.dtype == object and files.size == len(files):
+        rows = [np.frombuffer(one, np.uint8) for one in files.reshape(len(files))]
+    elif files.ndim == 2 and files.dtype == np.uint8:
+        rows = files
+    else:
+        raise ValueError(f"files are strings [n] or u8 [n, bytes], not {files.dtype} {list(files.shape)}")
     opened: list[PIL.Image.Image] = []
-    for row, padded in enumerate(files):
+    for row, padded in enumerate(rows):
         with _blame_row(row):
             opened.append(_open(padded))
     if sum(one.width * one.height for one in opened) > most_pixels:

@@ -1,4 +1,4 @@
-"""Text: as tensors, u8 [n, bytes] in UTF-8 with zeros behind each row, and as tokens, by the package tokenizers."""
+"""Text: strings, or u8 [n, bytes] in UTF-8 with zeros behind each row; and tokens, by the package tokenizers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,18 @@ def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
 
 
 def from_text(rows: Array) -> list[str]:
-    """Decode the texts of u8 [n, bytes]. Bytes that are not UTF-8, as of a character that was cut in two, are left out."""
-    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
+    """Decode the texts of strings [n] or [n, 1], objects of type bytes, or of u8 [n, bytes].
+
+    Bytes that are not UTF-8, as of a character that was cut in two, are left out.
+    """
+    return _texts(rows, None)
+
+
+def _texts(rows: Array, most: int | None) -> list[str]:
+    """Decode at most so many bytes of each text."""
+    if rows.dtype == object:
+        return [one[:most].decode(errors="ignore") for one in rows.reshape(len(rows))]
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows[:, :most]]
 
 
 def _open(path: Path | str) -> tokenizers.Tokenizer:
@@ -99,13 +109,13 @@ class Tokeniser:
         )
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
-        """Make tokens of texts, and of the second texts of pairs: u8 [n, bytes] -> Tokens [n, l], l the smallest length for all rows.
+        """Make tokens of texts as in `from_text`, and of the second texts of pairs: Tokens [n, l], l the smallest length for all rows.
 
         Tokens beyond the largest length are cut off, of a pair from the longer text first, and so are bytes beyond 64
         for each of its tokens.
         """
-        firsts = from_text(text[:, : self._most_bytes])
-        seconds = [None] * len(firsts) if second is None else from_text(second[:, : self._most_bytes])
+        firsts = _texts(text, self._most_bytes)
+        seconds = [None] * len(firsts) if second is None else _texts(second, self._most_bytes)
         # One by one: `encode_batch` starts a thread for each processor, in every process that serves a model.
         rows = [self._tokenizer.encode(*pair) for pair in zip(firsts, seconds, strict=True)]
         longest = max((len(row.ids) for row in rows), default=0)

@@ -22,8 +22,8 @@ from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import Remote
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, encode_strings
 from rsrv.wire.frames import Status
-from rsrv.wire.layout import NUMPY
 
 Array = npt.NDArray[Any]
 #: names of the outputs that stay on the device; True: all of them
@@ -258,7 +258,10 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
         array = arrays.get(wire.name)
         if array is None:
             raise RequestFailure(Status.INVALID, f"input {wire.name!r} is missing")
-        if array.dtype != NUMPY[wire.dtype]:
+        if wire.dtype == BYTES and not isinstance(array, Elsewhere):
+            strings = encode_strings(array)
+            array = arrays[wire.name] = array if strings is None else strings
+        if array.dtype != CLIENT_DTYPES[wire.dtype]:
             raise RequestFailure(
                 Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}"
             )

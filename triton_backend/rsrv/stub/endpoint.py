@@ -16,7 +16,7 @@ from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Tensors, encode_strings
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
@@ -291,7 +291,10 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
             raise RequestFailure(
                 Status.INVALID, "the request has an input that the model does not have"
             ) from None
-        array = tensors.read(tensor, wire.dtype)
+        try:
+            array = tensors.read(tensor, wire.dtype)
+        except ValueError as error:
+            raise RequestFailure(Status.INVALID, f"input {name!r} {error}") from None
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
@@ -318,7 +321,15 @@ def check_results(
             raise hook_failed(hook, f"its result has no {wire.name!r}", client_id)
         if array.ndim == len(wire.dims) - 1:
             array = array.reshape(*array.shape, 1)
-        if array.dtype != NUMPY[wire.dtype] or not fits(wire.dims, array.shape):
+        if wire.dtype == BYTES:
+            strings = encode_strings(array)
+            if strings is None:
+                why = (
+                    f"its result has {wire.name!r} of {array.dtype} elements that are neither bytes nor text"
+                )
+                raise hook_failed(hook, why, client_id)
+            array = strings
+        if array.dtype != CLIENT_DTYPES[wire.dtype] or not fits(wire.dims, array.shape):
             raise hook_failed(
                 hook,
                 f"its result has {wire.name!r} of {array.dtype} {list(array.shape)}, "

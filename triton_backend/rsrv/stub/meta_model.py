@@ -9,7 +9,7 @@ from rsrv.hooks.loader import HookError, Hooks, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.hook_import import HookImport
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.model import ModelStub, ServedModel, Setup
+from rsrv.stub.model import ModelStub, ServedModel, Setup, check_strings
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.tensors import Tensors
@@ -25,6 +25,7 @@ class MetaModelStub(ModelStub):
         parameters = setup.config["parameters"]
         external = parameters.get("rsrv_external", {"string_value": "[]"})
         tensors, process = Tensors(pb_utils), StubProcess(Responses(pb_utils))
+        check_strings([*setup.config["input"], *setup.config["output"]], tensors)
         carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
         shared: list[Bls] = []
 

@@ -95,8 +95,7 @@ def serve_model(
 
     Raises one of UNREACHABLE, BrokenPairing, HookError.
     """
-    if any(one["data_type"] == "TYPE_STRING" for one in setup.config["input"]):
-        tensors.check_text()
+    check_strings(setup.config["input"], tensors)
     if batching := setup.config.get("sequence_batching"):
         process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
     prompts = cache(setup.prompts)
@@ -111,6 +110,8 @@ def serve_model(
                 made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
                 replica = GenerationEngine(tensors, session, process, made)
             else:
+                # Those of a generation tell why it ended; they are made where numpy cannot carry text, too.
+                check_strings(setup.config["output"], tensors)
                 internal = "rsrv_internal" in setup.config["parameters"]
                 found = hooks.result(session, attachment)
                 replica = Engine(
@@ -120,6 +121,12 @@ def serve_model(
             return replica
 
     return setup.serve(make, process, pb_utils)
+
+
+def check_strings(wires: Sequence[Mapping[str, Any]], tensors: Tensors) -> None:
+    """Raise BrokenPairing if clients send or get strings that the stub's numpy cannot carry."""
+    if any(one["data_type"] == "TYPE_STRING" for one in wires):
+        tensors.check_text()
 
 
 def import_hooks(bundle: Path) -> HookImport[Hooks]:

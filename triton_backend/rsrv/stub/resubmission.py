@@ -335,7 +335,12 @@ def _digest(arrays: Mapping[str, Array]) -> bytes:
     digest = blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         digest.update(repr((name, array.dtype.str, array.shape)).encode(errors="surrogatepass"))
-        digest.update(array.tobytes())
+        if array.dtype == object:  # strings
+            for value in array.flat:
+                digest.update(len(value).to_bytes(8))
+                digest.update(value)
+        else:
+            digest.update(array.tobytes())
     return digest.digest()
 
 

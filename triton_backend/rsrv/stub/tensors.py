@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,10 @@ log = logging.getLogger("rsrv.stub")
 
 Array = npt.NDArray[Any]
 
+#: element type of strings, which clients and hooks have and modules have not
+BYTES = "bytes"
+#: token -> numpy's dtype, of the tensors of clients and hooks
+CLIENT_DTYPES: Mapping[str, np.dtype[Any]] = {**NUMPY, BYTES: np.dtype(object)}
 #: numpy's types -> rsrv's, without types that travel as their bits: uint8 and uint16 stand for themselves
 _TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16", "f8_e5m2", "f8_e4m3")}
 
@@ -60,7 +64,17 @@ class Tensors:
             )
 
     def read(self, tensor: Any, dtype: str) -> Array:
-        """Return the tensor's elements; they are valid while `tensor` is held."""
+        """Return the tensor's elements; they are valid while `tensor` is held.
+
+        Strings are objects of type bytes, if `check_text` has passed. Raises ValueError if they are not as Triton writes
+        them.
+        """
+        if dtype == BYTES:
+            try:
+                strings: Array = tensor.as_numpy()
+            except Exception as error:  # noqa: BLE001 - as struct.error, by the way Triton reads them
+                raise ValueError(f"holds no strings: {error}") from None
+            return strings
         if self._numpy_works and dtype != "bf16":
             array: Array = tensor.as_numpy()
             return array
@@ -114,6 +128,21 @@ class Tensors:
             log.exception("the self-check of tensors failed")
             return False
         return bool(np.array_equal(out, array) and np.array_equal(back, array))
+
+
+def encode_strings(array: Array) -> Array | None:
+    """Return an array of strings as objects of type bytes, text in UTF-8; None if an element is neither bytes nor text."""
+    if array.dtype.kind not in "SUO":
+        return None
+    encoded = np.empty(array.size, object)
+    for at, value in enumerate(array.flat):
+        try:
+            encoded[at] = value.encode() if isinstance(value, str) else value
+        except UnicodeEncodeError:  # half of a surrogate pair
+            return None
+        if not isinstance(encoded[at], bytes):
+            return None
+    return encoded.reshape(array.shape)
 
 
 def _in_place(tensor: Any) -> Array:

@@ -1,0 +1,117 @@
+"""Strings of standard clients, over both protocols and in shared memory, through hooks and a meta model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tritonclient.utils.shared_memory as shm
+from tritonclient import grpc
+
+from rsrv_bundle.export import export_bundle
+from tests.builders import write_meta
+from tests.e2e.calls import PROTOCOLS, Array, at_once, caller
+from tests.e2e.harness import RunningTriton, make_repository, running_triton
+
+TEXTS = ["", "two words", "snow: \N{SNOWMAN}", "line\nline", "x" * 70_000]
+HOOKS = """
+import numpy as np
+
+
+def preprocess(inputs):
+    return {"length": np.array([[len(text.decode())] for text in inputs["text"]], np.float32)}
+
+
+def postprocess(outputs):
+    return {"label": [f"{int(length)} characters" for (length,) in outputs["same"]]}
+"""
+META = """
+def run(inputs, call):
+    shouted = [text.decode().upper() for text in inputs["text"]]
+    return {"label": call("lengths", {"text": shouted})["label"], "text": [[one, one] for one in shouted]}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with a model of strings, and a meta model that calls it."""
+    home = tmp_path_factory.mktemp("strings")
+    text = {"name": "text", "dtype": "bytes", "shape": "n"}
+    export_bundle(
+        lambda params, length: {"same": length},
+        {},
+        {"length": np.zeros((1, 1), np.float32)},
+        batch_sizes=[1, 8],
+        out_dir=home / "lengths",
+        hooks=HOOKS,
+        client_inputs=[text],
+        client_outputs=[{"name": "label", "dtype": "bytes", "shape": "n"}],
+    )
+    write_meta(
+        home / "shout",
+        META,
+        ["lengths"],
+        client="client_inputs: [{name: text, dtype: bytes, shape: n}]\n"
+        "client_outputs: [{name: label, dtype: bytes, shape: n}, {name: text, dtype: bytes, shape: nk, dims: {k: 2}}]\n",
+    )
+    repository = make_repository(home, home / "lengths", home / "shout")
+    with running_triton(repository, home / "server.log") as running:
+        yield running
+
+
+def column(texts: list[str]) -> Array:
+    return np.array([[text.encode()] for text in texts], object)
+
+
+def labels(texts: list[str]) -> list[list[bytes]]:
+    return [[f"{len(text)} characters".encode()] for text in texts]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_strings_of_any_length_go_through_hooks(server: RunningTriton, protocol: str) -> None:
+    """A batch of them, and eight clients at once, whose requests share executions."""
+    with caller(server, protocol) as call:
+        assert call("lengths", {"text": column(TEXTS)})["label"].tolist() == labels(TEXTS)
+
+    for number, answers in enumerate(
+        at_once(
+            server,
+            8,
+            lambda call, number: [
+                call("lengths", {"text": column(["y" * number, "z"])})["label"] for _ in range(5)
+            ],
+            protocol,
+        )
+    ):
+        assert all(answer.tolist() == labels(["y" * number, "z"]) for answer in answers)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_meta_model_takes_passes_on_and_returns_strings(server: RunningTriton, protocol: str) -> None:
+    """Several strings a row, too."""
+    with caller(server, protocol) as call:
+        answer = call("shout", {"text": column(TEXTS[:4])})
+
+    shouted = [text.upper() for text in TEXTS[:4]]
+    assert answer["label"].tolist() == labels(shouted)
+    assert answer["text"].tolist() == [[one.encode()] * 2 for one in shouted]
+
+
+def test_a_string_longer_than_its_memory_is_refused(server: RunningTriton) -> None:
+    """Triton does not look into shared memory; the request is refused, and the next one is answered."""
+    client = grpc.InferenceServerClient(server.server.grpc_url)
+    region = shm.create_shared_memory_region("torn", "/torn_strings", 8)
+    try:
+        shm.set_shared_memory_region(region, [np.frombuffer(b"\xff\xff\xff\x7fabcd", np.uint8)])
+        client.register_system_shared_memory("torn", "/torn_strings", 8)
+        text = grpc.InferInput("text", [1, 1], "BYTES")
+        text.set_shared_memory("torn", 8)
+        with pytest.raises(grpc.InferenceServerException, match=r"INVALID_ARGUMENT.*"):
+            client.infer("lengths", [text])
+    finally:
+        client.unregister_system_shared_memory("torn")
+        shm.destroy_shared_memory_region(region)
+        client.close()
+    with caller(server) as call:
+        assert call("lengths", {"text": column(["ab"])})["label"].tolist() == labels(["ab"])

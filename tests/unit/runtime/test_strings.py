@@ -1,0 +1,141 @@
+"""Strings of clients: hooks get and return them, and modules do not see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rsrv.hooks.loader import Hooks
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.resubmission import Resubmission
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.unit.runtime.conftest import Runtime, StartMeta
+from tests.unit.runtime.metas import engine_of
+
+Array = npt.NDArray[Any]
+
+#: strings of any bytes, one a row
+TEXTS = np.array([b"one", "zwei \N{SNOWMAN}".encode(), b"", b"\xff\0"], object)
+LABELS = (WireTensor("labels", "bytes", (-1, 1)),)
+_CLIENT_TEXT = [{"name": "text", "dtype": "bytes", "shape": "n"}]
+_CLIENT_LABELS = [{"name": "labels", "dtype": "bytes", "shape": "n"}]
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of strings, whose module doubles their lengths and adds one."""
+    path = tmp_path_factory.mktemp("bundles") / "lengths"
+    export_bundle(
+        lambda params, x: {"y": 2 * x + params["w"]},
+        {"w": np.ones(3, np.float32)},
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=path,
+        hooks="def preprocess(inputs): ...\ndef postprocess(outputs): ...",
+        client_inputs=_CLIENT_TEXT,
+        client_outputs=_CLIENT_LABELS,
+    )
+    return path
+
+
+def measured(inputs: Mapping[str, Array]) -> dict[str, Any]:
+    assert all(type(one) is bytes for one in inputs["text"])
+    return {"x": np.array([[len(one)] * 3 for one in inputs["text"]], np.float32)}
+
+
+def labelled(outputs: Mapping[str, Array]) -> dict[str, Any]:
+    return {"labels": [f"{int(y)} bytes" for y, *_ in outputs["y"]]}
+
+
+def start(runtime: Runtime, lengths: Path, postprocess: Any = labelled) -> Engine:
+    return engine_of(runtime.open, lengths, "lengths", Hooks(measured, postprocess), LABELS)
+
+
+def ask(engine: Engine, texts: Array) -> FakeResponse:
+    request = FakeRequest({"text": texts})
+    answers = engine.execute([request])
+    return answers[0] if answers is not None else request.answers.get(timeout=10)
+
+
+def test_hooks_turn_strings_into_tensors_and_tensors_into_strings(runtime: Runtime, lengths: Path) -> None:
+    """`preprocess` gets bytes, one string a row; text that `postprocess` returns is sent in UTF-8."""
+    engine = start(runtime, lengths)
+
+    answer = ask(engine, TEXTS.reshape(-1, 1))  # as Triton hands them over
+
+    engine.close()
+    assert answer.error is None
+    assert answer.arrays["labels"].tolist() == [[b"7 bytes"], [b"17 bytes"], [b"1 bytes"], [b"5 bytes"]]
+
+
+@pytest.mark.parametrize("labels", [[1.5], [b"a", "b"], np.array([None], object), ["\ud800"]])
+def test_what_is_no_string_fails_its_request(runtime: Runtime, lengths: Path, labels: Any) -> None:
+    """Numbers, None, text that has no UTF-8, and too many strings are the hook's fault."""
+    engine = start(runtime, lengths, lambda outputs: {"labels": labels})
+
+    answer = ask(engine, TEXTS[:1])
+
+    engine.close()
+    assert answer.error is not None
+    assert answer.error.code == FakeError.INTERNAL
+    assert "postprocess hook failed" in answer.error.message
+
+
+def test_tensors_that_are_not_as_triton_writes_strings_are_refused(
+    runtime: Runtime, lengths: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A string that says that it is longer than its tensor is the client's fault."""
+    engine = start(runtime, lengths)
+    request = FakeRequest({"text": TEXTS[:1]})
+
+    def torn() -> Array:
+        raise EOFError("unpack_from requires a buffer of at least 4294967299 bytes")
+
+    monkeypatch.setattr(request.inputs()[0], "as_numpy", torn)
+    answers = engine.execute([request])
+    answer = answers[0] if answers is not None else request.answers.get(timeout=10)
+
+    engine.close()
+    assert answer.error is not None
+    assert answer.error.code == FakeError.INVALID_ARG
+    assert "input 'text' holds no strings" in answer.error.message
+
+
+def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_meta: StartMeta) -> None:
+    """It may give text to a model that takes strings; what it returns is sent as strings."""
+
+    def run(inputs: Mapping[str, Array], call: Any) -> dict[str, Any]:
+        texts = [one.decode(errors="replace") for one in inputs["text"]]
+        return {"labels": call("lengths", {"text": texts})["labels"].reshape(-1)}
+
+    engine = start_meta(
+        runtime,
+        run,
+        ["lengths"],
+        bundles={"lengths": lengths},
+        client="client_inputs: [{name: text, dtype: bytes, shape: n}]\nclient_outputs: [{name: labels, dtype: bytes, shape: n}]\n",
+        outputs=LABELS,
+        hooks={"lengths": Hooks(measured, labelled)},
+    )
+    request = FakeRequest({"text": TEXTS[:2]})
+    answers = engine.execute([request])
+    answer = answers[0] if answers is not None else request.answers.get(timeout=10)
+
+    assert answer.error is None, answer.error
+    assert answer.arrays["labels"].tolist() == [[b"7 bytes"], [b"17 bytes"]]
+
+
+def test_equal_strings_are_recognized_after_a_death() -> None:
+    """By what they hold, and not by where: each request has objects of its own; how they are cut counts."""
+    resubmission = Resubmission([])
+    resubmission.remember(1, {"text": np.array([b"a" * 40, b"b"], object)})
+
+    assert resubmission.check({"text": np.array([b"a" * 40, b"b"], object)}) == 1
+    assert resubmission.check({"text": np.array([b"a" * 40 + b"b", b""], object)}) == 0

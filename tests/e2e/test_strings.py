@@ -1,13 +1,13 @@
-"""Strings of standard clients, over both protocols and in shared memory, through hooks and a meta model."""
+"""Strings of standard clients, over both protocols, through hooks and a meta model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import pytest
-import tritonclient.utils.shared_memory as shm
-from tritonclient import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rsrv_bundle.export import export_bundle
 from tests.builders import write_meta
@@ -98,20 +98,17 @@ def test_a_meta_model_takes_passes_on_and_returns_strings(server: RunningTriton,
     assert answer["text"].tolist() == [[one.encode()] * 2 for one in shouted]
 
 
-def test_a_string_longer_than_its_memory_is_refused(server: RunningTriton) -> None:
-    """Triton does not look into shared memory; the request is refused, and the next one is answered."""
-    client = grpc.InferenceServerClient(server.server.grpc_url)
-    region = shm.create_shared_memory_region("torn", "/torn_strings", 8)
-    try:
-        shm.set_shared_memory_region(region, [np.frombuffer(b"\xff\xff\xff\x7fabcd", np.uint8)])
-        client.register_system_shared_memory("torn", "/torn_strings", 8)
-        text = grpc.InferInput("text", [1, 1], "BYTES")
-        text.set_shared_memory("torn", 8)
-        with pytest.raises(grpc.InferenceServerException, match=r"INVALID_ARGUMENT.*"):
-            client.infer("lengths", [text])
-    finally:
-        client.unregister_system_shared_memory("torn")
-        shm.destroy_shared_memory_region(region)
-        client.close()
+def test_strings_that_end_early_are_refused(server: RunningTriton) -> None:
+    """A string says that it is longer than its tensor, and a tensor holds too few; the next request is answered."""
+    channel = grpc.insecure_channel(server.server.grpc_url)
+    ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    for raw, rows in ((b"\xff\xff\xff\x7fabcd", 1), (b"\2\0\0\0ab", 2), (b"\2\0", 1)):
+        message = service_pb2.ModelInferRequest(model_name="lengths")
+        message.inputs.add(name="text", datatype="BYTES", shape=[rows, 1])
+        message.raw_input_contents.append(raw)
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(message, timeout=60)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value
+    channel.close()
     with caller(server) as call:
         assert call("lengths", {"text": column(["ab"])})["label"].tolist() == labels(["ab"])

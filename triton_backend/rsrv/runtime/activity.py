@@ -42,20 +42,6 @@ class ActivitySlot:
     An execution that takes microseconds passes here twice, so each pass is only a few stores.
     """
 
-    __slots__ = (
-        "_at",
-        "_before",
-        "_ended",
-        "_expected",
-        "_key",
-        "_memory",
-        "_number",
-        "_numbers",
-        "_phase",
-        "_size",
-        "thread",
-    )
-
     def __init__(
         self, memory: Memory | None = None, at: int = 0, numbers: Iterator[int] | None = None
     ) -> None:

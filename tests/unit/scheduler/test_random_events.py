@@ -406,7 +406,7 @@ class RandomEvents(RuleBasedStateMachine):
                 name: (load, scheduler.model(name).residency)  # type: ignore[union-attr]
                 for name, load in scheduler.load_report().models.items()
             }
-            touched = scheduler.take_touched()
+            touched = scheduler.take_unreported()
             assert {name for name, one in now.items() if before.get(name) != one} <= {*touched}
             self.reported = now
 

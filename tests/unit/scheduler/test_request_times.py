@@ -8,7 +8,7 @@ from rsrv.scheduler.batching import VariantCosts
 from rsrv.scheduler.events import Outcome, Pause, Request
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.slowest import KEPT, WINDOW_S, Ending, SlowestRequests, SlowRequest
-from rsrv.scheduler.variant_queue import InFlightRequest, VariantQueue
+from rsrv.scheduler.variant_queue import LiveRequest, VariantQueue
 from tests.unit.scheduler.driver import Driver, program
 
 
@@ -133,7 +133,7 @@ def offer(kept: SlowestRequests, ended: float, seconds: float) -> bool:
     if not arrived < kept.latest_arrival(ended):
         return False
     ending = Ending(ended, arrived, seconds, -inf, (), (), Outcome.ANSWERED, None, (), None)
-    entry = InFlightRequest(
+    entry = LiveRequest(
         Request(int(ended), "a", 0, 1), (0, 0.0, 0), VariantQueue(0, VariantCosts({})), arrived
     )
     kept.add([entry], ending)

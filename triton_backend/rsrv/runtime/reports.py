@@ -272,7 +272,7 @@ class Reports:
         changes = self._load_changes
         if changes.shape != self._catalog.changes:
             changes.begin(self._catalog.changes, {entry.name: entry for entry in self._ready_last()})
-        changes.note(self._scheduler.take_touched())
+        changes.note(self._scheduler.take_unreported())
         since, shown = changes.after(since)
         load = self._scheduler.load_report(entry.key for entry in shown)
         budget = load.weight_budget_bytes

@@ -125,7 +125,7 @@ class Request(NamedTuple):
 class Run(NamedTuple):
     """One run of a meta model, which makes requests while it is in progress."""
 
-    #: not 0; unique among requests in flight and other runs.
+    #: not 0; unique among live requests and other runs.
     id: int
     #: name of the meta model; counters by that name are never reset.
     meta: str
@@ -135,7 +135,7 @@ class Run(NamedTuple):
     priority: int = 0
     #: number of runs of this meta model that may wait, this one included; the next one is refused.
     max_waiting: int = 1024
-    #: models that it calls. While one of these is held, it is not admitted, or frees its place if it was.
+    #: models that it calls. While one of these is held, it is not admitted, or frees its slot if it was.
     models: tuple[str, ...] = ()
 
 
@@ -301,7 +301,7 @@ class LoadAbandoned:
     epoch: int
 
 
-LoadEnd = WeightsRead | WeightsLoaded | LoadFailed | LoadAbandoned
+LoadOutcome = WeightsRead | WeightsLoaded | LoadFailed | LoadAbandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ Event = (
     | RunEnded
     | ExecutionFinished
     | CopyChanged
-    | LoadEnd
+    | LoadOutcome
     | Compact
     | SettingsChanged
     | WindDown

@@ -1,7 +1,7 @@
 """Invariants of the scheduler, which hold after every event.
 
 Of requests:
-    1. every request in flight waits in exactly one queue or is in exactly one execution, which runs or is to be retried
+    1. every live request waits in exactly one queue or is in exactly one execution, which runs or is to be retried
        for lack of memory;
     2. arrived = ended + queued + executing: no request is lost or ends twice;
     3. a queue is in the order of service, and its rows are the sum of its requests' rows;
@@ -54,7 +54,7 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.residency import IDLE_LOOK_S, CompactionState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
-from rsrv.scheduler.variant_queue import InFlightRequest
+from rsrv.scheduler.variant_queue import LiveRequest
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
 from rsrv.scheduler.weights import ModelWeights, SharedTensorGroup
 
@@ -123,9 +123,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     executing = [request for running in flying for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
     _require(len(ids) == len(set(ids)), "a request is in two places (1)")
-    _require(
-        set(ids) == set(scheduler._queues.live), "requests in flight are not those queued or executing (1)"
-    )
+    _require(set(ids) == set(scheduler._queues.live), "live requests are not those queued or executing (1)")
     _require(
         len(queued) == scheduler._queues.queued,
         f"{scheduler._queues.queued} counted as queued, {len(queued)} wait",
@@ -161,7 +159,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     queued = [entry for state in states for queue in state.queues.values() for entry in queue.entries]
-    runs: dict[int, set[InFlightRequest]] = {}
+    runs: dict[int, set[LiveRequest]] = {}
     for entry in queued:
         if entry.request.run:
             runs.setdefault(entry.request.run, set()).add(entry)
@@ -185,9 +183,9 @@ def _check_admission(scheduler: Scheduler) -> None:
     )
     held = {state.name for state in scheduler._models.values() if state.held}
     stalled = {id for id, run in admission.live.items() if held.intersection(run.models)}
-    _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take places (13)")
+    _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take slots (13)")
     able = admission.waiting.keys() - stalled
-    full = admission.closed or admission.taken >= admission.limit
+    full = admission.closed or admission.slots_taken >= admission.limit
     _require(not able or full, "a run waits that could be admitted (13)")
     _require(admission.waiting.keys() <= admission.live.keys(), "a run waits that is not known (14)")
     _require(admission.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
@@ -198,8 +196,8 @@ def _check_admission(scheduler: Scheduler) -> None:
     metas = admission.snapshot().values()
     ended = sum(one.admitted + one.expired + one.refused + one.withdrawn for one in metas)
     _require(
-        admission.asked == ended + len(admission.waiting),
-        f"{admission.asked} asked, {ended} did not only wait (14)",
+        admission.run_count == ended + len(admission.waiting),
+        f"{admission.run_count} asked, {ended} did not only wait (14)",
     )
     for id in admission.waiting:
         deadline = admission.live[id].deadline
@@ -221,7 +219,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         requests = sum(len(one.execute.requests) for one in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
     compaction = scheduler._residency.compaction
-    held_up = bool(running) or not scheduler._residency.idle
+    held_up = bool(running) or not scheduler._residency.quiet
     _require(
         compaction.state is not CompactionState.DUE or held_up, "a compaction is due, and nothing in its way"
     )

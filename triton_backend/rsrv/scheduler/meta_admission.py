@@ -4,7 +4,7 @@ A run between two of its calls holds only memory, so a few runs keep the device 
 others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait until their deadline at
 the longest.
 
-Runs that call a held model (`Pause.HOLD`) cannot go on: they are not admitted, and admitted ones free their places.
+Runs that call a held model (`Pause.HOLD`) cannot go on: they are not admitted, and admitted ones free their slots.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
@@ -57,10 +57,10 @@ class MetaAdmission:
         "_models",
         "_order",
         "ahead",
-        "asked",
         "closed",
         "limit",
         "live",
+        "run_count",
         "stalled",
         "waiting",
     )
@@ -79,8 +79,8 @@ class MetaAdmission:
         #: the time at which each run was admitted, by id.
         self._admitted: dict[int, float] = {}
         #: number of runs that were ever asked for; the number of the latest.
-        self.asked = 0
-        #: waiting runs by place, but for those that call a held model; and by deadline, if they have one.
+        self.run_count = 0
+        #: waiting runs in the order of admission, but for those that call a held model; and by deadline, if they have one.
         self._order: Ranking[int] = Ranking()
         self._deadlines: Ranking[int] = Ranking()
         self._metas: dict[str, _Meta] = {}
@@ -93,16 +93,16 @@ class MetaAdmission:
         return len(self.live) - len(self.waiting)
 
     @property
-    def taken(self) -> int:
-        """Number of places that admitted runs take."""
+    def slots_taken(self) -> int:
+        """Number of slots that admitted runs take."""
         return self.running - len(self.stalled)
 
-    def under_way(self) -> frozenset[int]:
+    def admitted_ids(self) -> frozenset[int]:
         """Return the ids of the admitted runs."""
         return frozenset(self.live.keys() - self.waiting.keys())
 
     def check(self, runs: Sequence[Run], requests: KeysView[int]) -> None:
-        """Refuse runs that contradict known ones. `requests` are the ids in flight.
+        """Refuse runs that contradict known ones. `requests` are the ids of live requests.
 
         Raises:
             CallerError: an id is 0, in use already or given twice, or a priority or a limit is negative.
@@ -125,17 +125,17 @@ class MetaAdmission:
             # Rounding errors of the sum do not outlive a pause.
             self.ahead = 0.0
         for run in runs:
-            self.asked += 1
+            self.run_count += 1
             meta = self._metas.setdefault(run.meta, _Meta())
             if run.deadline is not None and not run.deadline > now:  # or one that is not a number
                 meta.expired += 1
                 out.append(Finish(run.id, Outcome.EXPIRED))
                 continue
             self.live[run.id] = run
-            self.waiting[run.id] = self.asked
+            self.waiting[run.id] = self.run_count
             meta.waiting += 1
             self.ahead += meta.seconds
-            self._place(run)
+            self._enlist(run)
             if run.deadline is not None and run.deadline < inf:
                 self._deadlines.set(run.id, run.deadline)
         self.proceed(now, out)
@@ -171,7 +171,7 @@ class MetaAdmission:
         if discipline is not self._discipline:
             self._discipline = discipline
             for id in self.waiting:
-                self._place(self.live[id])
+                self._enlist(self.live[id])
 
     def reconsider(self) -> None:
         """Take in that models were added, removed, paused or resumed."""
@@ -179,14 +179,14 @@ class MetaAdmission:
             id for id, run in self.live.items() if id not in self.waiting and self._calls_held(run)
         }
         for id in self.waiting:
-            self._place(self.live[id])
+            self._enlist(self.live[id])
 
     def proceed(self, now: float, out: list[Instruction]) -> None:
         """End waiting runs whose deadline is `now` or earlier, and admit the next ones."""
         while (id := self._deadlines.first()) is not None and self._deadlines[id] <= now:
             self._leave(self.live.pop(id)).expired += 1
             out.append(Finish(id, Outcome.EXPIRED))
-        while not self.closed and self.taken < self.limit and (id := self._order.first()) is not None:
+        while not self.closed and self.slots_taken < self.limit and (id := self._order.first()) is not None:
             meta = self._leave(self.live[id])
             meta.running += 1
             meta.admitted += 1
@@ -195,11 +195,11 @@ class MetaAdmission:
             out.append(Admit(id))
 
     def wait_seconds(self) -> float:
-        """Return the expected seconds until a run that came now would be admitted; 0 while a place is free.
+        """Return the expected seconds until a run that came now would be admitted; 0 while a slot is free.
 
         (lengths of all waiting runs + half of the lengths of the admitted ones) / limit
         """
-        return max(0.0, self.ahead) / self.limit if self.taken >= self.limit else 0.0
+        return max(0.0, self.ahead) / self.limit if self.slots_taken >= self.limit else 0.0
 
     def next_deadline(self) -> float:
         """Return the soonest deadline of a waiting run; inf: there is none."""
@@ -218,7 +218,7 @@ class MetaAdmission:
     def _calls_held(self, run: Run) -> bool:
         return any(model in self._models and self._models[model].held for model in run.models)
 
-    def _place(self, run: Run) -> None:
+    def _enlist(self, run: Run) -> None:
         if self._calls_held(run):
             self._order.pop(run.id, None)
             return

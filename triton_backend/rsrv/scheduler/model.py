@@ -14,7 +14,7 @@ from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, WeightState
 from rsrv.scheduler.weights import ModelWeights
 
-#: latest times of a pause that a model remembers.
+#: number of pauses of mode HOLD that a model remembers.
 _HOLDS = 8
 
 
@@ -72,6 +72,7 @@ class ModelState:
         "draining",
         "executing",
         "executions",
+        "executions_by_size",
         "finishing",
         "front",
         "has_work",
@@ -84,7 +85,6 @@ class ModelState:
         "program",
         "queued",
         "queues",
-        "sizes",
         "slowest",
         "totals",
         "turn_seconds",
@@ -122,7 +122,7 @@ class ModelState:
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others were evicted for its second try and get their turn first.
         self.blocked_until = -inf
-        # `recount` derives the next seven from the queues and costs.
+        # `recount` derives these from the queues and costs, up to `dispatchable_at`.
         #: whether requests wait for it that count: those of a held model do not.
         self.has_work = False
         #: the queue whose front request is first in the order of service, and the place of that request.
@@ -136,7 +136,7 @@ class ModelState:
         #: until when it is held back: it is blocked, or more requests may join its next execution.
         self.dispatchable_at = -inf
         self.totals = Totals()
-        self.sizes: dict[tuple[int, int], int] = {}
+        self.executions_by_size: dict[tuple[int, int], int] = {}
         self.history = weights.history
         self.slowest = SlowestRequests()
 
@@ -189,7 +189,7 @@ class ModelState:
             return request.run not in self.finishing and not request.waited
         return self.paused is Pause.REJECT
 
-    def learn(self, costs: Mapping[int, VariantCosts]) -> None:
+    def set_costs(self, costs: Mapping[int, VariantCosts]) -> None:
         """Take over the costs that the warm-up measured."""
         for variant, queue in self.queues.items():
             queue.costs = costs[variant]
@@ -259,7 +259,7 @@ class ModelState:
         totals.rows.observe(execute.rows)
         totals.padding.observe(execute.size - execute.rows)
         key = (execute.variant, execute.size)
-        self.sizes[key] = self.sizes.get(key, 0) + 1
+        self.executions_by_size[key] = self.executions_by_size.get(key, 0) + 1
 
     def ended(self, execute: Execute) -> None:
         """Count an execution that ended for good."""
@@ -298,7 +298,7 @@ class ModelState:
             useful_rows=totals.useful_rows,
             padded_rows=int(totals.padding.sum),
             device_seconds=totals.device_seconds,
-            sizes=dict(self.sizes),
+            sizes=dict(self.executions_by_size),
             costs={
                 (variant, size): seconds
                 for variant, queue in self.queues.items()

@@ -38,7 +38,7 @@ class SchedulerQueries:
 
     _models: dict[str, ModelState]
     _draining: dict[str, ModelState]
-    _touched: dict[ModelState, None]
+    _unreported: dict[ModelState, None]
     _past: PastTotals
     _queues: RequestQueues
     _admission: MetaAdmission
@@ -79,7 +79,7 @@ class SchedulerQueries:
         return self._discipline.sheds
 
     def admission_seconds(self) -> float:
-        """Expected time until a run of a meta model that came now would be admitted; 0 while a place is free."""
+        """Expected time until a run of a meta model that came now would be admitted; 0 while a slot is free."""
         return self._admission.wait_seconds()
 
     def load_seconds(self, model: str) -> float:
@@ -149,9 +149,9 @@ class SchedulerQueries:
             device = "a request that executes alone"
         return "" if state is None else self._loads.obstacle(state, now, device)
 
-    def take_touched(self) -> list[str]:
+    def take_unreported(self) -> list[str]:
         """Return the known models whose part of `load_report` may have changed since the last call."""
-        touched, self._touched = self._touched, {}
+        touched, self._unreported = self._unreported, {}
         return [model.name for model in touched if not model.draining]
 
     def load_report(self, names: Iterable[str] | None = None) -> LoadReport:

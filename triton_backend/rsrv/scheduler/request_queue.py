@@ -1,4 +1,4 @@
-"""All requests in flight: how they enter the queues, and each way out of them.
+"""All live requests, which wait or execute: how they enter the queues, and each way out of them.
 
 A request leaves its queue for an execution, which answers it or fails; or it expires, is shed or cancelled, or ends with
 its model or the load of its weights. Each way is one method, so each request is counted and ended once.
@@ -23,7 +23,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.statistics import OutcomeCounts, Stage
-from rsrv.scheduler.variant_queue import Deadlines, InFlightRequest, VariantQueue
+from rsrv.scheduler.variant_queue import Deadlines, LiveRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
 from rsrv.scheduler.weights import WeightAccounts, remember_arrivals
 
@@ -37,7 +37,7 @@ class EndedWait(NamedTuple):
     """A request that waited, and ended without an execution."""
 
     model: ModelState
-    entry: InFlightRequest
+    entry: LiveRequest
     outcome: Outcome
 
 
@@ -66,7 +66,7 @@ class RequestQueues:
         #: known models; the scheduler adds and removes them.
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
-        self.live: dict[int, InFlightRequest] = {}
+        self.live: dict[int, LiveRequest] = {}
         #: number of waiting requests, and of those that execute alone.
         self.queued = self.alone = 0
         #: number of requests that arrived since the start.
@@ -77,7 +77,7 @@ class RequestQueues:
         #: times at which to check whether requests will be late (`late_requests`); only if the discipline sheds.
         self.late_checks = Deadlines()
         #: run of a meta model -> its waiting requests, oldest first: the first one is committed, the others are not.
-        self.runs: dict[int, list[InFlightRequest]] = {}
+        self.runs: dict[int, list[LiveRequest]] = {}
         #: models that changed since the scheduler settled its accounts (a dictionary for its order).
         self.dirty: dict[ModelState, None] = {}
         #: requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
@@ -86,7 +86,7 @@ class RequestQueues:
         self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
-        """Refuse arrivals that contradict the requests in flight. `runs` are the ids of admitted and waiting runs.
+        """Refuse arrivals that contradict the live requests. `runs` are the ids of admitted and waiting runs.
 
         Raises:
             CallerError: an id is in use already or given twice, or a number of rows is negative.
@@ -110,7 +110,8 @@ class RequestQueues:
 
         It ends by the first of these that is true: (1) unknown model, (2) unknown variant, (3) more rows than one
         execution takes, (4) deadline passed, (5) model paused, (6) weights that do not load `on_demand` and were not asked
-        for, (7) weights whose load failed a moment ago, (8) queue full. Otherwise it waits.
+        for, (7) the back-off after a failed load: failed with its error, or refused if it found no memory, (8) queue full.
+        Otherwise it waits.
 
         Returns:
             The requests of (8) by model: `refuse_full` ends them when it is known when to retry.
@@ -166,7 +167,7 @@ class RequestQueues:
             run = request.run
             level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
             due = deadline if request.due is None else request.due
-            live[request.id] = entry = InFlightRequest(request, place(level, due, sequence), queue, now)
+            live[request.id] = entry = LiveRequest(request, place(level, due, sequence), queue, now)
             queue.push(entry)
             model.queued += 1
             self.alone += request.alone
@@ -226,7 +227,7 @@ class RequestQueues:
             model.history.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
 
-    def shed(self, entry: InFlightRequest, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
+    def shed(self, entry: LiveRequest, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
         """End a waiting request whose deadline cannot be met any more."""
         model = self._take_out(entry, queue)
         self.ended.append(EndedWait(model, entry, Outcome.SHED))
@@ -258,12 +259,12 @@ class RequestQueues:
         """Refuse all waiting requests of a model."""
         _refuse(model, self._take_out_all(model, Outcome.REFUSED), reason, None, now, out)
 
-    def fail(self, model: ModelState, error: str, now: float, out: list[Instruction]) -> None:
+    def fail_all(self, model: ModelState, error: str, now: float, out: list[Instruction]) -> None:
         """Fail all waiting requests of a model whose weights could not be loaded."""
         _fail(model, self._take_out_all(model, Outcome.FAILED), error, now, out)
 
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
-        """Take the first `count` requests of a queue for an execution: still in flight, but not queued."""
+        """Take the first `count` requests of a queue for an execution: still live, but not queued."""
         self.queued -= count
         self.alone -= queue.front_alone
         self.dirty[model] = None
@@ -281,7 +282,7 @@ class RequestQueues:
         event: ExecutionFinished,
         now: float,
         out: list[Instruction],
-    ) -> list[InFlightRequest]:
+    ) -> list[LiveRequest]:
         """End the requests of an execution: answered, or failed with its error.
 
         Returns:
@@ -305,11 +306,11 @@ class RequestQueues:
         model.history.add(now, "answered" if event.error is None else "failed", event)
         return entries if slow else []
 
-    def model(self, entry: InFlightRequest) -> ModelState:
+    def model(self, entry: LiveRequest) -> ModelState:
         """Return the model of a waiting request."""
         return self._models[entry.request.model]
 
-    def _take_out(self, entry: InFlightRequest, queue: VariantQueue) -> ModelState:
+    def _take_out(self, entry: LiveRequest, queue: VariantQueue) -> ModelState:
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
@@ -321,7 +322,7 @@ class RequestQueues:
             self._promote((entry,))
         return model
 
-    def _promote(self, left: Sequence[InFlightRequest]) -> None:
+    def _promote(self, left: Sequence[LiveRequest]) -> None:
         """Commit the oldest waiting request of each run whose requests have left their queue.
 
         It counts as arriving now: committed requests of other runs go before it.
@@ -377,7 +378,7 @@ def _fail(model: ModelState, ids: Sequence[int], error: str, now: float, out: li
 class LateRequest:
     """A request that would be late even if it executed next."""
 
-    entry: InFlightRequest
+    entry: LiveRequest
     queue: VariantQueue
     model: ModelState
     #: whether it is late only because its weights are not on the device, and may not load.
@@ -398,7 +399,7 @@ def late_requests(
     `late_checks` has for each request the time at which to look at it again: -inf for a new one, then the latest start of its
     execution, or of the load while its weights are absent. `free` is when the device has done its present work.
     """
-    later: list[tuple[InFlightRequest, float]] = []
+    later: list[tuple[LiveRequest, float]] = []
     for entry, queue in late_checks.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline

@@ -8,7 +8,7 @@ from rsrv.scheduler.inflight import InFlight, StartedExecution
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.request_queue import RequestQueues
 from rsrv.scheduler.slowest import Ending, SlowRequest
-from rsrv.scheduler.variant_queue import InFlightRequest
+from rsrv.scheduler.variant_queue import LiveRequest
 
 
 class RequestTimes:
@@ -21,7 +21,7 @@ class RequestTimes:
     def keep(
         self,
         running: StartedExecution,
-        entries: Sequence[InFlightRequest],
+        entries: Sequence[LiveRequest],
         event: ExecutionFinished,
         now: float,
     ) -> None:
@@ -79,7 +79,7 @@ class RequestTimes:
     def _unfinished(
         self,
         model: ModelState,
-        entry: InFlightRequest,
+        entry: LiveRequest,
         until: float,
         execute: Execute | None,
         outcome: Outcome | None,

@@ -15,8 +15,8 @@ from rsrv.scheduler.events import (
     GiveUp,
     Instruction,
     LoadAbandoned,
-    LoadEnd,
     LoadFailed,
+    LoadOutcome,
     ModelAdded,
     Reason,
     WarmUp,
@@ -164,7 +164,7 @@ class DeviceResidency:
         return self.accounts.reserved - len(self.compaction.warm_ups)
 
     @property
-    def idle(self) -> bool:
+    def quiet(self) -> bool:
         """True if nothing loads or warms up."""
         return self.accounts.loading is None and not self.warming_up
 
@@ -177,7 +177,7 @@ class DeviceResidency:
             self.accounts.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
-            # If it is pinned, tensors that it shares with others take none of their room any more.
+            # If it is pinned, the tensors that it shares count as pinned bytes: others may fit now.
             self.loads.unblock()
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
@@ -223,7 +223,7 @@ class DeviceResidency:
             if not model.needs_warm_up:
                 self._end_requirement(model)
             if not self.loads.on_demand:
-                self.release([model], now, out)
+                self.request_eviction([model], now, out)
         self.limit_idleness(model, now)
         self._queues.dirty[model] = None
         self.loads.unblock()
@@ -250,8 +250,8 @@ class DeviceResidency:
         if model.weights.state is WeightState.EVICTING:
             self.accounts.move(model.weights, WeightEvent.KEEP)
 
-    def release(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
-        """Evict weights as soon as they are free; pinned ones stay."""
+    def request_eviction(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
+        """Evict weights once nothing executes on them; pinned ones stay."""
         for model in models:
             weights = model.weights
             if weights.pinned:
@@ -263,7 +263,7 @@ class DeviceResidency:
             self.loads.end_prefetch_and_restore(model)
             if weights.state in TAKING_BYTES:
                 self.evictions[model] = True
-                self._release_requested(model)
+                self._mark_evicting(model)
             # A load goes on if requests wait for it, or a warm-up.
             needed = model.needs_warm_up or (self.loads.on_demand and model.has_work)
             if weights.state is WeightState.LOADING and not (needed or self.accounts.abandoning):
@@ -272,8 +272,8 @@ class DeviceResidency:
                 self._refuse_waiting(model, now, out)
             self._queues.dirty[model] = None
 
-    def _release_requested(self, model: ModelState) -> None:
-        """Carry out the first part of a requested eviction, once the weights are resident."""
+    def _mark_evicting(self, model: ModelState) -> None:
+        """Move resident weights whose eviction was requested to EVICTING."""
         if model in self.evictions and model.weights.state is WeightState.RESIDENT:
             self.accounts.move(model.weights, WeightEvent.RELEASE)
 
@@ -304,7 +304,7 @@ class DeviceResidency:
         self.idle_at = now
 
     def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
-        """Desire the weights that are present or loading: from now on none load or leave for requests."""
+        """Mark weights that are present or loading as desired: requests move no weights from now on."""
         loads = self.loads
         for model in self._models.values():
             weights = model.weights
@@ -344,12 +344,12 @@ class DeviceResidency:
         self.accounts.move(model.weights, WeightEvent.WARMED_UP)
         if not (self.loads.on_demand or model.weights.desired):
             self.evictions[model] = False
-        self._release_requested(model)
+        self._mark_evicting(model)
         self._queues.dirty[model] = None
 
     # --- loads end ---------------------------------------------------------------------------------------
 
-    def load_ended(self, event: LoadEnd, now: float, out: list[Instruction]) -> ModelState | None:
+    def load_ended(self, event: LoadOutcome, now: float, out: list[Instruction]) -> ModelState | None:
         """Take in how a load or a read ended; return its model, or None if that ended before."""
         model = self._models.get(event.model) or self._draining.get(event.model)
         if model is None or model.weights.epoch != event.epoch:
@@ -372,7 +372,7 @@ class DeviceResidency:
                 self.limit_idleness(model, now)
                 if not model.draining:
                     self._start_warm_up(model, out)
-                self._release_requested(model)
+                self._mark_evicting(model)
             case LoadAbandoned():
                 self.evictions.pop(model, None)
                 self.accounts.not_loaded(weights, abandoned=True)
@@ -398,7 +398,7 @@ class DeviceResidency:
         desired = weights.pinned or weights.desired or model.needs_warm_up
         if event.out_of_memory and not weights.retry_due:
             if not model.has_work and not desired:
-                # Requests of a held model cause the next load when the model goes on.
+                # Nothing needs the weights now: the requests are gone, or an operator holds the model.
                 return
             weights.retry_due = True
             self.compaction.ask(restores=False)
@@ -411,7 +411,7 @@ class DeviceResidency:
             weights.desired = False
             out.append(GiveUp(model.name, event.error))
             model.needs_warm_up = False
-        self._queues.fail(model, event.error, now, out)
+        self._queues.fail_all(model, event.error, now, out)
 
     # --- loads begin, weights leave ------------------------------------------------------------------------
 

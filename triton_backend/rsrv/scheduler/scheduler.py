@@ -86,8 +86,8 @@ class Scheduler(SchedulerQueries):
         #: known models. A removed model moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
-        #: models that have changed since `take_touched`
-        self._touched: dict[ModelState, None] = {}
+        #: models whose change `take_unreported` has not returned
+        self._unreported: dict[ModelState, None] = {}
         self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = RequestQueues(self._models, self._discipline)
@@ -231,7 +231,7 @@ class Scheduler(SchedulerQueries):
             case Prefetch():
                 self._residency.prefetch(self._models[event.model], now)
             case Evict():
-                self._residency.release([self._models[name] for name in event.models], now, out)
+                self._residency.request_eviction([self._models[name] for name in event.models], now, out)
             case Paused():
                 for name in event.models:
                     self._pause(self._models[name], event.mode, now, out)
@@ -298,7 +298,7 @@ class Scheduler(SchedulerQueries):
             return
         if self._queues.alone or self._kept_alone:
             self._keep_device()
-        if self._kept_alone and (running or not self._residency.idle):
+        if self._kept_alone and (running or not self._residency.quiet):
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
@@ -341,7 +341,7 @@ class Scheduler(SchedulerQueries):
         if execute.again:
             self._residency.compaction.end_retry()
         elif event.out_of_memory:
-            self._touched[model] = None
+            self._unreported[model] = None
             model.history.add(now, "no memory", event)
             self._residency.compaction.retry(running)
             return
@@ -365,7 +365,7 @@ class Scheduler(SchedulerQueries):
         costs = variant_costs(program.model, program.costs, max_rows=program.max_batch_rows)
         model = ModelState(program, costs, self._residency.accounts.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
-        self._touched[model] = None
+        self._unreported[model] = None
         model.history.add(now, "added", f"sizes {sorted(program.costs)}")
         self._residency.admit(model, event, now, out)
         self._admission.reconsider()
@@ -385,13 +385,13 @@ class Scheduler(SchedulerQueries):
         if model.draining:
             self._drain(model, now, out)
         elif event.costs is not None:
-            model.learn(variant_costs(model.name, event.costs, max_rows=model.program.max_batch_rows))
+            model.set_costs(variant_costs(model.name, event.costs, max_rows=model.program.max_batch_rows))
 
     def _pause(self, model: ModelState, mode: Pause | None, now: float, out: list[Instruction]) -> None:
         if mode is model.paused:
             return
         model.pause(mode, now)
-        model.finishing = self._admission.under_way() if mode is Pause.DRAIN else ()
+        model.finishing = self._admission.admitted_ids() if mode is Pause.DRAIN else ()
         model.history.add(now, "goes on" if mode is None else f"paused: {mode.value}")
         if mode is Pause.REJECT:
             self._queues.refuse_all(model, Reason.PAUSED, now, out)
@@ -436,7 +436,7 @@ class Scheduler(SchedulerQueries):
         """Drop a removed model once nothing executes on its weights and no read or load of them runs."""
         if self._residency.remove(model, now, out):
             del self._draining[model.name]
-            self._touched.pop(model, None)
+            self._unreported.pop(model, None)
             self._queues.departed.add(model.totals.counts)
             others = any(other.family == model.family for other in self._states())
             self._past.keep(model.family, model.totals, others=others)
@@ -446,7 +446,7 @@ class Scheduler(SchedulerQueries):
     def _compact(self, now: float, out: list[Instruction]) -> None:
         """Carry out a compaction that is due, once the device is idle, and retry what found no memory."""
         compaction = self._residency.compaction
-        if compaction.state is not CompactionState.DUE or self._running or not self._residency.idle:
+        if compaction.state is not CompactionState.DUE or self._running or not self._residency.quiet:
             return
         reload_seconds = self._residency.compact(now, out)
         first = compaction.next_execution()
@@ -495,7 +495,7 @@ class Scheduler(SchedulerQueries):
             self._backlog += model.backlog_seconds
             self._round += model.turn_seconds
             self._enlist(model, now)
-        self._touched.update(self._queues.dirty)
+        self._unreported.update(self._queues.dirty)
         self._queues.dirty.clear()
         if not self._queues.queued:
             # Rounding errors of the sums do not outlive a pause.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rsrv.scheduler.events import Execute, Outcome, Request
 from rsrv.scheduler.history import HistoryRecord
-from rsrv.scheduler.variant_queue import InFlightRequest
+from rsrv.scheduler.variant_queue import LiveRequest
 
 #: requests kept of each model, and seconds after which they are dropped.
 KEPT, WINDOW_S = 100, 3600.0
@@ -120,7 +120,7 @@ class SlowestRequests:
         """Return the time before which a request arrived if it is kept, should it end now."""
         return now - self.floor if now < self.review_at else inf
 
-    def add(self, entries: Iterable[InFlightRequest], ending: Ending) -> None:
+    def add(self, entries: Iterable[LiveRequest], ending: Ending) -> None:
         """Keep those of these requests that are slow enough."""
         at = ending.at
         if at >= self.review_at:

@@ -15,8 +15,8 @@ _place = attrgetter("place")
 _rows = attrgetter("rows")
 
 
-class InFlightRequest:
-    """A request in flight: queued while it has a queue, executing from then on."""
+class LiveRequest:
+    """A request that is not answered: queued while it has a queue; then it executes, or waits for its second try."""
 
     __slots__ = ("arrived", "place", "queue", "request", "rows")
 
@@ -42,7 +42,7 @@ class VariantQueue:
         self.costs = costs
         # A sorted list: most requests are appended, any may leave, and the front ones leave together.
         # Moving the rest costs less than a microsecond for a thousand requests.
-        self.entries: list[InFlightRequest] = []
+        self.entries: list[LiveRequest] = []
         #: sum of the waiting rows.
         self.rows = 0
         #: number of waiting requests that execute alone.
@@ -51,7 +51,7 @@ class VariantQueue:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def push(self, entry: InFlightRequest) -> None:
+    def push(self, entry: LiveRequest) -> None:
         """Insert a request at its place."""
         entries = self.entries
         if not entries or entries[-1].place < entry.place:
@@ -61,20 +61,20 @@ class VariantQueue:
         self.rows += entry.rows
         self.alone += entry.request.alone
 
-    def remove(self, entry: InFlightRequest) -> None:
+    def remove(self, entry: LiveRequest) -> None:
         """Take out one request. Places are unique: they end with the arrival's number."""
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
         self.alone -= entry.request.alone
         entry.queue = None
 
-    def move(self, entry: InFlightRequest, place: Place) -> None:
+    def move(self, entry: LiveRequest, place: Place) -> None:
         """Give a queued request another place."""
         self.remove(entry)
         entry.queue, entry.place = self, place
         self.push(entry)
 
-    def take(self, count: int) -> list[InFlightRequest]:
+    def take(self, count: int) -> list[LiveRequest]:
         """Take out the first `count` requests, in order."""
         taken = self.entries[:count]
         for entry in taken:
@@ -129,12 +129,12 @@ class Deadlines:
     __slots__ = ("heap",)
 
     def __init__(self) -> None:
-        self.heap: list[tuple[float, int, InFlightRequest]] = []
+        self.heap: list[tuple[float, int, LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self.heap)
 
-    def push(self, entry: InFlightRequest, at: float) -> None:
+    def push(self, entry: LiveRequest, at: float) -> None:
         """Add the time of a queued request."""
         heappush(self.heap, (at, entry.place[2], entry))
 
@@ -147,7 +147,7 @@ class Deadlines:
     def clear(self) -> None:
         self.heap.clear()
 
-    def due(self, now: float) -> Iterator[tuple[InFlightRequest, VariantQueue]]:
+    def due(self, now: float) -> Iterator[tuple[LiveRequest, VariantQueue]]:
         """Take out the queued requests whose time is `now` or earlier, soonest first; yield each with its queue."""
         heap = self.heap
         while heap and heap[0][0] <= now:
@@ -162,6 +162,6 @@ class Deadlines:
             heappop(heap)
         return heap[0][0] if heap else inf
 
-    def entries(self) -> Iterator[InFlightRequest]:
+    def entries(self) -> Iterator[LiveRequest]:
         """Return the queued requests that have a time here, in no order."""
         return (entry for _, _, entry in self.heap if entry.queue is not None)

@@ -284,10 +284,10 @@ def test_steps_go_on_with_what_was_and_starts_do_not() -> None:
     """A pause of mode drain lets the steps of a live sequence through, and refuses a start, of a live one, too."""
     house = House()
     house.run(7, START)
-    assert [house.executing[house.ask(7, flags)].request.waited for flags in (0,)] == [True]  # type: ignore[union-attr]
+    assert [house.executing[house.ask(7, flags)].request.accepted for flags in (0,)] == [True]  # type: ignore[union-attr]
     first = house.executing[house.ask(8, START)].request
     assert first is not None
-    assert not first.waited
+    assert not first.accepted
 
 
 def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
@@ -298,10 +298,10 @@ def test_a_start_that_waits_for_a_slot_outlasts_a_pause() -> None:
     house.sequences.accept([KEY, "another model"])
     late = house.ask(9, START)
     house.run(7, END)
-    assert house.executing[early].request.waited  # type: ignore[union-attr]
+    assert house.executing[early].request.accepted  # type: ignore[union-attr]
     house.finish(early)
     house.run(8, END)
-    assert not house.executing[late].request.waited  # type: ignore[union-attr]
+    assert not house.executing[late].request.accepted  # type: ignore[union-attr]
 
 
 def test_the_longest_idle_make_room_in_host_memory() -> None:

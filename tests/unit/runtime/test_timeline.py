@@ -66,7 +66,7 @@ def test_arrivals_are_kept_for_a_reader_only() -> None:
     timeline.happened(ev.RequestsArrived((ev.Request(1, "a@1", 0, 1),)), 10.0)
     assert timeline.arrivals.answer("i", 0, 11.0)["requests"] == []
 
-    timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, waited=True))), 12.0)
+    timeline.happened(ev.RequestsArrived((calls, ev.Request(3, "a@1", 0, 1, accepted=True))), 12.0)
     said = timeline.arrivals.answer("i", 0, 12.5)
     assert said["requests"] == [(12.0, "a@1", 4, 1, 1.5, 3, True)]  # the other one came before a restart
     assert (said["instance"], said["first"], said["next"], said["end"]) == ("i", 0, 2, 2)

@@ -306,13 +306,15 @@ class Driver:
         deadline: float | None = None,
         run: int = 0,
         priority: int = 0,
-        alone: bool = False,
-        waited: bool = False,
+        exclusive: bool = False,
+        accepted: bool = False,
         due: float | None = None,
     ) -> Request:
         """Return an unsent request with a fresh id; `deadline` is absolute."""
         self._next_id += 1
-        return Request(self._next_id, model, variant, rows, deadline, priority, run, alone, waited, due=due)
+        return Request(
+            self._next_id, model, variant, rows, deadline, priority, run, exclusive, accepted, due=due
+        )
 
     def run_of(
         self,
@@ -412,7 +414,7 @@ class Driver:
             case LoadWeights():
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
-                assert not any(one.alone for one in self.executing.values())
+                assert not any(one.exclusive for one in self.executing.values())
                 assert instruction.model not in self.on_disk
                 self.loading[instruction.model] = instruction.epoch
             case ReadWeights():
@@ -497,7 +499,7 @@ class Driver:
                 continue
             match self.paused[request.model]:
                 case Pause.DRAIN:
-                    assert request.waited or request.run in self.finishing[request.model]
+                    assert request.accepted or request.run in self.finishing[request.model]
                 case Pause.REJECT:
                     raise AssertionError("it was to be refused")
             started = {id for one in out if isinstance(one, Execute) for id in one.requests}
@@ -505,7 +507,7 @@ class Driver:
                 one.model == request.model for one in self.waiting.values() if one.id not in at_once
             )
             assert (
-                request.waited or waiting - len(started & self.waiting.keys()) <= self.limits[request.model]
+                request.accepted or waiting - len(started & self.waiting.keys()) <= self.limits[request.model]
             )
 
     def _give_number(self, request: int) -> None:
@@ -564,10 +566,10 @@ class Driver:
             assert (request.model, request.variant) == (execute.model, execute.variant)
             assert request.id in (self.again if execute.again else self.waiting)
             assert execute.again or request.deadline is None or request.deadline > self.now
-        if execute.alone:
+        if execute.exclusive:
             assert (len(requests), self.executing, self.loading, self.warming) == (1, {}, {}, set())
-        assert execute.alone == any(request.alone for request in requests)
-        assert not any(one.alone for one in self.executing.values())
+        assert execute.exclusive == any(request.exclusive for request in requests)
+        assert not any(one.exclusive for one in self.executing.values())
         # A second try began before this.
         assert execute.again or not self.held(execute.model)
         if execute.again:

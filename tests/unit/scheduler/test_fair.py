@@ -293,7 +293,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
     def arrive(model: str, count: int) -> list[Execute]:
         nonlocal ids
         ids += count
-        requests = [Request(id, model, 0, 1, waited=True) for id in range(ids - count + 1, ids + 1)]
+        requests = [Request(id, model, 0, 1, accepted=True) for id in range(ids - count + 1, ids + 1)]
         out = scheduler.handle(RequestsArrived(tuple(requests)), now)
         return [one for one in out if isinstance(one, Execute)]
 

@@ -96,7 +96,7 @@ def test_a_load_waits_for_a_compaction() -> None:
 def test_a_load_waits_for_a_request_that_executes_alone() -> None:
     """There is room, but no load runs beside such a request."""
     machine = machine_of(50, dogs=25, cats=25)
-    machine.arrive(machine.request("dogs", alone=True))
+    machine.arrive(machine.request("dogs", exclusive=True))
     machine.load("dogs")
     machine.arrive(machine.request("cats"))
     assert obstacle(machine, "cats") == "queued (demand): waits for a request that executes alone"

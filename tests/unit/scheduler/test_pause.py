@@ -385,11 +385,11 @@ def test_what_was_accepted_goes_on_while_a_model_drains(machine: Driver) -> None
     """A generation's next step is not new work; under `reject` it is refused, too."""
     machine.add(program("a", SINGLE))
     machine.pause(Pause.DRAIN, "a")
-    step, other = machine.request(waited=True), machine.request()
+    step, other = machine.request(accepted=True), machine.request()
     machine.arrive(step, other)
     machine.finish_all()
     machine.pause(Pause.REJECT, "a")
-    last = machine.request(waited=True)
+    last = machine.request(accepted=True)
     machine.arrive(last)
 
     assert machine.outcome(step) is Outcome.ANSWERED

@@ -89,7 +89,7 @@ def test_a_queue_that_became_too_short_keeps_what_waits(machine: Driver) -> None
 def test_a_full_queue_refuses_no_request_that_waited_for_the_runtime(machine: Driver) -> None:
     """The runtime before had accepted it; requests that come later find the queue full."""
     machine.add(program("a", COST, max_queue_depth=2))
-    waited = [machine.request(waited=True) for _ in range(5)]
+    waited = [machine.request(accepted=True) for _ in range(5)]
     machine.arrive(*waited)
     late = machine.request()
     machine.arrive(late)

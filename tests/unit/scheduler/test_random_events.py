@@ -86,7 +86,7 @@ arrivals = st.lists(
         st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
         st.sampled_from([0, 0, 0, 1, 2, 3]),  # run of a meta
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
-        st.sampled_from([False, False, False, False, True]),  # alone
+        st.sampled_from([False, False, False, False, True]),  # exclusive
     ),
     min_size=1,
     max_size=12,
@@ -308,9 +308,9 @@ class RandomEvents(RuleBasedStateMachine):
                 deadline=None if deadline is None else at + deadline,
                 run=run,
                 priority=priority,
-                alone=alone,
+                exclusive=exclusive,
             )
-            for model, variant, rows, deadline, run, priority, alone in arrivals
+            for model, variant, rows, deadline, run, priority, exclusive in arrivals
         ]
         self.driver.send(RequestsArrived(tuple(requests)), after=pause)
 
@@ -484,7 +484,7 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                     deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
                     run=chance.choice((0, 0, 0, *driver.under_way)),
                     priority=chance.choice((0, 0, 0, 1, 9)),
-                    alone=chance.random() < 0.05,
+                    exclusive=chance.random() < 0.05,
                 )
                 for _ in range(chance.randint(1, 4 * load))
             ]

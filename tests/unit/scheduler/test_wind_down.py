@@ -64,7 +64,7 @@ def test_generations_in_progress_end_first(driver: Driver) -> None:
     driver.add(replace(program("steps", SINGLE), feeds_back=True))
     driver.arrive(driver.request("steps"))
     driver.wind_down(30)
-    driver.arrive(driver.request("steps", waited=True))
+    driver.arrive(driver.request("steps", accepted=True))
     assert len(executions(driver.finish())) == 1
     assert driver.finish()[-1] == AT_REST
 

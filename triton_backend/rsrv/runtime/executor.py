@@ -566,7 +566,7 @@ class Executor:
 def _begin(slot: ActivitySlot, dispatch: Dispatch, number: int = 0) -> int:
     """Begin the task of an execution, or continue it; return its number."""
     key, execute = dispatch.model.key, dispatch.execute
-    return slot.begin(Phase.EXECUTING, key, execute.size, execute.seconds, number, alone=execute.alone)
+    return slot.begin(Phase.EXECUTING, key, execute.size, execute.seconds, number, alone=execute.exclusive)
 
 
 def _failed(dispatch: Dispatch, error: Exception) -> ExecutionEnded:

@@ -113,7 +113,7 @@ class StepSlice(RequestSlice):
             1,
             self._deadline,
             self._priority,
-            waited=not begins,
+            accepted=not begins,
             tag=self.asked_tag,
             due=self.generation.due(),
         )

@@ -516,7 +516,7 @@ class Loop:
             CallSlice in map(type, slices),
             () if model.pool is None else self._requests.slots(slices),
         )
-        if instruction.alone:
+        if instruction.exclusive:
             # If it ends this process, requests that executed before it have their answers.
             self._requests.send_answers()
         self._executor.start(

@@ -124,8 +124,12 @@ class Requests:
                     continue
                 deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
                 tag = tag or run.tag
-            run_id, alone, waited = 0 if run is None else run.id, flags & ALONE != 0, flags & WAITED != 0
-            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, alone, waited, tag)
+            run_id, exclusive, accepted = (
+                0 if run is None else run.id,
+                flags & ALONE != 0,
+                flags & WAITED != 0,
+            )
+            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, exclusive, accepted, tag)
             if mark is not None:
                 self._traces.begin(id, mark, key)
             if pool is None:

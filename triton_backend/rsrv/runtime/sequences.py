@@ -221,7 +221,7 @@ class SequenceTable:
             known.advance(SequenceEvent.REQUEST)
             if not flags & START:
                 # It goes on with what was: a pause of mode drain lets it.
-                request = request._replace(waited=True)
+                request = request._replace(accepted=True)
         known.owner, known.request, known.flags = owner, request, flags
         if known.state is SequenceState.STEPPING:
             return known, Verdicts((request,))
@@ -281,7 +281,7 @@ class SequenceTable:
         for model in [self._models[key] for key in keys if key in self._models]:
             for sequence in model.waiting.values():
                 assert sequence.request is not None
-                sequence.request = sequence.request._replace(waited=True)
+                sequence.request = sequence.request._replace(accepted=True)
 
     def lose(self, key: str, losses: int) -> Verdicts:
         """End all sequences of a model that have a state or a slot, if its states were lost since the last call."""

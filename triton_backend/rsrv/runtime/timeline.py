@@ -99,7 +99,7 @@ class RecentArrivals:
                 )
                 for at, one in kept
                 # One that had been accepted before a restart was here before.
-                if not one.waited
+                if not one.accepted
             ],
         }
 

@@ -111,11 +111,12 @@ class Request(NamedTuple):
     priority: int = 0
     #: the run of a meta model whose sub-call it is; 0: none. Of each run one queued request goes first.
     run: int = 0
-    #: whether its execution shares the device with nothing: no other request, execution, load or warm-up.
-    alone: bool = False
-    #: whether it had been accepted before a restart, or goes on with what was: neither a full queue nor `Pause.DRAIN`
-    #: refuses it.
-    waited: bool = False
+    #: whether its execution shares the device with nothing, because a runtime crashed while it executed: with no other
+    #: request, execution, load or warm-up.
+    exclusive: bool = False
+    #: whether it was accepted before, by an earlier runtime or as part of a sequence: neither a full queue nor
+    #: `Pause.DRAIN` refuses it.
+    accepted: bool = False
     #: stands for the client's id of it; 0: none. Information for operators, not part of any decision.
     tag: int = 0
     #: absolute; when its client wants the answer, sooner than the deadline: it is ordered by this, and does not end by it.
@@ -372,8 +373,8 @@ class Execute:
     seconds: float = field(default=0.0, compare=False)
     #: whether it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
-    #: whether it is of a request that executes alone.
-    alone: bool = False
+    #: whether it is of an exclusive request.
+    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,9 @@ class InFlight(dict[int, StartedExecution]):
         return tuple(seconds)
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """True if the execution in flight has the device to itself."""
-        return any(one.execute.alone for one in self.values())
+        return any(one.execute.exclusive for one in self.values())
 
     def end_after(self, now: float) -> float | None:
         """Return when all are expected to have ended; None if the first is overdue, or there is none."""

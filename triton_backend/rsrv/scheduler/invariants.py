@@ -11,9 +11,9 @@ Of requests:
 Of executions:
     6. each is on weights that are on the device, its useful rows within its size;
     7. the device is never idle while a resident model has work that need not be held back, unless a compaction of the
-       device's memory is due, the runtime is about to end, or the next request executes alone and waits for a load or a
+       device's memory is due, the runtime is about to end, or the next request is exclusive and waits for a load or a
        warm-up to end;
-    16. a request that executes alone shares the device with no other request, execution or load, and the device is kept
+    16. an exclusive request shares the device with no other request, execution or load, and the device is kept
         for it only while it is next, or executes.
 
 Of weights:
@@ -230,21 +230,21 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
     _require((retried is not None and not warms_up) == again, "a second try is not known")
     # A model whose weights were there when it was added may warm up beside it.
-    alone = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
-    _require(retried is None or alone, "a second try does not have the device to itself")
-    kept = [one for one in running if one.execute.alone]
+    apart = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
+    _require(retried is None or apart, "a second try does not have the device to itself")
+    kept = [one for one in running if one.execute.exclusive]
     whole = len(running) == 1 and scheduler._residency.accounts.loading is None
     requests = sum(len(one.execute.requests) for one in kept)
-    _require(not kept or (whole and requests == 1), "it executes alone, and is not alone (16)")
-    waits = scheduler._kept_alone and not kept
+    _require(not kept or (whole and requests == 1), "an exclusive request is not alone (16)")
+    waits = scheduler._kept_exclusive and not kept
     _require(
         not waits or scheduler._is_compacting or held_up or scheduler._is_closed,
-        "it executes alone, and waits for nothing (16)",
+        "an exclusive request waits for nothing (16)",
     )
-    _require(not waits or scheduler._queues.alone > 0, "the device is kept for no request (16)")
-    queued = sum(queue.alone for state in states for queue in state.queues.values())
-    _require(scheduler._queues.alone == queued, "requests that execute alone are not counted (16)")
-    if not (running or scheduler._kept_alone or scheduler._is_compacting or scheduler._is_closed):
+    _require(not waits or scheduler._queues.exclusive > 0, "the device is kept for no request (16)")
+    queued = sum(queue.exclusive for state in states for queue in state.queues.values())
+    _require(scheduler._queues.exclusive == queued, "exclusive requests are not counted (16)")
+    if not (running or scheduler._kept_exclusive or scheduler._is_compacting or scheduler._is_closed):
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
@@ -298,7 +298,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
     _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
     first = loads.head()
-    keeps = scheduler._kept_alone or scheduler._is_compacting
+    keeps = scheduler._kept_exclusive or scheduler._is_compacting
     if not loading and first is not None and not keeps:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")

@@ -487,7 +487,7 @@ class LoadQueue:
         if self.accounts.excess() <= 0:
             return []
         free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
-        missing = min(self.accounts.missing(), freed_by_all(free))
+        missing = min(self.accounts.over_budget, freed_by_all(free))
         victims = choose_victims(missing, free, (), now, self._policy)
         return [self._models[victim] for victim in victims or ()]
 

@@ -186,7 +186,7 @@ class ModelState:
     def closed_to(self, request: Request) -> bool:
         """True if a request is refused because the model is paused."""
         if self.paused is Pause.DRAIN:
-            return request.run not in self.finishing and not request.waited
+            return request.run not in self.finishing and not request.accepted
         return self.paused is Pause.REJECT
 
     def set_costs(self, costs: Mapping[int, VariantCosts]) -> None:
@@ -224,7 +224,7 @@ class ModelState:
         costs, entries = front.costs, front.entries
         if (
             entries[0].place[0] == COMMITTED_LEVEL
-            or front.front_alone
+            or front.front_exclusive
             or front.rows >= costs.capacities[costs.best]
         ):
             return -inf

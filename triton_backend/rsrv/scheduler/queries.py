@@ -48,7 +48,7 @@ class SchedulerQueries:
     _running: InFlight
     _times: RequestTimes
     _backlog: float
-    _kept_alone: bool
+    _kept_exclusive: bool
 
     def backlog_seconds(self, now: float) -> float:
         """Expected device time until all waiting and running requests are done; costs O(depth).
@@ -145,7 +145,7 @@ class SchedulerQueries:
             device = f"the second try of {retried.family}"
         elif self._residency.compaction.state is CompactionState.DUE:
             device = "a compaction of the device's memory"
-        elif self._kept_alone:
+        elif self._kept_exclusive:
             device = "a request that executes alone"
         return "" if state is None else self._loads.obstacle(state, now, device)
 

@@ -47,13 +47,13 @@ class RequestQueues:
     __slots__ = (
         "_models",
         "_number",
-        "alone",
         "arrived",
         "deadlines",
         "departed",
         "dirty",
         "discipline",
         "ended",
+        "exclusive",
         "late_checks",
         "live",
         "queued",
@@ -67,8 +67,8 @@ class RequestQueues:
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
         self.live: dict[int, LiveRequest] = {}
-        #: number of waiting requests, and of those that execute alone.
-        self.queued = self.alone = 0
+        #: number of waiting requests, and of the exclusive ones.
+        self.queued = self.exclusive = 0
         #: number of requests that arrived since the start.
         self.arrived = 0
         #: the latest sequence number given to a request.
@@ -161,7 +161,7 @@ class RequestQueues:
                 else:
                     _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
-            if model.queued >= model.program.max_queue_depth and not request.waited:  # (8)
+            if model.queued >= model.program.max_queue_depth and not request.accepted:  # (8)
                 full.setdefault(model, []).append(request.id)
                 continue
             run = request.run
@@ -170,7 +170,7 @@ class RequestQueues:
             live[request.id] = entry = LiveRequest(request, place(level, due, sequence), queue, now)
             queue.push(entry)
             model.queued += 1
-            self.alone += request.alone
+            self.exclusive += request.exclusive
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
                 if sheds and not run:
@@ -266,7 +266,7 @@ class RequestQueues:
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
         """Take the first `count` requests of a queue for an execution: still live, but not queued."""
         self.queued -= count
-        self.alone -= queue.front_alone
+        self.exclusive -= queue.front_exclusive
         self.dirty[model] = None
         taken, observe = queue.take(count), model.totals.queue_wait.observe
         for entry in taken:
@@ -314,7 +314,7 @@ class RequestQueues:
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
-        self.alone -= entry.request.alone
+        self.exclusive -= entry.request.exclusive
         model = self._models[entry.request.model]
         model.queued -= 1
         self.dirty[model] = None

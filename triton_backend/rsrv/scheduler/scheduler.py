@@ -99,8 +99,8 @@ class Scheduler(SchedulerQueries):
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
-        #: whether a request that executes alone is next, or executes: no load and no other execution starts.
-        self._kept_alone = False
+        #: whether an exclusive request is next, or executes: no load and no other execution starts.
+        self._kept_exclusive = False
         self._times = RequestTimes(self._queues, self._running)
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
@@ -131,8 +131,8 @@ class Scheduler(SchedulerQueries):
         4. Plan, each step on settled accounts (`_settle`): (a) a compaction that is due, while the device is idle;
            (b) requested evictions, retries of failed loads, and evictions above the budget; (c) the next read from disk
            and the next load, while none runs; (d) executions, while fewer than `depth` are in flight; (e) the next load
-           again, where a dispatch may have changed which one is first. If the next request executes alone, (c) starts no
-           load and (d) no other execution. Reads from disk go on.
+           again, where a dispatch may have changed which one is first. If the next request is exclusive, (c) starts no load
+           and (d) no other execution. Reads from disk go on.
         5. End a wind-down: when nothing is in progress any more, or when its time is over.
 
         So an expired or cancelled request never reaches the device, and a model whose weights are loading delays no other.
@@ -286,19 +286,19 @@ class Scheduler(SchedulerQueries):
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
     def _keep_device(self) -> None:
-        """Let nothing begin on the device while a request that executes alone is next, or executes."""
-        name = self._discipline.choose() if self._queues.alone else None
+        """Let nothing begin on the device while an exclusive request is next, or executes."""
+        name = self._discipline.choose() if self._queues.exclusive else None
         front = None if name is None else self._models[name].front
-        self._kept_alone = self._running.alone or (front is not None and front.front_alone)
+        self._kept_exclusive = self._running.exclusive or (front is not None and front.front_exclusive)
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
         running = self._running
         if len(running) >= self.settings.depth or self._is_compacting or self._is_closed:
             return
-        if self._queues.alone or self._kept_alone:
+        if self._queues.exclusive or self._kept_exclusive:
             self._keep_device()
-        if self._kept_alone and (running or not self._residency.quiet):
+        if self._kept_exclusive and (running or not self._residency.quiet):
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
@@ -321,7 +321,7 @@ class Scheduler(SchedulerQueries):
             batch.rows,
             self._queues.take(model, queue, batch.count, now),
             batch.seconds,
-            alone=self._kept_alone,
+            exclusive=self._kept_exclusive,
         )
         running.start(execute, model, now)
         model.started(execute)
@@ -470,11 +470,11 @@ class Scheduler(SchedulerQueries):
 
         Evictions may have changed which request is next.
         """
-        if self._queues.alone or self._kept_alone:
+        if self._queues.exclusive or self._kept_exclusive:
             self._keep_device()
         if self._loads.may_read:
             self._residency.read(now, out)
-        if not (self._kept_alone or self._is_compacting):
+        if not (self._kept_exclusive or self._is_compacting):
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
@@ -600,7 +600,7 @@ class Scheduler(SchedulerQueries):
             soonest = min(soonest, self._delayed[delayed])
         if self._phase is SchedulerPhase.WINDING_DOWN:
             soonest = min(soonest, self._rest_until)
-        if not (self._kept_alone or self._is_compacting or self._is_closed):
+        if not (self._kept_exclusive or self._is_compacting or self._is_closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:
                 soonest = min(soonest, self._loads.next_search_at())
             if 0 < len(self._running) < self.settings.depth:

@@ -35,7 +35,7 @@ class VariantQueue:
     own order, so a batch passes over older requests of other variants without changing their turns.
     """
 
-    __slots__ = ("alone", "costs", "entries", "rows", "variant")
+    __slots__ = ("costs", "entries", "exclusive", "rows", "variant")
 
     def __init__(self, variant: int, costs: VariantCosts) -> None:
         self.variant = variant
@@ -45,8 +45,8 @@ class VariantQueue:
         self.entries: list[LiveRequest] = []
         #: sum of the waiting rows.
         self.rows = 0
-        #: number of waiting requests that execute alone.
-        self.alone = 0
+        #: number of waiting requests that are exclusive.
+        self.exclusive = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -59,13 +59,13 @@ class VariantQueue:
         else:
             insort(entries, entry, key=_place)
         self.rows += entry.rows
-        self.alone += entry.request.alone
+        self.exclusive += entry.request.exclusive
 
     def remove(self, entry: LiveRequest) -> None:
         """Take out one request. Places are unique: they end with the arrival's number."""
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
-        self.alone -= entry.request.alone
+        self.exclusive -= entry.request.exclusive
         entry.queue = None
 
     def move(self, entry: LiveRequest, place: Place) -> None:
@@ -80,7 +80,7 @@ class VariantQueue:
         for entry in taken:
             entry.queue = None
             self.rows -= entry.rows
-            self.alone -= entry.request.alone
+            self.exclusive -= entry.request.exclusive
         del self.entries[:count]
         return taken
 
@@ -89,17 +89,17 @@ class VariantQueue:
         self.entries.sort(key=_place)
 
     @property
-    def front_alone(self) -> bool:
-        """True if the first request executes alone."""
-        return self.alone > 0 and self.entries[0].request.alone
+    def front_exclusive(self) -> bool:
+        """True if the first request is exclusive."""
+        return self.exclusive > 0 and self.entries[0].request.exclusive
 
     def waiting_rows(self) -> Iterable[int]:
         """Return the rows of each waiting request that may share the next execution, in the order of service."""
-        if not self.alone:
+        if not self.exclusive:
             return map(_rows, self.entries)
-        if self.front_alone:
+        if self.front_exclusive:
             return (self.entries[0].rows,)
-        return map(_rows, takewhile(lambda entry: not entry.request.alone, self.entries))
+        return map(_rows, takewhile(lambda entry: not entry.request.exclusive, self.entries))
 
     def seconds(self, *, coalesce: bool) -> float:
         """Expected device time of all waiting requests.

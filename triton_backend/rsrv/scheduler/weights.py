@@ -331,28 +331,33 @@ class WeightAccounts:
 
     # --- how much room there is --------------------------------------------------------------------------------
 
-    def missing(self, weights: ModelWeights | None = None) -> int:
-        """Bytes to evict before these absent weights fit, or, without any, before the present ones do; <= 0: none.
+    def missing(self, weights: ModelWeights) -> int:
+        """Return the bytes to evict before these absent weights fit; <= 0: none.
 
-        Pinned weights, and weights larger than all that the pinned ones leave, go beyond the budget: the latter alone.
+        Two things may exceed the budget: pinned weights, and, beside pinned ones only, weights that are larger than what
+        these leave.
         """
         if self.budget is None:
             return 0
-        if weights is None:
-            return self.bytes - self.budget
-        return self.bytes + weights.absent_bytes - max(self.budget, self._alone(weights))
+        return self.bytes + weights.absent_bytes - max(self.budget, self._bytes_with_pinned(weights))
+
+    @property
+    def over_budget(self) -> int:
+        """Bytes above the budget; <= 0: none."""
+        return 0 if self.budget is None else self.bytes - self.budget
 
     def excess(self) -> int:
-        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none.
+        """Return the bytes above the budget that evictions should free; <= 0: none.
 
+        Pinned weights may exceed the budget, and so may the largest of the others if only pinned ones are beside it.
         Weights with nothing but tensors of that other model cause no eviction.
         """
         if self.budget is None or self.bytes <= self.budget:
             return 0
-        alone = max(map(self._alone, self.unpinned), default=self.pinned_bytes)
-        return self.bytes - max(self.budget, alone)
+        largest = max(map(self._bytes_with_pinned, self.unpinned), default=self.pinned_bytes)
+        return self.bytes - max(self.budget, largest)
 
-    def _alone(self, weights: ModelWeights) -> int:
+    def _bytes_with_pinned(self, weights: ModelWeights) -> int:
         """Bytes of these weights and of all pinned ones."""
         return self.pinned_bytes + sum([group.bytes for group in weights.groups if not group.pins])
 

@@ -10,27 +10,27 @@ def test_a_request_that_executes_alone_shares_no_batch(machine: Driver) -> None:
     machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.0011}))
     machine.arrive(machine.request())
     before = machine.requests_of(2)
-    alone = machine.request(alone=True)
+    alone = machine.request(exclusive=True)
     after = machine.requests_of(2)
     machine.arrive(*before, alone, *after)
 
     started = machine.finish_all()
 
     assert [one.requests for one in started[1:]] == [ids(before), ids([alone]), ids(after)]
-    assert [one.alone for one in started[1:]] == [False, True, False]
+    assert [one.exclusive for one in started[1:]] == [False, True, False]
 
 
 def test_a_request_that_executes_alone_waits_for_the_executions_in_flight() -> None:
     """With a depth of 2, nothing is launched ahead of it, and nothing beside it."""
     machine = Driver(SchedulerSettings(depth=2, launch_ahead_ms=100.0))
     machine.add(program("a"), program("b"))
-    machine.arrive(machine.request("a"), machine.request("a", alone=True))
+    machine.arrive(machine.request("a"), machine.request("a", exclusive=True))
     assert len(machine.executing) == 1
     machine.arrive(machine.request("a"))
     assert len(machine.executing) == 1
 
     (execute,) = executions(machine.finish())
-    assert execute.alone
+    assert execute.exclusive
     assert not executions(machine.arrive(machine.request("b"), machine.request("a")))
     assert machine.scheduler.next_wakeup() is None
 
@@ -43,7 +43,7 @@ def test_a_request_that_executes_alone_waits_for_a_load_and_lets_no_other_begin(
     machine.add(program("a"))
     machine.add(program("b"), program("c"), resident=False)
     machine.send(Prefetch("b"))
-    assert not executions(machine.arrive(machine.request("a", alone=True), machine.request("c")))
+    assert not executions(machine.arrive(machine.request("a", exclusive=True), machine.request("c")))
 
     out = machine.load("b")
 
@@ -58,11 +58,11 @@ def test_a_request_that_executes_alone_waits_for_a_warm_up(machine: Driver) -> N
     """A model that was just built is being warmed up: untried code, which may end the process itself."""
     machine.add(program("a"))
     machine.add(program("b"), warm_up=True)
-    assert not executions(machine.arrive(machine.request("a", alone=True)))
+    assert not executions(machine.arrive(machine.request("a", exclusive=True)))
 
     (execute,) = executions(machine.warm_up_ends("b"))
 
-    assert execute.alone
+    assert execute.exclusive
 
 
 def test_others_go_on_if_a_request_that_executes_alone_leaves() -> None:
@@ -70,8 +70,8 @@ def test_others_go_on_if_a_request_that_executes_alone_leaves() -> None:
     machine = Driver(SchedulerSettings(discipline="fifo", depth=2, launch_ahead_ms=100.0))
     machine.add(program("a"), program("b"))
     machine.arrive(machine.request("a"))
-    cancelled = machine.request("a", alone=True)
-    expiring = machine.request("a", alone=True, deadline=machine.now + 0.0005)
+    cancelled = machine.request("a", exclusive=True)
+    expiring = machine.request("a", exclusive=True, deadline=machine.now + 0.0005)
     machine.arrive(cancelled, expiring, machine.request("b"))
     assert len(machine.executing) == 1
     machine.cancel(cancelled)
@@ -90,7 +90,7 @@ def test_company_is_not_waited_for() -> None:
     machine = Driver(SchedulerSettings())
     machine.add(program("a", max_delay=1.0))
 
-    assert executions(machine.arrive(machine.request(alone=True)))
+    assert executions(machine.arrive(machine.request(exclusive=True)))
 
 
 @every_discipline
@@ -98,7 +98,7 @@ def test_a_crowd_of_requests_that_execute_alone_starves_no_other_model(disciplin
     """Two models take turns, although every request of the one executes alone."""
     machine = Driver(SchedulerSettings(discipline=discipline, depth=2))
     machine.add(program("a", {(0, 1): 0.001}), program("b", {(0, 1): 0.001}))
-    pairs = [(machine.request("a", alone=True), machine.request("b")) for _ in range(20)]
+    pairs = [(machine.request("a", exclusive=True), machine.request("b")) for _ in range(20)]
     machine.arrive(*[request for pair in pairs for request in pair])
 
     started = [one.model for one in machine.finish_all()]
@@ -113,7 +113,7 @@ def test_the_budget_falls_while_the_device_is_kept() -> None:
     machine.add(program("a"))
     machine.add(program("b"), resident=False)
     machine.send(Prefetch("b"))
-    request = machine.request("a", alone=True)
+    request = machine.request("a", exclusive=True)
     machine.arrive(request)
 
     machine.change(weight_budget_bytes=0)

@@ -96,12 +96,18 @@ def test_costs_of_single_executions() -> None:
     """Sizes 1, 8, 32 at 1, 9 and 5 ms: 8 rows are cheapest at 32, though 8 would hold them."""
     costs = VariantCosts({1: 0.001, 8: 0.009, 32: 0.005})
 
-    assert [costs.one(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]
-    assert [costs.fit(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.009, 0.005, inf]
-    assert costs.request(70, coalesce=True) == pytest.approx(0.015)
-    assert costs.request(8, coalesce=False) == 0.009
+    assert [costs.cheapest_seconds(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]
+    assert [costs.smallest_fit_seconds(rows) for rows in (0, 1, 2, 32, 33)] == [
+        0.001,
+        0.001,
+        0.009,
+        0.005,
+        inf,
+    ]
+    assert costs.request_seconds(70, coalesce=True) == pytest.approx(0.015)
+    assert costs.request_seconds(8, coalesce=False) == 0.009
     with pytest.raises(CallerError, match="holds 33 rows"):
-        costs.request(33, coalesce=False)
+        costs.request_seconds(33, coalesce=False)
 
 
 def test_worked_example_of_draining() -> None:
@@ -111,7 +117,7 @@ def test_worked_example_of_draining() -> None:
     """
     costs = VariantCosts({1: 0.001, 32: 0.004})
 
-    assert [costs.drain(rows) for rows in (0, 3, 31, 66)] == pytest.approx([0.0, 0.003, 0.004, 0.010])
+    assert [costs.drain_seconds(rows) for rows in (0, 3, 31, 66)] == pytest.approx([0.0, 0.003, 0.004, 0.010])
 
 
 def test_row_limit_counts_in_costs() -> None:
@@ -119,7 +125,7 @@ def test_row_limit_counts_in_costs() -> None:
     costs = VariantCosts({1: 0.002, 32: 0.004}, max_rows=4)
 
     assert costs.max_rows == 4
-    assert costs.drain(8) == pytest.approx(0.008)
+    assert costs.drain_seconds(8) == pytest.approx(0.008)
 
 
 @given(
@@ -137,7 +143,7 @@ def test_draining_is_what_planning_does_with_singles(
         plan = plan_batch([1] * left, costs.sizes, costs.seconds, max_rows=max_rows)
         total, left = total + plan.seconds, left - plan.rows
 
-    assert costs.drain(rows) == pytest.approx(total)
+    assert costs.drain_seconds(rows) == pytest.approx(total)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class VariantCosts:
     `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
     """
 
-    __slots__ = ("_seeds", "best", "capacities", "seconds", "sizes")
+    __slots__ = ("_seeds", "best_index", "capacities", "seconds", "sizes")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class VariantCosts:
         #: estimates, parallel to `sizes`; finite and > 0.
         self.seconds = list(self._seeds)
         #: index of the size that costs least per row when it is full (ties: the larger one).
-        self.best = self._cheapest(None)
+        self.best_index = self._cheapest(None)
 
     @property
     def max_rows(self) -> int:
@@ -74,7 +74,7 @@ class VariantCosts:
             excess = seconds[other] - seed * ratio
             if other != measured and excess > 0.0:
                 seconds[other] -= RELAX * excess
-        self.best = self._cheapest(None)
+        self.best_index = self._cheapest(None)
 
     def relax(self) -> None:
         """Lower estimates above their seeds a little, after a request was shed because of them.
@@ -85,23 +85,23 @@ class VariantCosts:
             excess = self.seconds[index] - seed
             if excess > 0.0:
                 self.seconds[index] -= RELAX * excess
-        self.best = self._cheapest(None)
+        self.best_index = self._cheapest(None)
 
-    def one(self, rows: int) -> float:
+    def cheapest_seconds(self, rows: int) -> float:
         """Seconds of the cheapest single execution that holds `rows` rows; inf if none does."""
         return min(
             (cost for cost, room in zip(self.seconds, self.capacities, strict=True) if room >= rows),
             default=inf,
         )
 
-    def fit(self, rows: int) -> float:
+    def smallest_fit_seconds(self, rows: int) -> float:
         """Seconds of the smallest size that holds `rows` rows; inf if none does."""
         for cost, room in zip(self.seconds, self.capacities, strict=True):
             if room >= rows:
                 return cost
         return inf
 
-    def request(self, rows: int, *, coalesce: bool) -> float:
+    def request_seconds(self, rows: int, *, coalesce: bool) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with no other.
 
         More rows than one execution takes (m) count as the fewest executions: rows // m full ones and one for the rest. A
@@ -111,23 +111,23 @@ class VariantCosts:
             CallerError: without `coalesce`, no size holds that many rows.
         """
         if not coalesce:
-            seconds = self.fit(rows)
+            seconds = self.smallest_fit_seconds(rows)
             if seconds == inf:
                 raise CallerError(f"no compiled size of {list(self.sizes)} holds {rows} rows")
             return seconds
         if rows == 0:
             return self.seconds[0]
         full, rest = divmod(rows, self.max_rows)
-        return full * self.one(self.max_rows) + (self.one(rest) if rest else 0.0)
+        return full * self.cheapest_seconds(self.max_rows) + (self.cheapest_seconds(rest) if rest else 0.0)
 
-    def drain(self, rows: int) -> float:
+    def drain_seconds(self, rows: int) -> float:
         """Seconds until `rows` waiting rows are served, if batches can cut them anywhere.
 
         Takes the size that costs least per served row, as often as it can be filled, then the same for the rest, as
         `plan_batch` does with single rows. For requests of several rows it is a lower bound.
         """
         total = 0.0
-        index = self.best
+        index = self.best_index
         if rows < self.capacities[index]:
             index = self._cheapest(rows)
         while rows > 0:

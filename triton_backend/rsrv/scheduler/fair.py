@@ -33,7 +33,7 @@ nothing: there was room for all, and a long load would lock the others out after
 
 For a model that an operator holds, no time passes: it comes back with the lag that it had when that began, a share of
 some executions or the time that it had waited for its weights, and with the rest of its debts. It claims nothing of what
-the others got meanwhile: after an hour it would lock them out for as long.
+the others got meanwhile: otherwise it would lock them out after a long pause, for as long as the pause was.
 
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
 for the model then is not eligible; so low priorities wait at most until all others are ahead of their
@@ -47,7 +47,16 @@ from rsrv.scheduler.ranking import Rank, Ranking
 class Account:
     """Device time of one model, in virtual time."""
 
-    __slots__ = ("claims", "executing", "held_lag", "linked", "present", "start", "waits_from", "weight")
+    __slots__ = (
+        "claims",
+        "executing",
+        "fill_rise_at_wait",
+        "held_lag",
+        "present",
+        "start",
+        "waits_from",
+        "weight",
+    )
 
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
@@ -58,10 +67,10 @@ class Account:
         self.executing = 0
         #: its start when it began to wait; None if it does not.
         self.waits_from: float | None = None
-        #: whether it waits for its weights, and so may claim what it misses, but for ...
+        #: whether it waits for its weights: then it may claim the device time that it misses.
         self.claims = False
-        #: ... the rise of the clock during loads into free room: `Fair._linked` when it began to wait.
-        self.linked = 0.0
+        #: `Fair._fill_rise` when it began to wait: it may not claim the rise of the clock during loads into free room.
+        self.fill_rise_at_wait = 0.0
         #: how far its start was behind the clock when it was held.
         self.held_lag = 0.0
 
@@ -73,13 +82,13 @@ class Fair:
         "_accounts",
         "_clock",
         "_due",
-        "_early",
         "_eligible",
         "_executing",
-        "_link_from",
-        "_linked",
+        "_fill_from",
+        "_fill_rise",
+        "_idle_debtors",
+        "_ineligible",
         "_now",
-        "_owing",
         "_waiting",
         "_weight",
     )
@@ -92,8 +101,8 @@ class Fair:
         self._weight = 0.0
         self._now = 0.0
         #: rise of the clock during loads into free room, and its reading when the present one began.
-        self._linked = 0.0
-        self._link_from: float | None = None
+        self._fill_rise = 0.0
+        self._fill_from: float | None = None
         #: device time that is charged but has not passed, so is not in the clock yet.
         self._due = 0.0
         #: dispatch -> the model and the expected seconds of an execution in flight.
@@ -102,9 +111,9 @@ class Fair:
         #: eligible candidates, by (level, virtual deadline, place): the level is that of the priority.
         self._eligible: Ranking[str] = Ranking()
         #: candidates that owe device time, by (virtual start, rank once they are eligible).
-        self._early: Ranking[str] = Ranking()
+        self._ineligible: Ranking[str] = Ranking()
         #: models without work that owe device time, by virtual start.
-        self._owing: Ranking[str] = Ranking()
+        self._idle_debtors: Ranking[str] = Ranking()
         #: models with work that cannot execute now, the latest virtual start first.
         self._waiting: Ranking[str] = Ranking()
 
@@ -118,14 +127,14 @@ class Fair:
         self._now = now
         if passed > 0.0:
             self._due -= passed
-            self._turn(passed)
+            self._advance_clock(passed)
             self._settle()
 
     def update(self, candidate: "Candidate") -> None:
         name, place = candidate.name, candidate.place
         account = self._account(candidate)
         if account.present:
-            self._owing.pop(name, None)
+            self._idle_debtors.pop(name, None)
         else:
             self._enter(account, self._entry(account))
         account.waits_from, account.held_lag = None, 0.0
@@ -133,11 +142,11 @@ class Fair:
         assert place is not None
         rank = (place[0], account.start + candidate.batch_seconds / candidate.weight, place)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
-            self._early.pop(name, None)
+            self._ineligible.pop(name, None)
             self._eligible.set(name, rank)
         else:
             self._eligible.pop(name, None)
-            self._early.set(name, (account.start, rank))
+            self._ineligible.set(name, (account.start, rank))
         self._settle()
 
     def wait(self, candidate: "Candidate", *, claims: bool) -> None:
@@ -145,8 +154,8 @@ class Fair:
         account = self._account(candidate)
         account.claims = claims
         if account.waits_from is None:
-            account.linked = self._link_time()
-            self._owing.pop(name, None)
+            account.fill_rise_at_wait = self._rise_while_filling()
+            self._idle_debtors.pop(name, None)
             if account.present:
                 account.waits_from = account.start
                 self._leave(account)
@@ -155,7 +164,7 @@ class Fair:
             account.held_lag = 0.0
             self._waiting.set(name, -account.waits_from)
         self._eligible.pop(name, None)
-        self._early.pop(name, None)
+        self._ineligible.pop(name, None)
         self._settle()
 
     def hold(self, name: str) -> None:
@@ -165,7 +174,7 @@ class Fair:
         lag = account.held_lag
         if account.waits_from is not None:
             lag = self._clock - self._entry(account)
-        elif name in self._eligible or name in self._early:
+        elif name in self._eligible or name in self._ineligible:
             lag = self._clock - account.start
         self.end_work(name)
         account.held_lag = max(0.0, lag)
@@ -177,8 +186,8 @@ class Fair:
         account.waits_from, account.held_lag = None, 0.0
         self._waiting.pop(name, None)
         self._eligible.pop(name, None)
-        self._early.pop(name, None)
-        self._part(name, account)
+        self._ineligible.pop(name, None)
+        self._leave_when_paid(name, account)
         self._settle()
 
     def remove(self, name: str) -> None:
@@ -186,7 +195,7 @@ class Fair:
         if account is not None:
             for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
                 del self._executing[dispatch]
-            for ranking in (self._owing, self._waiting, self._eligible, self._early):
+            for ranking in (self._idle_debtors, self._waiting, self._eligible, self._ineligible):
                 ranking.pop(name, None)
             if account.present:
                 self._leave(account)
@@ -208,7 +217,7 @@ class Fair:
         ahead = sum([others for _, others in self._executing.values()]) if self._executing else 0.0
         if self._due > ahead:
             # It took longer than expected.
-            self._turn(self._due - ahead)
+            self._advance_clock(self._due - ahead)
             self._due = ahead
         account = self._accounts[name]
         account.executing -= 1
@@ -217,15 +226,15 @@ class Fair:
         if account.waits_from is not None:
             account.waits_from += correction
             self._waiting.set(name, -account.waits_from)
-        elif name not in self._eligible and name not in self._early:
-            self._part(name, account)
+        elif name not in self._eligible and name not in self._ineligible:
+            self._leave_when_paid(name, account)
         self._settle()
 
     def set_filling(self, filling: bool) -> None:
         if not filling:
-            self._linked, self._link_from = self._link_time(), None
-        elif self._link_from is None:
-            self._link_from = self._clock
+            self._fill_rise, self._fill_from = self._rise_while_filling(), None
+        elif self._fill_from is None:
+            self._fill_from = self._clock
 
     # --- questions -----------------------------------------------------------------------------------------
 
@@ -245,7 +254,7 @@ class Fair:
         if self._eligible:
             return self._eligible.first()
         # If no model is eligible, the clock lags behind the executions in flight, or was rounded: the least debt goes.
-        return self._early.first() if self._early else None
+        return self._ineligible.first() if self._ineligible else None
 
     # --- the virtual clock ---------------------------------------------------------------------------------
 
@@ -262,9 +271,9 @@ class Fair:
             account.weight = candidate.weight
         return account
 
-    def _link_time(self) -> float:
+    def _rise_while_filling(self) -> float:
         """Return the rise of the clock during loads into free room."""
-        return self._linked + (0.0 if self._link_from is None else max(0.0, self._clock - self._link_from))
+        return self._fill_rise + (0.0 if self._fill_from is None else max(0.0, self._clock - self._fill_from))
 
     def _entry(self, account: Account) -> float:
         """Return the virtual start of a model that enters the mean."""
@@ -273,7 +282,8 @@ class Fair:
         if not account.claims:
             return max(account.waits_from, self._clock)
         return max(
-            account.waits_from, min(self._clock, account.waits_from + self._link_time() - account.linked)
+            account.waits_from,
+            min(self._clock, account.waits_from + self._rise_while_filling() - account.fill_rise_at_wait),
         )
 
     def _enter(self, account: Account, start: float) -> None:
@@ -292,29 +302,29 @@ class Fair:
         else:
             self._weight = 0.0
 
-    def _part(self, name: str, account: Account) -> None:
+    def _leave_when_paid(self, name: str, account: Account) -> None:
         """Take a model without work out of the mean, once it neither executes nor owes device time."""
         if account.executing:
             return
         if account.start > self._clock:
             if not account.present:
                 self._enter(account, account.start)
-            self._owing.set(name, account.start)
+            self._idle_debtors.set(name, account.start)
         elif account.present:
-            self._owing.pop(name, None)
+            self._idle_debtors.pop(name, None)
             self._leave(account)
 
-    def _turn(self, seconds: float) -> None:
+    def _advance_clock(self, seconds: float) -> None:
         """Let device time pass: the clock rises, and the debts that it passes are paid."""
         while seconds > 0.0 and self._weight > 0.0:
-            name = self._owing.first() if self._owing else None
+            name = self._idle_debtors.first() if self._idle_debtors else None
             if name is not None:
                 account = self._accounts[name]
                 step = (account.start - self._clock) * self._weight
                 if step <= seconds:
                     seconds -= max(0.0, step)
                     self._clock = max(self._clock, account.start)
-                    self._owing.pop(name, None)
+                    self._idle_debtors.pop(name, None)
                     self._leave(account)
                     continue
             self._clock += seconds / self._weight
@@ -325,20 +335,20 @@ class Fair:
 
         Debts end by moving the clock to the latest start, where the next model enters.
         """
-        while self._early and (name := self._early.first()) is not None:
-            start, rank = self._early[name]
+        while self._ineligible and (name := self._ineligible.first()) is not None:
+            start, rank = self._ineligible[name]
             if start > self._clock:
                 return
-            self._early.pop(name, None)
+            self._ineligible.pop(name, None)
             self._eligible.set(name, rank)
         if not self._eligible and not self._executing:
             latest = self._waiting.first() if self._waiting else None
             if latest is not None:
                 self._clock = max(self._clock, -self._waiting[latest])
-            if self._owing:
-                for name in self._owing:
+            if self._idle_debtors:
+                for name in self._idle_debtors:
                     account = self._accounts[name]
                     account.present = False
                     self._clock = max(self._clock, account.start)
-                self._owing.clear()
+                self._idle_debtors.clear()
             self._weight = self._due = 0.0

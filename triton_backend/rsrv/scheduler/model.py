@@ -213,7 +213,7 @@ class ModelState:
                     front, first = queue, place
         self.has_work, self.front, self.place, self.backlog_seconds = True, front, first, backlog
         # The next execution has the size that is cheapest when full, unless fewer rows wait.
-        self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
+        self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best_index]
         self.turn_seconds = min(backlog, self.batch_seconds)
         self.dispatchable_at = self.blocked_until
         if self.program.max_delay and front is not None:
@@ -225,7 +225,7 @@ class ModelState:
         if (
             entries[0].place[0] == COMMITTED_LEVEL
             or front.front_exclusive
-            or front.rows >= costs.capacities[costs.best]
+            or front.rows >= costs.capacities[costs.best_index]
         ):
             return -inf
         program = self.program
@@ -274,7 +274,7 @@ class ModelState:
             self.executing,
             self.weights.pinned,
             self.weights.bytes,
-            min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
+            min(table.seconds[table.best_index] / table.capacities[table.best_index] for table in tables),
             max(table.max_rows for table in tables),
             totals.misses,
             totals.counts.answered,

@@ -405,7 +405,7 @@ def late_requests(
         deadline = entry.request.deadline
         if deadline is None:
             continue
-        latest = deadline - queue.costs.request(entry.rows, coalesce=model.program.coalesce)
+        latest = deadline - queue.costs.request_seconds(entry.rows, coalesce=model.program.coalesce)
         loaded = now + accounts.expected_wait(model.weights)
         if max(free, loaded) > latest + SLACK:
             yield LateRequest(entry, queue, model, free <= latest + SLACK and not model.held)

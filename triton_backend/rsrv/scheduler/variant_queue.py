@@ -104,15 +104,15 @@ class VariantQueue:
     def seconds(self, *, coalesce: bool) -> float:
         """Expected device time of all waiting requests.
 
-        Coalesced: `VariantCosts.drain` of the rows together, at least one execution. Alone: one execution
+        Coalesced: `VariantCosts.drain_seconds` of the rows together, at least one execution. Alone: one execution
         per request, each at the size for the average request.
         """
         count = len(self.entries)
         if not count:
             return 0.0
         if not coalesce:
-            return count * self.costs.fit(-(-self.rows // count))
-        return self.costs.drain(self.rows) if self.rows else self.costs.seconds[0]
+            return count * self.costs.smallest_fit_seconds(-(-self.rows // count))
+        return self.costs.drain_seconds(self.rows) if self.rows else self.costs.seconds[0]
 
 
 #: below this many entries the heap keeps those of requests that left.

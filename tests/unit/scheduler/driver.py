@@ -128,7 +128,7 @@ class Driver:
         self.left_waiting: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
-        #: Models whose requests may be held back.
+        #: Models whose requests may be delayed.
         self.patient: set[str] = set()
         #: model -> its pause, and how many of its requests may wait.
         self.paused: dict[str, Pause | None] = {}

@@ -5,9 +5,10 @@ weights are bytes. A *model* is an opaque key, unique among the added ones. *Row
 the batch axis; a compiled *size* is the number of rows that an executable takes, padding included. A
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 
-Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `ReadWeights` in
-`WeightsRead` or the same two, `Execute` in `ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (Requests and
-finishes, of which a batch has hundreds, are tuples: a frozen dataclass takes three times as long to make.)
+Each instruction that takes time ends in one event: `Execute` in `ExecutionFinished`; `WarmUp` in `WarmUpEnded`;
+`LoadWeights` in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`; `ReadWeights` in `WeightsRead`, `LoadFailed` or
+`LoadAbandoned`. Every request that arrived ends in exactly one `Finish`. (Requests and finishes, of which a batch has
+hundreds, are tuples: a frozen dataclass takes three times as long to make.)
 
 A *run* is one request of a meta model, which makes requests of its own. Every requested run ends in exactly one of
 `Admit`, `Finish` and `RunEnded`; an admitted run ends in `RunEnded`.
@@ -85,7 +86,7 @@ class Program:
     pinned: bool = False
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
-    #: seconds that a request may be held back for others to share its execution; 0: it is never held back.
+    #: seconds that a request may be delayed for others to share its execution; 0: it is never delayed.
     max_delay: float = 0.0
     #: seconds without use after which its weights leave the device; inf: they stay until others need the room.
     idle_seconds: float = inf
@@ -109,7 +110,8 @@ class Request(NamedTuple):
     deadline: float | None = None
     #: smaller is more urgent, as Triton's: 1 is the highest; 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
-    #: the run of a meta model whose sub-call it is; 0: none. Of each run one queued request goes first.
+    #: the run of a meta model whose sub-call it is; 0: none. The oldest queued request of each run is committed: it precedes
+    #: every priority.
     run: int = 0
     #: whether its execution shares the device with nothing, because a runtime crashed while it executed: with no other
     #: request, execution, load or warm-up.
@@ -319,10 +321,10 @@ class SettingsChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindDown:
-    """Come to rest for the next runtime: admit no run, and start no execution once no run or generation is in progress.
+    """Stop admitting runs; start no execution once no run and no generation is in progress.
 
-    Ends in `WoundDown`. Queued requests stay queued, except those of models that feed back: these go on, and the caller
-    sends none of generations that begin.
+    Ends in `WoundDown`. Queued requests stay queued, except those of models that feed back. The caller must not send
+    requests that begin a generation.
     """
 
     #: seconds for all that to end; None: withdraw an earlier `WindDown`, and go on as before.
@@ -440,7 +442,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class WoundDown:
-    """The end of a `WindDown`: without anything in progress, nothing starts any more; otherwise all goes on as before."""
+    """End of a `WindDown`. If all counts are 0, the scheduler starts nothing any more. Otherwise it goes on as before."""
 
     #: numbers of those that have not ended in time; steps of generations that execute are executions, and so are executions
     #: that wait for their second try.

@@ -10,7 +10,7 @@ Of requests:
 
 Of executions:
     6. each is on weights that are on the device, its useful rows within its size;
-    7. the device is never idle while a resident model has work that need not be held back, unless a compaction of the
+    7. the device is never idle while a resident model has work that need not be delayed, unless a compaction of the
        device's memory is due, the runtime is about to end, or the next request is exclusive and waits for a load or a
        warm-up to end;
     16. an exclusive request shares the device with no other request, execution or load, and the device is kept

@@ -153,6 +153,7 @@ class LoadQueue:
         """Put a model in the line of required loads, before all others."""
         self.required[model.name] = None
         self.requeue(model)
+        # The line may have another head now.
         self.unblock()
 
     def end_requirement(self, model: ModelState) -> None:
@@ -160,6 +161,7 @@ class LoadQueue:
         if model.name in self.required:
             del self.required[model.name]
             self.requeue(model)
+            # The line may have another head now.
             self.unblock()
 
     def demand(self, model: ModelState, rank: Rank) -> None:

@@ -133,7 +133,7 @@ class ModelState:
         self.turn_seconds = 0.0
         #: expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
-        #: until when it is held back: it is blocked, or more requests may join its next execution.
+        #: until when it is delayed: it is blocked, or more requests may join its next execution.
         self.dispatchable_at = -inf
         self.totals = Totals()
         self.executions_by_size: dict[tuple[int, int], int] = {}
@@ -147,7 +147,7 @@ class ModelState:
 
     @property
     def ready(self) -> bool:
-        """True if it has work that the device can take now, or as soon as it is not held back."""
+        """True if it has work that the device can take now, or as soon as it is not delayed."""
         return self.has_work and self.weights.state in RUNNABLE
 
     @property

@@ -251,7 +251,7 @@ class Scheduler(SchedulerQueries):
                 assert_never(event)
 
     def _expire(self, now: float, out: list[Instruction]) -> None:
-        """End what is due, and let waiting runs and held-back models go on."""
+        """End what is due, and let waiting runs and delayed models go on."""
         deadlines = self._queues.deadlines.heap
         if deadlines and deadlines[0][0] <= now:
             self._queues.expire(now, out)
@@ -267,7 +267,7 @@ class Scheduler(SchedulerQueries):
             self._shed(now, out)
 
     def _plan(self, now: float, out: list[Instruction]) -> None:
-        """Run the steps of planning; each goes on until it changes nothing, and finds the accounts settled."""
+        """Run each step of planning until it changes no model. `_settle` comes before each run."""
         dirty = self._queues.dirty
         self._settle(now)
         for step in self._steps:
@@ -506,7 +506,11 @@ class Scheduler(SchedulerQueries):
         name, discipline, state = model.name, self._discipline, model.weights.state
         self._delayed.pop(name, None)
         if not model.has_work:
-            (discipline.hold if model.queued else discipline.end_work)(name)
+            if model.queued:
+                # Only held models have queued requests and no work.
+                discipline.hold(name)
+            else:
+                discipline.end_work(name)
             if state in (WeightState.QUEUED, WeightState.READING):
                 self._loads.end_demand(model)
             self._loads.note_evictable(model)
@@ -582,9 +586,9 @@ class Scheduler(SchedulerQueries):
     def next_wakeup(self) -> float | None:
         """Return when a `Tick` is due; None if nothing happens by time alone.
 
-        The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
-        holding a model back for more requests, or of protecting weights that others wait to replace; the retry of a
-        pinned model's failed load; the limit of weights that are idle; the time to give the device its next execution, or to have come to rest.
+        The soonest of these times: a queued request's or a waiting run's deadline, or when it becomes certain to be missed;
+        the end of a model's delay; the end of the protection of weights whose room others wait for; the retry of a pinned
+        model's failed load; the limit of weights that are idle; the device's next execution; the end of a wind-down.
         """
         soonest = self._residency.idle_at
         if self._queues.deadlines.heap:
@@ -617,7 +621,7 @@ class Scheduler(SchedulerQueries):
     def _goes_ahead(self, model: ModelState, now: float) -> bool:
         """Return whether a model may be launched before the executions on the device have ended.
 
-        One that always is would never be evicted for the model that waits for its room.
+        A model that is always launched ahead would never be idle long enough to be evicted for the head of the line.
         """
         feeds_back = model.program.feeds_back and model.executions
         return not feeds_back and not self._loads.wants_room_of(model, now)

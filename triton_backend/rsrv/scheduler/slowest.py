@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     paused: float
     #: until its model's weights were on the device and warmed up.
     weights: float
-    #: held back for other requests to join its execution (`Program.max_delay`).
+    #: delayed for other requests to join its execution (`Program.max_delay`).
     peers: float
     #: on the device; 0 if it never executed.
     executing: float

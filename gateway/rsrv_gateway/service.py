@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 
 import rsrv
@@ -18,6 +17,7 @@ from rsrv.control.grpc_service import (
     InvalidArgument,
     StatusError,
     answers,
+    copied,
     member,
     member_name,
     steers,
@@ -184,7 +184,6 @@ class GatewayHealth(HealthService):
 
 
 S = TypeVar("S", bound=BaseModel)
-M = TypeVar("M", bound=Message)
 
 _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
 #: names of the policy's fields
@@ -229,24 +228,17 @@ def replicas_message(count: Count) -> pb.Replicas:
 
 def repacks_message(status: Repacks, now: float) -> pb.Repacks:
     age = 0.0 if status.last_at is None else now - status.last_at
-    return _copied(pb.Repacks, status, last=status.last or "", last_age_s=age)
+    return copied(pb.Repacks, status, last=status.last or "", last_age_s=age)
 
 
 def model_message(status: ModelStatus) -> pb.ModelStatus:
     replicas, fill = replicas_message(status.replicas), member(pb.Fill, status.fill)
-    return _copied(pb.ModelStatus, status, replicas=replicas, fill=fill)
+    return copied(pb.ModelStatus, status, replicas=replicas, fill=fill)
 
 
 def worker_message(status: WorkerStatus, known: Worker | None, outstanding: int) -> pb.WorkerStatus:
     grpc = "" if known is None else known.grpc
-    return _copied(pb.WorkerStatus, status, grpc=grpc, outstanding=outstanding)
-
-
-def _copied(kind: type[M], status: object, **others: Any) -> M:
-    """Return a message with these fields, and all its others from the planner's status, which has them by name."""
-    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
-    message: M = kind(**{name: getattr(status, name) for name in names}, **others)
-    return message
+    return copied(pb.WorkerStatus, status, grpc=grpc, outstanding=outstanding)
 
 
 def _given(message: Any, name: str) -> Any:

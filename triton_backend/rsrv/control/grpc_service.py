@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 log = logging.getLogger("rsrv.control")
@@ -14,6 +15,7 @@ log = logging.getLogger("rsrv.control")
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Service = TypeVar("Service")
+M = TypeVar("M", bound=Message)
 
 #: Seconds between two looks for changes that no event announces.
 _HEALTH_LOOK_S = 0.25
@@ -105,6 +107,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await asyncio.wait({changed}, timeout=_HEALTH_LOOK_S)
             finally:
                 changed.cancel()
+
+
+def copied(kind: type[M], source: object, **others: Any) -> M:
+    """Return a message with these fields, and all its others from an object that has them by name."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    message: M = kind(**{name: getattr(source, name) for name in names}, **others)
+    return message
 
 
 def member(enum: Any, name: str | None) -> Any:

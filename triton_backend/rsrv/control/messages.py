@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import CardMemory
 from rsrv.control.findings import ServerFinding
-from rsrv.control.grpc_service import member, member_name
+from rsrv.control.grpc_service import copied, member, member_name
 from rsrv.control.placing import Trial
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
@@ -184,9 +184,7 @@ def device_status(
     """Return the status of a device; `status`: that of its runtime, if it answers; `now`: Unix time, in seconds."""
     shown = pb.DeviceStatus(
         number=number,
-        card=None
-        if card is None
-        else pb.CardMemory(used_bytes=card.used_bytes, total_bytes=card.total_bytes),
+        card=None if card is None else copied(pb.CardMemory, card),
     )
     if link.obstacle:
         shown.error = link.obstacle
@@ -320,26 +318,11 @@ def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementRespon
         mode=mode,
         generation=generation,
         models=[
-            pb.PlacedModel(
-                name=one.name,
-                devices=map(int, one.placed),
-                moving_to=map(int, one.moving_to),
-                reason=one.reason,
-                utilisation=one.utilisation,
-                bytes=one.bytes,
-            )
+            copied(pb.PlacedModel, one, devices=map(int, one.placed), moving_to=map(int, one.moving_to))
             for one in sorted(status.models, key=lambda one: one.name)
         ],
         devices=[
-            pb.DevicePlacement(
-                device=int(one.name),
-                alive=one.alive,
-                models=one.models,
-                utilisation=one.utilisation,
-                busy=one.busy,
-                bytes=one.bytes,
-                budget_bytes=one.budget_bytes,
-            )
+            copied(pb.DevicePlacement, one, device=int(one.name))
             for one in sorted(status.workers, key=lambda one: int(one.name))
         ],
         moves=[
@@ -406,13 +389,7 @@ def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
 
 
 def finding(found: ServerFinding) -> pb.Finding:
-    return pb.Finding(
-        name=found.name,
-        severity=member(pb.Severity, found.severity),
-        evidence=found.evidence,
-        cause=found.cause,
-        cure=found.cure,
-    )
+    return copied(pb.Finding, found, severity=member(pb.Severity, found.severity))
 
 
 def history(said: Mapping[int, Json]) -> pb.GetHistoryResponse:

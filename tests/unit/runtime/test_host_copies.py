@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.control.overview import life
+from rsrv.control.sentences import life
 from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import Abandoned

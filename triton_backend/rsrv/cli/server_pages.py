@@ -8,8 +8,7 @@ from rsrv.cli.changes import shown
 from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
 from rsrv.cli.output import headline, print_pairs, print_section, print_table
 from rsrv.control.grpc_service import word
-from rsrv.control.overview import life
-from rsrv.control.sentences import meta_facts, model_facts
+from rsrv.control.sentences import life, meta_facts, model_facts
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line, printable, some
 

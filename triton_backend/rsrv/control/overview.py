@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from rsrv.control.protocols import ModelVersion
+from rsrv.control.sentences import life
 from rsrv.histogram import SECONDS, Histogram
-
-if TYPE_CHECKING:
-    # Commands import this module, and need no pydantic.
-    from rsrv.control.protocols import ModelVersion
 
 #: Seconds of the 99th percentile.
 _WINDOW_S = 10.0
@@ -206,25 +204,6 @@ def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
 def _state(entry: ModelVersion) -> dict[str, Any]:
     kept = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
     return {**kept, "weights": life(entry["state"], entry["weights"] or "")}
-
-
-def life(state: str, weights: str, step: str = "") -> str:
-    """Return where a model is, in the words of docs/large-catalogue.md.
-
-    Args:
-        state: of its version.
-        weights: their state; empty of a meta model.
-        step: what its start waits for, if that is known.
-    """
-    if state == "loading":
-        return f"starting, {step}" if step else "starting"
-    if state != "ready" or not weights:
-        return state
-    if weights in ("resident", "reserved", "evicting"):
-        return "resident"
-    if weights == "reading":
-        return "warm, reading its weights from disk"
-    return "warm" if weights == "absent" else f"warm, weights {weights}"
 
 
 def _picture(devices: Collection[_Figures]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sentences for people about what happened to a model, from the data of the control service."""
+"""Words for people about where a model is and what happened to it, from the data of the control service."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -198,6 +198,25 @@ def _requests(count: int) -> str:
 def _rows(record: pb.HistoryRecord) -> str:
     padded = f", padded to {record.size}" if record.size > record.rows else ""
     return f"{record.rows} {'row' if record.rows == 1 else 'rows'}{padded}"
+
+
+def life(state: str, weights: str, step: str = "") -> str:
+    """Return where a model is, in the words of docs/large-catalogue.md.
+
+    Args:
+        state: of its version.
+        weights: their state; empty of a meta model.
+        step: what its start waits for, if that is known.
+    """
+    if state == "loading":
+        return f"starting, {step}" if step else "starting"
+    if state != "ready" or not weights:
+        return state
+    if weights in ("resident", "reserved", "evicting"):
+        return "resident"
+    if weights == "reading":
+        return "warm, reading its weights from disk"
+    return "warm" if weights == "absent" else f"warm, weights {weights}"
 
 
 def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:

@@ -84,8 +84,8 @@ class Loop:
         """`devices`: how many the server has; each has a runtime, and stubs register with all of them."""
         self._clock = time.monotonic
         self._started = self._clock()
-        #: when the last request ended, and seconds after which the device sleeps
-        self._used = self._started
+        #: when the last request ended; the device sleeps `runtime.idle.server` seconds later
+        self._last_request_ended = self._started
         #: when the note for the next runtime is written; inf: nothing has changed
         self._handover_at = inf
         #: when models are looked for that fall back to cold
@@ -134,9 +134,10 @@ class Loop:
         )
 
     def inherit(self, handover: Handover, *, slept: bool) -> None:
-        """Have models of the runtime before return. Call it before `run`.
+        """Take over the models of the previous runtime. Call it before `run`.
 
-        After a death stubs register them; if the device `slept`, only those with requests.
+        After a crash, their stubs register them again. If the device `slept`, stubs connect only for models with requests,
+        so the runtime starts all of them itself.
         """
         self._registry.handover = handover
         for one in (handover.before or ()) if slept else ():
@@ -159,7 +160,7 @@ class Loop:
         return sorted(models, key=lambda one: (-last_arrival(one.key), place(one.key)))
 
     def have_successor(self, successor: Successor) -> None:
-        """Have the process that becomes the next runtime prepared before an end that is planned."""
+        """Set the process that becomes the next runtime after a planned restart; it is prepared first."""
         self._commands.successor = successor
 
     @property
@@ -188,6 +189,7 @@ class Loop:
     def step(self) -> None:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
+        # From before the wait: what falls due during it is done in the next round, which does not wait.
         now, wakeup, expires = clock(), scheduler.next_wakeup(), requests.sequences.due()
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         ahead = scheduler.seconds_until_idle(now)
@@ -198,9 +200,11 @@ class Loop:
             # Connections that ended late in the last round may have left answers.
             timeout = 0.0
         else:
-            # Stubs that may choose another device see in time that this runtime is stopped.
+            # While the device is free, publish every BEAT_S: stubs with several devices take an old beat for a stopped runtime.
             timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
-            due = min(self._used + sleeps_after, self._handover_at, self._weights.copies.review_at)
+            due = min(
+                self._last_request_ended + sleeps_after, self._handover_at, self._weights.copies.review_at
+            )
             due = min(due, self._look_at, expires, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
@@ -243,8 +247,8 @@ class Loop:
             self._registry.handover.write(self._hand_over(whole=False))
         if now >= self._look_at:
             self._look_at = self._registry.dismiss_idle(now)
-        if now - self._used >= sleeps_after:
-            self._used = now
+        if now - self._last_request_ended >= sleeps_after:
+            self._last_request_ended = now
             if not (requests.pending or requests.sequences or self.building):
                 self._commands.fall_asleep()
         if self._commands.ends:
@@ -301,7 +305,7 @@ class Loop:
                 self._commands.profile_changed(message)
             case NextPrepared():
                 self._commands.next_prepared(message)
-            case _:
+            case _:  # an action, as `stop` posts
                 message()
 
     # --- frames of connections ----------------------------------------------------------------------------
@@ -458,7 +462,7 @@ class Loop:
         for instruction in instructions:
             match instruction:
                 case ev.Finish():
-                    self._used = now
+                    self._last_request_ended = now
                     if traces is not None:
                         traces.finished(instruction, now)
                     if instruction.outcome is ev.Outcome.ANSWERED:

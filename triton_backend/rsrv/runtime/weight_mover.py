@@ -1,7 +1,8 @@
 """Transfers of weights between host and device, and the tensors on the device.
 
-The scheduler decides what moves, and in which order. One thread moves weights in both directions, so that memory is
-freed before the load that needs it starts. Another reads weights from disk before their load, and makes host copies.
+The scheduler decides what moves, and in which order. Three threads work in order: one moves weights to and from the device,
+so that memory is freed before the load that needs it; one reads weights from disk and makes host copies; one frees host
+memory.
 """
 
 import logging
@@ -230,7 +231,7 @@ class _Transfer:
 
 
 class WeightMover:
-    """The thread that transfers the weights of all models. Methods are called on the loop."""
+    """Threads that move the weights of all models. Methods are called on the loop."""
 
     def __init__(self, device: Device, host: HostStore, inbox: Inbox, slot: ActivitySlot) -> None:
         """Start the threads; the one that moves weights notes its work on the device at `slot`."""
@@ -238,10 +239,10 @@ class WeightMover:
         self.device = DeviceWeights(device)
         self._inbox = inbox
         # A thread of its own: a compilation would delay a load for seconds.
-        self._thread = WorkerThread("weights")
+        self._device_thread = WorkerThread("weights")
         # Reading a file may take as long as storage likes, and memory may be short meanwhile.
-        self._reader = WorkerThread("host copies")
-        self._dropper = WorkerThread("host memory")
+        self._disk_thread = WorkerThread("host copies")
+        self._host_memory_thread = WorkerThread("host memory")
         self._slot = slot
         #: epoch of the latest load, and the event that abandons it; and those of the latest read. Not the load itself: it
         #: refers to the model, which may be unloaded long before the next load
@@ -254,7 +255,7 @@ class WeightMover:
         abandoned = threading.Event()
         self._latest = epoch, abandoned
         transfer = _Transfer(model, epoch, self._slot, abandoned)
-        self._thread.put(lambda: self._inbox.post(transfer.run(self.device)))
+        self._device_thread.put(lambda: self._inbox.post(transfer.run(self.device)))
 
     def read(self, model: CompiledModel, epoch: int) -> None:
         """Read the weights of a model that a load would have to read from disk. Ends in `ReadEnded`."""
@@ -264,9 +265,9 @@ class WeightMover:
         def begin() -> None:
             # What is on the device, this thread knows.
             indices = self.device.absent(model.host).values()
-            self._reader.put(lambda: self._inbox.post(_read(model, epoch, indices, abandoned.is_set)))
+            self._disk_thread.put(lambda: self._inbox.post(_read(model, epoch, indices, abandoned.is_set)))
 
-        self._thread.put(begin)
+        self._device_thread.put(begin)
 
     def abandon(self, epoch: int) -> None:
         """End a load or a read early, unless it is over."""
@@ -279,11 +280,11 @@ class WeightMover:
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
         next_weights = None if loading_for is None else loading_for.host
-        self._thread.put(partial(self.device.free, model.host, next_weights, model.pool))
+        self._device_thread.put(partial(self.device.free, model.host, next_weights, model.pool))
 
     def post_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
         """Post `MemoryFreed` when all earlier transfers and evictions are done."""
-        self._thread.put(partial(self._inbox.post, MemoryFreed(instruction)))
+        self._device_thread.put(partial(self._inbox.post, MemoryFreed(instruction)))
 
     # --- host copies --------------------------------------------------------------------------------------
 
@@ -291,31 +292,31 @@ class WeightMover:
         """Make or drop the host's copy of a model's weights, as its residency says. Ends in `HostMemoryMeasured`."""
         if model.residency != "system":
             # At once, so that the next load does not count on it. A copy that is being made now is dropped after that.
-            self._dropper.put(model.host.detach())
-        self._reader.put(partial(_follow_residency, model))
-        self._reader.put(partial(self._measure, HostMemoryMeasured))
+            self._host_memory_thread.put(model.host.detach())
+        self._disk_thread.put(partial(_follow_residency, model))
+        self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
 
     def make_copy(self, model: CompiledModel) -> None:
         """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
-        self._reader.put(partial(_follow_residency, model))
-        self._reader.put(partial(self._measure, CopyMade))
+        self._disk_thread.put(partial(_follow_residency, model))
+        self._disk_thread.put(partial(self._measure, CopyMade))
 
     def end_read_ahead(self, weights: HostWeights) -> None:
         """Free the weights that were read for a load."""
-        self._dropper.put(weights.end_read_ahead())
-        self._dropper.put(give_back)
+        self._host_memory_thread.put(weights.end_read_ahead())
+        self._host_memory_thread.put(give_back)
 
     def drop_copies(self, several: Sequence[HostWeights]) -> None:
         """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
         for weights in several:
             # At once: a read that is asked for next finds no copy.
-            self._dropper.put(weights.detach())
-        self._dropper.put(give_back)
-        self._dropper.put(partial(self._measure, CopiesDropped))
+            self._host_memory_thread.put(weights.detach())
+        self._host_memory_thread.put(give_back)
+        self._host_memory_thread.put(partial(self._measure, CopiesDropped))
 
     def measure(self) -> None:
         """Look how much memory the host can spare. Ends in `HostMemoryMeasured`."""
-        self._dropper.put(partial(self._measure, HostMemoryMeasured))
+        self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
     def _measure(self, message: type[HostMemoryMeasured]) -> None:
         # Reading the kernel's files takes milliseconds: never on the loop.
@@ -323,16 +324,16 @@ class WeightMover:
 
     def forget_left(self, excess: int) -> None:
         """Remove so many bytes of what an earlier runtime left for models that have not come back."""
-        self._dropper.put(partial(self.host.forget_left, excess))
+        self._host_memory_thread.put(partial(self.host.forget_left, excess))
 
     def close(self, weights: HostWeights) -> None:
         """Close a model's weights on the host, after earlier orders to free or to keep them."""
-        self._thread.put(partial(self._close, weights))
+        self._device_thread.put(partial(self._close, weights))
 
     def _close(self, weights: HostWeights) -> None:
-        self._reader.put(weights.close)
+        self._disk_thread.put(weights.close)
         # The thread runs it after the close, when no reference to the model is left.
-        self._reader.put(give_back)
+        self._disk_thread.put(give_back)
 
 
 def _read(

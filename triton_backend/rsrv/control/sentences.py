@@ -42,7 +42,7 @@ _SENTENCES = {
     ): "its weights wait for their load: the model is pinned, or to be warmed up",
     ("weights queued", "demand"): "its weights wait for their load: requests need them",
     ("weights queued", "prefetch"): "its weights wait for their load ahead of requests",
-    ("weights queued", "restore"): "its weights wait for free room to return",
+    ("weights queued", "restore"): "its weights wait for their turn to return into free room",
     ("weights reading", ""): "reading its weights from disk",
     ("weights loading", ""): "its weights load ({bytes})",
     ("weights resident", "loaded"): "its weights are on the device after {seconds}",

@@ -28,6 +28,7 @@ class LifecycleEvent(StrEnum):
 
     MODULES_READ = "modules read"
     COMPILED = "compiled"
+    #: its costs are known: by a warm-up, or from before
     WARMED_UP = "warmed up"
     #: its last connection ended
     UNWANTED = "unwanted"

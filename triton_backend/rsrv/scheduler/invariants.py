@@ -238,13 +238,13 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(not kept or (whole and requests == 1), "an exclusive request is not alone (16)")
     waits = scheduler._kept_exclusive and not kept
     _require(
-        not waits or scheduler._is_compacting or held_up or scheduler._is_closed,
+        not waits or compaction.active or held_up or scheduler._is_closed,
         "an exclusive request waits for nothing (16)",
     )
     _require(not waits or scheduler._queues.exclusive > 0, "the device is kept for no request (16)")
     queued = sum(queue.exclusive for state in states for queue in state.queues.values())
     _require(scheduler._queues.exclusive == queued, "exclusive requests are not counted (16)")
-    if not (running or scheduler._kept_exclusive or scheduler._is_compacting or scheduler._is_closed):
+    if not (running or scheduler._kept_exclusive or compaction.active or scheduler._is_closed):
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
@@ -298,7 +298,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
     _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
     first = loads.head()
-    keeps = scheduler._kept_exclusive or scheduler._is_compacting
+    keeps = scheduler._kept_exclusive or scheduler._residency.compaction.active
     if not loading and first is not None and not keeps:
         planned, _ = loads.search(scheduler._models[first], scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")

@@ -57,10 +57,12 @@ class Compaction:
       itself.
     """
 
-    __slots__ = ("_asked", "_restores", "retried", "retries", "state", "warm_ups")
+    __slots__ = ("_asked", "_restores", "active", "retried", "retries", "state", "warm_ups")
 
     def __init__(self) -> None:
         self.state = CompactionState.NONE
+        #: whether the state is another than NONE, so that nothing else starts on the device.
+        self.active = False
         #: whether a command or a load asked for one, and whether evicted weights are restored.
         self._asked = False
         self._restores = False
@@ -123,6 +125,7 @@ class Compaction:
             self.state = CompactionState.DUE
         else:
             self.state = CompactionState.NONE
+        self.active = self.state is not CompactionState.NONE
 
 
 class DeviceResidency:

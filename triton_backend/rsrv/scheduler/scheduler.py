@@ -70,6 +70,10 @@ class SchedulerPhase(Enum):
     AT_REST = "at rest"
 
 
+# Each event asks for these; to read a member from its class takes longer than the comparison.
+_SERVING, _DUE = SchedulerPhase.SERVING, CompactionState.DUE
+
+
 class Scheduler(SchedulerQueries):
     """Decisions for one device. Not thread-safe: one loop owns it."""
 
@@ -147,7 +151,7 @@ class Scheduler(SchedulerQueries):
         self._apply(event, now, out)
         self._expire(now, out)
         self._plan(now, out)
-        if self._phase is SchedulerPhase.WINDING_DOWN:
+        if self._phase is not _SERVING:
             self._come_to_rest(now, out)
         if self._queues.ended:
             self._times.keep_ended(now)
@@ -294,7 +298,7 @@ class Scheduler(SchedulerQueries):
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
         running = self._running
-        if len(running) >= self.settings.depth or self._is_compacting or self._is_closed:
+        if len(running) >= self.settings.depth or self._residency.compaction.active or self._is_closed:
             return
         if self._queues.exclusive or self._kept_exclusive:
             self._keep_device()
@@ -446,7 +450,7 @@ class Scheduler(SchedulerQueries):
     def _compact(self, now: float, out: list[Instruction]) -> None:
         """Carry out a compaction that is due, once the device is idle, and retry what found no memory."""
         compaction = self._residency.compaction
-        if compaction.state is not CompactionState.DUE or self._running or not self._residency.quiet:
+        if compaction.state is not _DUE or self._running or not self._residency.quiet:
             return
         reload_seconds = self._residency.compact(now, out)
         first = compaction.next_execution()
@@ -460,11 +464,6 @@ class Scheduler(SchedulerQueries):
             first.model.history.add(now, "execute again", again)
             out.append(again)
 
-    @property
-    def _is_compacting(self) -> bool:
-        """True if nothing else starts on the device, because of a compaction or a second try."""
-        return self._residency.compaction.state is not CompactionState.NONE
-
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the next read, and the next load unless the device is kept.
 
@@ -474,7 +473,7 @@ class Scheduler(SchedulerQueries):
             self._keep_device()
         if self._loads.may_read:
             self._residency.read(now, out)
-        if not (self._kept_exclusive or self._is_compacting):
+        if not (self._kept_exclusive or self._residency.compaction.active):
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
@@ -537,9 +536,10 @@ class Scheduler(SchedulerQueries):
     @property
     def _is_closed(self) -> bool:
         """True if no new execution starts, because the runtime is about to end; second tries still do."""
-        if self._phase is SchedulerPhase.WINDING_DOWN:
-            return not (self._admission.running or self._waiting_steps())
-        return self._phase is SchedulerPhase.AT_REST
+        if self._phase is _SERVING:
+            return False
+        at_rest = self._phase is SchedulerPhase.AT_REST
+        return at_rest or not (self._admission.running or self._waiting_steps())
 
     def _waiting_steps(self) -> int:
         """Return the number of generations whose next step waits; the others in progress execute one."""
@@ -547,6 +547,8 @@ class Scheduler(SchedulerQueries):
 
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
         """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
+        if self._phase is SchedulerPhase.AT_REST:
+            return
         runs, steps = self._admission.running, self._waiting_steps()
         executions = len(self._running) + len(self._residency.compaction.retries)
         if not (runs or executions or steps):
@@ -602,9 +604,9 @@ class Scheduler(SchedulerQueries):
         delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
             soonest = min(soonest, self._delayed[delayed])
-        if self._phase is SchedulerPhase.WINDING_DOWN:
+        if self._phase is not _SERVING:
             soonest = min(soonest, self._rest_until)
-        if not (self._kept_exclusive or self._is_compacting or self._is_closed):
+        if not (self._kept_exclusive or self._residency.compaction.active or self._is_closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:
                 soonest = min(soonest, self._loads.next_search_at())
             if 0 < len(self._running) < self.settings.depth:

@@ -223,7 +223,9 @@ class _Stream:
             self._model, self._home = model, choice.worker
         message = _Message(items, choice)
         try:
-            upstream = self._at_home(choice)
+            if self._home != choice.worker:
+                router.move(choice, self._home)
+            upstream = self._upstream or self._open(self._home)
         except _StreamRefused as ended:
             self._over(message, ended.refusal.code.name)
             raise
@@ -250,15 +252,10 @@ class _Stream:
         answer.infer_response.id = name
         await self._write(answer.SerializeToString())
 
-    def _at_home(self, choice: Choice) -> _Upstream:
-        """Return the stream to the stream's worker. Raises _StreamRefused."""
-        if self._home != choice.worker:
-            self._traffic.router.move(choice, self._home)
-        return self._upstream or self._open(self._home)
-
     # --- from the worker -------------------------------------------------------------------------------
 
     def _open(self, worker: str) -> _Upstream:
+        """Open a stream to a worker. Raises _StreamRefused."""
         channels = self._channels.get(worker)
         if channels is None:
             raise _StreamRefused(gone(worker))

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rsrv.control.find import ControlEndpoint, choose, working_directory
@@ -9,24 +11,25 @@ from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, hold, make_private, start_time
 
 
-class Directory:
-    """Directory of this process, with mode 0700, which exists until `close`."""
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """Yield a directory of this process, with mode 0700, which exists until the end; remove those of dead gateways.
 
-    def __init__(self) -> None:
-        """Remove the directories of dead gateways, and create one. Raises RuntimeDirectoryError, OSError."""
-        base = base_directory()
-        make_private(base)
-        _sweep(base)
-        self.path = base / f"gateway-{os.getpid()}-{start_time(os.getpid())}"
-        make_private(self.path)
-        #: in another PID namespace our pid means nothing: a directory that no process holds counts as dead
-        #: there
-        self._held = hold(self.path)
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._held is not None:
-            os.close(self._held)
+    Raises RuntimeDirectoryError, OSError.
+    """
+    base = base_directory()
+    make_private(base)
+    _sweep(base)
+    path = base / f"gateway-{os.getpid()}-{start_time(os.getpid())}"
+    make_private(path)
+    # In another PID namespace our pid means nothing: a directory that no process holds counts as dead there.
+    held = hold(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if held is not None:
+            os.close(held)
 
 
 def address(which: str | None) -> str:

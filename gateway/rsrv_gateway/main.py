@@ -20,7 +20,7 @@ from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import PROBE_S, PROBE_TIMEOUT_S, ChannelFactory, CredentialsError, open_ports
-from rsrv_gateway.directory import Directory
+from rsrv_gateway.directory import private_directory
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import GrpcProber, Probes
@@ -82,8 +82,7 @@ async def serve(settings: Settings, picker: str | None) -> None:
         )
     members, contacts = Members(section), ChannelFactory(section)
     async with AsyncExitStack() as stack:
-        directory = Directory()
-        stack.callback(directory.close)
+        directory = stack.enter_context(private_directory())
         gateway = GatewayLoop(
             members,
             partial(Probes, lambda worker: GrpcProber(worker, contacts, PROBE_TIMEOUT_S), PROBE_S),
@@ -92,7 +91,7 @@ async def serve(settings: Settings, picker: str | None) -> None:
             pause=PROBE_S,
             drain=section.drain_s,
         )
-        await _serve_operators(stack, settings, gateway, directory.path)
+        await _serve_operators(stack, settings, gateway, directory)
         await gateway.run(stop)
 
 

@@ -5,11 +5,21 @@ the meta model, or on the device. So a CALL names the place of each tensor.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
-from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, Status
+from rsrv.wire.frames import (
+    HEADER,
+    MAX_FRAME,
+    Kind,
+    ProtocolError,
+    Status,
+    as_status,
+    pack_entries,
+    unpack_entries,
+)
 
 
 class Entrance(NamedTuple):
@@ -84,34 +94,22 @@ class Release(NamedTuple):
 _RELEASE = struct.Struct("<QQ")
 
 
-def pack_entrances(entrances: Sequence[Entrance]) -> bytes:
-    """Return one ENTER frame; at most frames.MAX_ENTRIES entries."""
-    return _pack(Kind.ENTER, _ENTRANCE, entrances)
+pack_entrances = partial(pack_entries, Kind.ENTER, _ENTRANCE)
+pack_leavings = partial(pack_entries, Kind.LEAVE, _LEAVING)
+pack_releases = partial(pack_entries, Kind.RELEASE, _RELEASE)
 
 
 def unpack_entrances(frame: bytes | memoryview, count: int) -> list[Entrance]:
-    return [Entrance(*fields) for fields in _unpack(frame, count, _ENTRANCE)]
-
-
-def pack_leavings(leavings: Sequence[RunExit]) -> bytes:
-    """Return one LEAVE frame; at most frames.MAX_ENTRIES entries."""
-    return _pack(Kind.LEAVE, _LEAVING, leavings)
+    return [Entrance(*fields) for fields in unpack_entries(Kind.ENTER, _ENTRANCE, frame, count)]
 
 
 def unpack_leavings(frame: bytes | memoryview, count: int) -> list[RunExit]:
-    try:
-        return [RunExit(run, Status(status)) for run, status in _unpack(frame, count, _LEAVING)]
-    except ValueError as error:
-        raise ProtocolError(f"LEAVE: {error}") from None
-
-
-def pack_releases(releases: Sequence[Release]) -> bytes:
-    """Return one RELEASE frame; at most frames.MAX_ENTRIES entries."""
-    return _pack(Kind.RELEASE, _RELEASE, releases)
+    entries = unpack_entries(Kind.LEAVE, _LEAVING, frame, count)
+    return [RunExit(run, as_status(status)) for run, status in entries]
 
 
 def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
-    return [Release(*fields) for fields in _unpack(frame, count, _RELEASE)]
+    return [Release(*fields) for fields in unpack_entries(Kind.RELEASE, _RELEASE, frame, count)]
 
 
 def pack_calls(calls: Sequence[Call]) -> list[bytes]:
@@ -155,14 +153,3 @@ def unpack_calls(frame: bytes | memoryview, count: int) -> list[Call]:
     if at != len(body):
         raise ProtocolError(f"CALL of {count} calls has {len(body)} bytes")
     return calls
-
-
-def _pack(kind: Kind, entry: struct.Struct, values: Sequence[tuple[int, ...]]) -> bytes:
-    return b"".join((HEADER.pack(kind, 0, len(values)), *(entry.pack(*value) for value in values)))
-
-
-def _unpack(frame: bytes | memoryview, count: int, entry: struct.Struct) -> Iterator[tuple[int, ...]]:
-    body = memoryview(frame)[HEADER.size :]
-    if len(body) != count * entry.size:
-        raise ProtocolError(f"{count} entries of {entry.size} bytes in {len(body)} bytes")
-    return entry.iter_unpack(body)

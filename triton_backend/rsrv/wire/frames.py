@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -145,23 +146,30 @@ def request_tag(id: str) -> int:
     return int.from_bytes(blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def pack_submissions(submissions: Sequence[Submission]) -> bytes:
-    """Return one SUBMIT frame; at most MAX_ENTRIES entries."""
-    frame = bytearray(HEADER.size + _SUBMISSION.size * len(submissions))
-    HEADER.pack_into(frame, 0, Kind.SUBMIT, 0, len(submissions))
+def pack_entries(kind: Kind, entry: struct.Struct, values: Sequence[tuple[Any, ...]]) -> bytes:
+    """Return one frame of entries of a fixed size; MAX_ENTRIES of any kind fit into one."""
+    frame = bytearray(HEADER.size + entry.size * len(values))
+    HEADER.pack_into(frame, 0, kind, 0, len(values))
     at = HEADER.size
-    for submission in submissions:
-        _SUBMISSION.pack_into(frame, at, *submission)
-        at += _SUBMISSION.size
+    for value in values:
+        entry.pack_into(frame, at, *value)
+        at += entry.size
     return bytes(frame)
 
 
-def unpack_submissions(frame: bytes | memoryview, count: int) -> Iterator[tuple[int, ...]]:
-    """Return the fields of each `Submission`, as plain tuples: this is the runtime's most frequent loop."""
+def unpack_entries(
+    kind: Kind, entry: struct.Struct, frame: bytes | memoryview, count: int
+) -> Iterator[tuple[Any, ...]]:
+    """Return the entries of a frame of `pack_entries`. Raises ProtocolError at once if it is longer or shorter."""
     body = memoryview(frame)[HEADER.size :]
-    if len(body) != count * _SUBMISSION.size:
-        raise ProtocolError(f"SUBMIT of {count} requests has {len(body)} bytes")
-    return _SUBMISSION.iter_unpack(body)
+    if len(body) != count * entry.size:
+        raise ProtocolError(f"{kind.name} of {count} entries has {len(body)} bytes")
+    return entry.iter_unpack(body)
+
+
+pack_submissions = partial(pack_entries, Kind.SUBMIT, _SUBMISSION)
+#: makes the fields of each `Submission`, as plain tuples: this is the runtime's most frequent loop
+unpack_submissions = partial(unpack_entries, Kind.SUBMIT, _SUBMISSION)
 
 
 def pack_completions(completions: Sequence[Completion]) -> list[bytes]:
@@ -202,7 +210,7 @@ def unpack_completions(frame: bytes | memoryview, count: int) -> list[Completion
         if length:
             text = bytes(body[text_at : text_at + length]).decode(errors="replace")
             text_at += length
-        out.append(Completion(request, _status(status), size, rows, execute_ns, text))
+        out.append(Completion(request, as_status(status), size, rows, execute_ns, text))
     if text_at != len(body):
         raise ProtocolError("DONE: the texts' lengths do not add up to the frame's")
     return out
@@ -212,7 +220,7 @@ _STATUSES = {int(status): status for status in Status}
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-def _status(value: int) -> Status:
+def as_status(value: int) -> Status:
     try:
         return _STATUSES[value]
     except KeyError:

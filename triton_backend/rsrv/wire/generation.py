@@ -4,12 +4,14 @@ The runtime sends a token as soon as it is read from the device. docs/protocol.m
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, pack_json
+from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, pack_entries, pack_json, unpack_entries
 
-_TOKEN = struct.Struct("<QiI")
+#: a request and its token; four bytes are reserved
+_TOKEN = struct.Struct("<Qi4x")
 #: entries of one TOKENS frame
 _MAX_TOKENS = (MAX_FRAME - HEADER.size) // _TOKEN.size
 
@@ -64,20 +66,10 @@ def _are_tokens(value: Any) -> bool:
 def pack_tokens(tokens: Sequence[tuple[int, int]]) -> list[bytes]:
     """Return the fewest TOKENS frames for these pairs of a request and its next token."""
     return [
-        b"".join(
-            (
-                HEADER.pack(Kind.TOKENS, 0, len(part)),
-                *[_TOKEN.pack(request, token, 0) for request, token in part],
-            )
-        )
+        pack_entries(Kind.TOKENS, _TOKEN, tokens[at : at + _MAX_TOKENS])
         for at in range(0, len(tokens), _MAX_TOKENS)
-        if (part := tokens[at : at + _MAX_TOKENS])
     ]
 
 
-def unpack_tokens(frame: bytes | memoryview, count: int) -> Iterator[tuple[int, int]]:
-    """Return pairs of a request and its next token."""
-    body = memoryview(frame)[HEADER.size :]
-    if len(body) != count * _TOKEN.size:
-        raise ProtocolError(f"TOKENS with {count} entries has {len(body)} bytes")
-    return ((request, token) for request, token, _ in _TOKEN.iter_unpack(body))
+#: makes pairs of a request and its next token
+unpack_tokens = partial(unpack_entries, Kind.TOKENS, _TOKEN)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rsrv.wire.frames import HEADER, Kind, ProtocolError, pack_json
+from rsrv.wire.frames import Kind, ProtocolError, pack_entries, pack_json, unpack_entries
 
 #: spans in one frame: requests wait some 6 us for each
 MAX_SPANS = 32
@@ -50,17 +50,13 @@ class Span(NamedTuple):
 
 def pack_marks(marks: Sequence[Mark]) -> bytes:
     """Return one TRACE frame; at most frames.MAX_ENTRIES entries."""
-    entries = (
-        _MARK.pack(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks
-    )
-    return b"".join((HEADER.pack(Kind.TRACE, 0, len(marks)), *entries))
+    entries = [(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks]
+    return pack_entries(Kind.TRACE, _MARK, entries)
 
 
 def unpack_marks(frame: bytes | memoryview, count: int) -> Iterator[Mark]:
-    body = memoryview(frame)[HEADER.size :]
-    if len(body) != count * _MARK.size:
-        raise ProtocolError(f"TRACE of {count} requests has {len(body)} bytes")
-    return (Mark(request, trace.hex(), span.hex()) for request, trace, span in _MARK.iter_unpack(body))
+    entries = unpack_entries(Kind.TRACE, _MARK, frame, count)
+    return (Mark(request, trace.hex(), span.hex()) for request, trace, span in entries)
 
 
 def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:

@@ -92,7 +92,7 @@ class Speaker:
             case Kind.ENTER:
                 return calls.pack_entrances([self._entrance() for _ in many])
             case Kind.CALL:
-                return calls.pack_calls([self._call() for _ in many])[0]
+                return calls.pack_calls([self._call() for _ in many])
             case Kind.LEAVE:
                 return calls.pack_leavings(
                     [calls.RunExit(self._run(), rng.choice(tuple(Status))) for _ in many]

@@ -318,7 +318,7 @@ class RuntimeConnection:
         """
         with self._lock:
             sent = self._announce(_RUN_SEND_S) and all(
-                self._send(frame, _RUN_SEND_S) for frame in (*_pack_releases(releases), *pack_calls(calls))
+                self._send(frame, _RUN_SEND_S) for frame in (*_pack_releases(releases), pack_calls(calls))
             )
         if not sent:
             raise Closed("the runtime does not read")

@@ -112,30 +112,19 @@ def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
     return [Release(*fields) for fields in unpack_entries(Kind.RELEASE, _RELEASE, frame, count)]
 
 
-def pack_calls(calls: Sequence[Call]) -> list[bytes]:
-    """Return the fewest CALL frames that hold these calls. Raises ProtocolError for a call that exceeds a frame."""
-    packed: list[bytes] = []
-    entries: list[bytes] = []
-    size = HEADER.size
+def pack_calls(calls: Sequence[Call]) -> bytes:
+    """Return one CALL frame. Raises ProtocolError if it is too large: calls have any number of tensors."""
+    parts = [HEADER.pack(Kind.CALL, 0, len(calls))]
     for call in calls:
-        spots = (*call.inputs, *call.outputs)
         counts = len(call.inputs), len(call.outputs)
-        fixed = _CALL.pack(call.request, call.run, call.callee, call.variant, call.rows, *counts, call.flags)
-        entry = b"".join((fixed, *(_SPOT.pack(*spot) for spot in spots)))
-        if HEADER.size + len(entry) > MAX_FRAME:
-            raise ProtocolError(f"a call with {len(spots)} tensors exceeds a frame of {MAX_FRAME} bytes")
-        if size + len(entry) > MAX_FRAME:
-            packed.append(_call_frame(entries))
-            entries, size = [], HEADER.size
-        entries.append(entry)
-        size += len(entry)
-    if entries:
-        packed.append(_call_frame(entries))
-    return packed
-
-
-def _call_frame(entries: list[bytes]) -> bytes:
-    return b"".join((HEADER.pack(Kind.CALL, 0, len(entries)), *entries))
+        parts.append(
+            _CALL.pack(call.request, call.run, call.callee, call.variant, call.rows, *counts, call.flags)
+        )
+        parts += (_SPOT.pack(*spot) for spot in (*call.inputs, *call.outputs))
+    frame = b"".join(parts)
+    if len(frame) > MAX_FRAME:
+        raise ProtocolError(f"CALL of {len(frame)} bytes exceeds a frame of {MAX_FRAME}")
+    return frame
 
 
 def unpack_calls(frame: bytes | memoryview, count: int) -> list[Call]:

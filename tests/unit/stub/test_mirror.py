@@ -2,13 +2,14 @@
 
 import math
 import os
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.metrics import Mirror, TritonMirror, make_mirror
+from rsrv.stub.metrics import Show, TritonMirror, make_mirror
 
 OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 
@@ -74,28 +75,28 @@ def figures(answered: int, seconds: float = 0.0, queued: int = 0) -> dict[str, A
     return {"queued": queued, "requests": {"answered": answered}, "device_seconds": seconds}
 
 
-def mirror(api: Any) -> Mirror:
-    return TritonMirror(api, {"model": "m", "version": "1"}).part(0)
+def shown_in(api: Any) -> Show:
+    return partial(TritonMirror(api, {"model": "m", "version": "1"}).show, 0)
 
 
 def test_counters_grow_by_what_is_new() -> None:
     """The stub's predecessor has shown earlier counts; another runtime counts from 0."""
     api = server()
-    one = mirror(api)
-    one.show(figures(5, 1.0, 2))
-    one.show(figures(7, 1.5, 3))
+    show = shown_in(api)
+    show(figures(5, 1.0, 2))
+    show(figures(7, 1.5, 3))
     assert value(api, "rsrv_requests_total", outcome="answered") == 2
     assert value(api, "rsrv_device_seconds_total") == 0.5
     assert (value(api, "rsrv_queue_depth"), value(api, "rsrv_runtime_up")) == (3, 1)
 
-    one.show(None)
+    show(None)
     assert (value(api, "rsrv_queue_depth"), value(api, "rsrv_runtime_up")) == (0, 0)
-    one.show(figures(4))
+    show(figures(4))
     assert value(api, "rsrv_requests_total", outcome="answered") == 6
-    one.clear()
-    two = mirror(api)
-    two.show(figures(4))
-    two.show(figures(5))
+    show(None)
+    again = shown_in(api)
+    again(figures(4))
+    again(figures(5))
     assert value(api, "rsrv_requests_total", outcome="answered") == 7
 
 
@@ -113,26 +114,26 @@ said = st.fixed_dictionaries(
 def test_no_answer_of_the_runtime_leads_to_a_wrong_call(told: list[Any]) -> None:
     """The fake fails on what Triton might not survive."""
     api = server()
-    one = mirror(api)
+    show = shown_in(api)
     for each in told:
-        one.show(each)
-    one.clear()
+        show(each)
+    show(None)
     assert not any(math.isnan(metric.value) for metric in api.MetricFamily.metrics.values())
 
 
 def test_after_one_failure_there_is_no_further_call() -> None:
     """Any metric may be refused."""
     api = server()
-    one = mirror(api)
-    one.show(figures(0))
+    show = shown_in(api)
+    show(figures(0))
     api.MetricFamily.metrics[
         "rsrv_queue_depth", frozenset({"model": "m", "version": "1"}.items())
     ].fails = True
     before = sum(metric.calls for metric in api.MetricFamily.metrics.values())
 
     for answered in range(3):
-        one.show(figures(answered, queued=1 + answered))
-    one.clear()
+        show(figures(answered, queued=1 + answered))
+    show(None)
 
     # One counter may have grown before.
     assert sum(metric.calls for metric in api.MetricFamily.metrics.values()) <= before + 2
@@ -141,10 +142,10 @@ def test_after_one_failure_there_is_no_further_call() -> None:
 def test_equal_figures_cost_no_call() -> None:
     """Each call takes Triton tens of microseconds."""
     api = server()
-    one = mirror(api)
-    one.show(figures(3, queued=1))
+    show = shown_in(api)
+    show(figures(3, queued=1))
     before = sum(metric.calls for metric in api.MetricFamily.metrics.values())
-    one.show(figures(3, queued=1))
+    show(figures(3, queued=1))
     assert sum(metric.calls for metric in api.MetricFamily.metrics.values()) == before
 
 

@@ -4,11 +4,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from heapq import heappush, heapreplace
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.stub.connection import RuntimeConnection
@@ -121,18 +120,12 @@ class Meters:
 # --- reporting to the runtime -------------------------------------------------------------------------------
 
 
-class Mirror(Protocol):
-    """Shows the runtime's counts elsewhere. For one thread at a time; never raises."""
-
-    def show(self, figures: Mapping[str, Any] | None) -> None:
-        """Show counts in the form of REPORTED (docs/protocol.md); None: there is no runtime."""
-
-    def clear(self) -> None:
-        """Show that no request waits and no runtime is connected, at the model's end."""
+#: shows the runtime's counts, in the form of REPORTED (docs/protocol.md), elsewhere; None: there is no runtime
+Show = Callable[[Mapping[str, Any] | None], object]
 
 
 class Reporting:
-    """A thread that reports until `close`, and shows the runtime's counts in `mirror` if there is one.
+    """A thread that reports until `close`, and shows the runtime's counts by `show` if there is one, which never raises.
 
     It has a connection of its own, so its failures cost counts, and no request.
     """
@@ -141,21 +134,21 @@ class Reporting:
         self,
         session: Session,
         meters: Meters,
-        mirror: Mirror | None,
+        show: Show | None,
         *,
         period: float = _REPORT_PERIOD_S,
         idle_period: float = _IDLE_PERIOD_S,
     ) -> None:
         self._session = session
         self._meters = meters
-        self._mirror = mirror
+        self._show = show
         self._period, self._idle_period = period, idle_period
         self._attachment: Attachment | None = None
         self._connection: RuntimeConnection | None = None
         self._closed = threading.Event()
         #: the counts that were shown last
         self._shown: Mapping[str, Any] | None = None
-        if mirror is not None:
+        if show is not None:
             # Before the first request: the counts up to now are not this stub's.
             self._exchange()
         session.on_change = meters.some.set
@@ -167,19 +160,19 @@ class Reporting:
         self._meters.some.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            return  # it holds the mirror
+            return  # it may be showing counts
         self._drop()
-        if self._mirror is not None:
-            self._mirror.clear()
+        if self._show is not None:
+            self._show(None)
 
     def _run(self) -> None:
-        timeout = None if self._mirror is None else self._period
+        timeout = None if self._show is None else self._period
         while True:
             self._meters.some.wait(timeout)
             if self._closed.is_set():
                 return
             changed = self._exchange()
-            if self._mirror is not None:
+            if self._show is not None:
                 timeout = self._period if changed else self._idle_period
             if self._closed.wait(self._period):
                 return
@@ -188,8 +181,8 @@ class Reporting:
         """Report, and show the counts. Returns whether they have changed."""
         try:
             figures = self._report(self._meters.take())
-            if self._mirror is not None:
-                self._mirror.show(figures)
+            if self._show is not None:
+                self._show(figures)
         except Exception:
             log.exception("reporting measurements failed")
             self._drop()  # an answer that was not read must not be taken for the next one
@@ -208,7 +201,7 @@ class Reporting:
             if self._connection is None:
                 self._connection, self._attachment = self._session.open_connection(attachment.key), attachment
             self._report_spans(self._connection)
-            return self._connection.report({**report, "figures": self._mirror is not None}, REPORT_TIMEOUT_S)
+            return self._connection.report({**report, "figures": self._show is not None}, REPORT_TIMEOUT_S)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
@@ -287,12 +280,8 @@ class TritonMirror:
         self._gauges: dict[int, float] = {}
         self._broken = False
 
-    def part(self, replica: int) -> Mirror:
-        """Return the mirror of one replica's counts."""
-        return _MirrorPart(self, replica)
-
-    def show(self, figures: Mapping[str, Any] | None, replica: int) -> None:
-        """Show counts as `Mirror.show`, of one replica. Never raises."""
+    def show(self, replica: int, figures: Mapping[str, Any] | None) -> None:
+        """Show the counts of one replica, as `Show`. Thread-safe; never raises."""
         with self._lock:
             if self._broken:
                 return
@@ -327,17 +316,3 @@ class TritonMirror:
         if isfinite(value) and self._gauges.get(id(gauge)) != value:
             gauge.set(value)
             self._gauges[id(gauge)] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _MirrorPart:
-    """Shows the counts of one replica; `Mirror`."""
-
-    mirror: TritonMirror
-    replica: int
-
-    def show(self, figures: Mapping[str, Any] | None) -> None:
-        self.mirror.show(figures, self.replica)
-
-    def clear(self) -> None:
-        self.mirror.show(None, self.replica)

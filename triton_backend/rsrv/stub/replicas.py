@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from math import inf
 from operator import methodcaller, or_
 from typing import Any
@@ -386,8 +386,8 @@ class Replicas:
         self._first.guard_hooks()
 
     def _report(self, device: int, replica: ModelReplica[Any]) -> None:
-        part = None if self._mirror is None else self._mirror.part(device)
-        self._reporting.append(Reporting(replica.session, replica.meters, part))
+        show = None if self._mirror is None else partial(self._mirror.show, device)
+        self._reporting.append(Reporting(replica.session, replica.meters, show))
 
     @property
     def ready(self) -> bool:

@@ -400,8 +400,9 @@ def test_sub_calls_through_triton_go_to_the_device_of_their_run() -> None:
     assert replicas.execute([call(2), call(2)]) == [2, 2]
     assert replicas.execute([call(None)]) == [0]
     assert replicas.execute([FakeRequest({})]) == [home_of(replicas)]
-    gone, broken = call(7), FakeRequest({}, parameters="{")
-    assert len(replicas.execute([gone]) or []) == len(replicas.execute([broken]) or []) == 1
+    endless = '{"rsrv_run": "77", "rsrv_device": 1e999}'
+    for wrong in (call(7), *(FakeRequest({}, parameters=text) for text in ("{", "[1]", endless))):
+        assert len(replicas.execute([wrong]) or []) == 1
     mixed = [call(1), call(2), call(None)]
     assert replicas.execute(mixed) is None
     answers: list[Any] = [one.answers.get(timeout=1) for one in mixed]

@@ -1,6 +1,5 @@
 """A model's replicas in its stub, one per device of the server: which of them answers a batch."""
 
-import json
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from rsrv.placement.device_choice import PINNED, allowed, by_preference, soonest
 from rsrv.stub.connection import Cold, Rejected
 from rsrv.stub.metrics import Reporting, TritonMirror
 from rsrv.stub.replica import ModelReplica, StubProcess
-from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest
+from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest, parse_parameters
 from rsrv.stub.sequences import read_step
 from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.wire.placement_table import PlacementReader
@@ -434,7 +433,7 @@ def _cut(
 def _device_of_run(request: Any) -> int | None:
     """Return the device of the run that a request says it is a sub-call of; None: it does not say so."""
     try:
-        parameters = json.loads(request.parameters() or "{}")
+        parameters = parse_parameters(request.parameters() or "{}")
         return int(parameters.get(RUN_DEVICE, 0)) if RUN in parameters else None
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None  # the replica refuses it
+    except Exception:  # noqa: BLE001 - the replica refuses it
+        return None

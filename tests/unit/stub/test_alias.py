@@ -22,7 +22,7 @@ from rsrv.stub.session import Launcher
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
 
-FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+RESPONSES = Responses(FakePbUtils)
 
 
 def request(sticky: object = None) -> FakeRequest:
@@ -56,7 +56,7 @@ class Target:
 
 def loaded(name: str, weights: Mapping[str, float | str], targets: Mapping[str, Target]) -> Alias:
     """Return an alias that has loaded these targets."""
-    alias = Alias(Split(name, weights), lambda target: (targets[target], None), FINAL)
+    alias = Alias(Split(name, weights), lambda target: (targets[target], None), RESPONSES)
     assert alias.load(targets) == {}
     return alias
 
@@ -150,7 +150,7 @@ def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
             raise errors.pop(0)
         return targets[name], None
 
-    alias, whole = Alias(Split("fraud", weights), load, FINAL), Split("fraud", weights)
+    alias, whole = Alias(Split("fraud", weights), load, RESPONSES), Split("fraud", weights)
     batch = [request(number) for number in range(2000)]
 
     failures = alias.load(weights)
@@ -170,7 +170,7 @@ def test_a_target_that_does_not_load_gets_no_requests_until_it_does() -> None:
 def test_a_target_that_loads_after_the_end_is_closed() -> None:
     """A load that outlasts its alias leaves nothing behind."""
     late = Target("v8")
-    alias = Alias(Split("fraud", {"v8": 1}), lambda name: (late, None), FINAL)
+    alias = Alias(Split("fraud", {"v8": 1}), lambda name: (late, None), RESPONSES)
 
     alias.close()
     alias.load(["v8"])

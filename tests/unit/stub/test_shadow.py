@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rsrv.stub.alias import Alias, Split
+from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.shadow import Shadow, differing
 from rsrv.stub.tensors import Tensors
@@ -58,7 +59,7 @@ def alias_of(model: Model, shadow: Model, execute: Callable[[Sequence[Any]], obj
         "v9", Tensors(FakePbUtils), {"y": "f32"}, execute or shadow.execute_later, shadow.compared
     )
     loads = {"v7": (model, None), "v9": (shadow, copies)}
-    alias = Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), loads.__getitem__, FINAL)
+    alias = Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), loads.__getitem__, Responses(FakePbUtils))
     assert alias.load(loads) == {}
     return alias
 

@@ -115,13 +115,10 @@ class Alias:
     """
 
     def __init__(
-        self, split: Split, load: Callable[[str], tuple[AliasTarget, Shadow | None]], final: int
+        self, split: Split, load: Callable[[str], tuple[AliasTarget, Shadow | None]], responses: Responses
     ) -> None:
-        """`load` returns a target, with the copies for it if it is a shadow, or raises any error.
-
-        `final` is Triton's flag of a response that is the last one.
-        """
-        self._final = final
+        """`load` returns a target, with the copies for it if it is a shadow, or raises any error."""
+        self._responses = responses
         self._split = split
         self._load = load
         self._lock = threading.Lock()
@@ -190,19 +187,12 @@ class Alias:
         # A list that execute() returns has to be whole.
         for name, request in zip(chosen, requests, strict=True):
             if name in whole:
-                self._send(request, next(whole[name]))
+                self._responses.send(request, next(whole[name]))
         return None
 
     def _choose(self, request: Any) -> str:
         name = self._split.choose(request)
         return name if name in self._targets else self._instead.choose(request)
-
-    def _send(self, request: Any, response: Any) -> None:
-        try:
-            request.get_response_sender().send(response, flags=self._final)
-        except Exception:
-            # The other requests have answers already, or still get them.
-            log.exception("a request could not be answered")
 
     @property
     def ready(self) -> bool:
@@ -240,7 +230,7 @@ class AliasStub(ModelStub):
             return found, shadow
 
         split = Split(alias, shares)
-        served = Alias(split, load, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        served = Alias(split, load, together)
         self._closed = threading.Event()
         failures = served.load(shares)
         if failures.keys() >= set(split.names):

@@ -265,9 +265,15 @@ class Replicas:
         if len(requests) > 1 and len(self._allowed) > 1 and not self._apart:
             shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
             if len(shares) > 1:
-                self._hand_out(shares)
-                return None
+                return self._answer(shares)
         return chosen.execute(requests)
+
+    def _answer(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> list[Any] | None:
+        """Answer the parts of a batch: later, if there are several, as a list that execute() returns has to be whole."""
+        if len(shares) == 1:
+            return shares[0][0].execute(shares[0][1])
+        self._hand_out(shares)
+        return None
 
     def _begin_stages(self, apart: Mapping[str, int]) -> ModelReplica[Any]:
         """Return the live replica of the lowest device on which a run by stage may call a model."""
@@ -304,14 +310,12 @@ class Replicas:
                 if device is not None:
                     self._start_on(device)
         # Without a replica on the run's device, any other one has the meta model repeat the call.
-        shares = [
-            (self._replicas.get(-1 if device is None else device, self._allowed[0]), part)
-            for device, part in parts.items()
-        ]
-        if len(shares) == 1:
-            return shares[0][0].execute(requests)
-        self._hand_out(shares)
-        return None
+        return self._answer(
+            [
+                (self._replicas.get(-1 if device is None else device, self._allowed[0]), part)
+                for device, part in parts.items()
+            ]
+        )
 
     def _follow_sequences(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each request on the device that has its sequence's state."""
@@ -320,10 +324,7 @@ class Replicas:
             parts.setdefault(self._home(request).session.device, []).append(request)
         with self._lock:
             shares = [(self._replicas[device], part) for device, part in parts.items()]
-        if len(shares) == 1:
-            return shares[0][0].execute(requests)
-        self._hand_out(shares)
-        return None
+        return self._answer(shares)
 
     def _place_step(self, request: ClientRequest) -> bool:
         """Give a request of a sequence that waits for a runtime to a replica; `Resubmission.place`."""
@@ -358,15 +359,11 @@ class Replicas:
         return chosen
 
     def _hand_out(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> None:
-        """Answer the parts of a batch later: a list that execute() returns has to be whole."""
+        """Answer the parts of a batch after execute() returned."""
         for replica, part in shares:
             failures = replica.execute_later(part)
             for request, failure in zip(part, failures or (), strict=False):
-                try:
-                    request.get_response_sender().send(failure, flags=self._responses.final)
-                except Exception:
-                    # The other requests have answers already, or still get them.
-                    log.exception("a request could not be answered")
+                self._responses.send(request, failure)
 
     def _live(self) -> list[ModelReplica[Any]]:
         """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""

@@ -103,6 +103,13 @@ class Responses:
         error = self._pb.TritonError(message, code)
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 
+    def send(self, triton: Any, response: Any) -> None:
+        """Answer Triton's request by its sender; never raises: others of its batch have answers, or still get them."""
+        try:
+            triton.get_response_sender().send(response, flags=self.final)
+        except Exception:
+            log.exception("a request could not be answered")
+
 
 class Reply:
     """A response sender that ends its answer exactly once; if it is dropped, with an error.

@@ -13,7 +13,7 @@ import pytest
 
 import rsrv
 import rsrv_bundle
-from rsrv.cli.main import former_node
+from rsrv.cli.main import former_node, parser
 from rsrv.cli.main import main as rsrv_main
 from rsrv.command import command
 from rsrv.extras import install_command
@@ -55,6 +55,17 @@ def test_a_missing_command_is_answered_with_the_list(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         rsrv_main(["gateway"])
     assert "rsrv gateway: name a command: status, health, policy," in capsys.readouterr().err
+
+
+def test_messages_name_commands_that_exist() -> None:
+    """An operator who is told to run a command of rsrv has it."""
+    sources = [
+        path for folder in ("triton_backend/rsrv", "gateway") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {name for path in sources for name in re.findall(r"`rsrv ([a-z]+)", path.read_text())}
+    (commands,) = (one for one in parser()._actions if one.dest == "command")
+    assert named <= {*(commands.choices or ())}
+    assert "prefetch" in named
 
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())

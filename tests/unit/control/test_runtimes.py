@@ -216,7 +216,7 @@ async def test_a_command_for_a_cold_model_holds_from_its_start(tmp_path: Path) -
         runtimes.show_cold(["b"])
         pin = {**PIN, "model": "b"}
         assert await runtimes.command(pin) == {}
-        with pytest.raises(StatusError, match="b is cold: start it first, with `rsrv start b`"):
+        with pytest.raises(StatusError, match="b is cold: start it first, with `rsrv prefetch --warm b`"):
             await runtimes.command({"command": "policy", "model": "b", "weight": 2.0})
 
         second.answers = lambda command: {}

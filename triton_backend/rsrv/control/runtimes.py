@@ -248,7 +248,8 @@ class Runtimes:
             # Only a runtime checks the values of a policy.
             if command["command"] not in LASTING - {"policy"}:
                 raise StatusError(
-                    "FAILED_PRECONDITION", f"{name} is cold: start it first, with `rsrv start {name}`"
+                    "FAILED_PRECONDITION",
+                    f"{name} is cold: start it first, with `rsrv prefetch --warm {name}`",
                 ) from None
             answers, refusals = {}, dict.fromkeys(chosen, unknown)
             for number in chosen:

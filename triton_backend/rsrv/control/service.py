@@ -281,7 +281,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             before = [one.take() for one in subscriptions]
             sent = await self._runtimes.command(command, devices)
             if wait and not sent:
-                text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv start {model}`"
+                text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv prefetch --warm {model}`"
                 raise StatusError("FAILED_PRECONDITION", text)
             if wait:
                 serving = [number for number in sent if _serves(before[number], model)] or [*sent]

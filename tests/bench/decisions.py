@@ -74,7 +74,7 @@ def measure_one(discipline: str, models: int, rows: int) -> Decision:
     for _ in range(_STEPS):
         execute = running.pop(0)
         now += execute.seconds
-        event = ExecutionFinished(execute.dispatch, execute.seconds)
+        event = ExecutionFinished(execute.number, execute.seconds)
         started = time.perf_counter()
         out = scheduler.handle(event, now)
         took.append(time.perf_counter() - started)

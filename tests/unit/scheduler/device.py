@@ -126,7 +126,7 @@ class Device(Driver):
                 self._free = start + seconds
                 self.got[instruction.model] += seconds
                 self.executed.append((start, self._free, instruction))
-                self.later(self._free, ExecutionFinished(instruction.dispatch, seconds))
+                self.later(self._free, ExecutionFinished(instruction.number, seconds))
                 refill = self._saturated.get(instruction.model)
                 if refill is not None:
                     self.later(self.now, self._more(instruction, refill))

@@ -174,7 +174,7 @@ class Driver:
         if isinstance(event, RunEnded):
             self.under_way.pop(event.run, None)
         if isinstance(event, ExecutionFinished):
-            execute = self.executing.pop(event.dispatch)
+            execute = self.executing.pop(event.number)
             if event.out_of_memory and not execute.again:
                 self.again.update(execute.requests)
                 self.second_tries += 1
@@ -352,21 +352,21 @@ class Driver:
 
     def finish(
         self,
-        dispatch: int | None = None,
+        number: int | None = None,
         *,
         seconds: float | None = None,
         error: str | None = None,
         out_of_memory: bool = False,
     ) -> list[Instruction]:
         """End an execution (the oldest one), after exactly as long as the scheduler expects."""
-        dispatch = min(self.executing) if dispatch is None else dispatch
-        execute = self.executing[dispatch]
+        number = min(self.executing) if number is None else number
+        execute = self.executing[number]
         if seconds is None:
             costs = self.scheduler.snapshot().models[execute.model].costs
             seconds = costs[execute.variant, execute.size]
         if out_of_memory:
             error = error or "no memory"
-        return self.send(ExecutionFinished(dispatch, seconds, error, out_of_memory), after=seconds)
+        return self.send(ExecutionFinished(number, seconds, error, out_of_memory), after=seconds)
 
     def finish_all(self) -> list[Execute]:
         """Run until the device is idle, and return the executions started by then, oldest first."""
@@ -555,7 +555,7 @@ class Driver:
 
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
-        assert execute.dispatch not in self.executing
+        assert execute.number not in self.executing
         # Runs and generations in progress need executions to end; a second try began before this.
         generating = any(one.model in self.generative for one in self.waiting.values())
         assert self.under_way or generating or execute.again or not self.winding_down
@@ -576,7 +576,7 @@ class Driver:
             self.again.difference_update(execute.requests)
             self.second_tries -= 1
             assert not self.executing
-            self.executing[execute.dispatch] = execute
+            self.executing[execute.number] = execute
             return
         queue = [
             one
@@ -596,7 +596,7 @@ class Driver:
         for request in requests:
             del self.waiting[request.id]
         self._leave(*requests)
-        self.executing[execute.dispatch] = execute
+        self.executing[execute.number] = execute
         assert len(self.executing) <= self.settings.depth
 
 

@@ -79,7 +79,7 @@ class Fleet:
         self.now += seconds
         self.got[running.model] += seconds
         self.now += late
-        self._send(ExecutionFinished(running.dispatch, seconds))
+        self._send(ExecutionFinished(running.number, seconds))
         return running.model
 
     def run(self, seconds: float) -> None:
@@ -303,7 +303,7 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
         now += execute.seconds + host * (execute.model == "steps")
         # As in the runtime: the next steps arrive before the end of the execution.
         running = arrive("steps", len(execute.requests)) if execute.model == "steps" else []
-        out = scheduler.handle(ExecutionFinished(execute.dispatch, execute.seconds), now)
+        out = scheduler.handle(ExecutionFinished(execute.number, execute.seconds), now)
         running += [one for one in out if isinstance(one, Execute)]
         if execute.model == "image":
             took.append(now - asked)

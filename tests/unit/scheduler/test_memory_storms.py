@@ -20,9 +20,9 @@ class _Storm(Device):
 
     def later(self, at: float, event: Event) -> None:
         if isinstance(event, ExecutionFinished):
-            execute = self.executing[event.dispatch]
+            execute = self.executing[event.number]
             if execute.model == self.bad and not (self.alone and execute.again):
-                event = ExecutionFinished(event.dispatch, event.seconds, "no memory", True)
+                event = ExecutionFinished(event.number, event.seconds, "no memory", True)
         super().later(at, event)
 
     def answers(self) -> Counter[str]:

@@ -249,7 +249,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
         (RequestsArrived((fresh, waiting)), "in use already"),
         (RequestsArrived((fresh, fresh)), "twice"),
         (RequestsArrived((Request(99, "a", 0, -1),)), "-1 rows"),
-        (ExecutionFinished(7, 0.1), "dispatch 7 is not in flight"),
+        (ExecutionFinished(7, 0.1), "execution 7 is not in flight"),
         (ModelAdded(program("a")), "added already"),
         (ModelAdded(program("b", {})), "no compiled size"),
         (ModelAdded(program("b", max_queue_depth=0)), "max_queue_depth"),
@@ -277,7 +277,7 @@ def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
     for _ in range(2):
         out = machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1),)), 0.0)
         [one] = executions(out)
-        out = machine.scheduler.handle(ExecutionFinished(one.dispatch, 0.001), 0.0)
+        out = machine.scheduler.handle(ExecutionFinished(one.number, 0.001), 0.0)
 
         assert out == [Finish(1, Outcome.ANSWERED)]
 

@@ -76,8 +76,8 @@ def test_the_second_try_has_the_device_to_itself() -> None:
     driver.add(program("a"), program("b"), program("c", pinned=True))
     driver.arrive(driver.request("a"))
     driver.arrive(driver.request("b", rows=32), driver.request("c", rows=32))
-    dispatch = min(driver.executing)
-    driver.finish(dispatch, out_of_memory=True)
+    number = min(driver.executing)
+    driver.finish(number, out_of_memory=True)
     while not any(one.again for one in driver.executing.values()):
         driver.finish()
 

@@ -84,7 +84,7 @@ def test_an_overrun_launches_the_next_and_no_more() -> None:
     """While the first takes ten times as long as expected, a depth of two gets its second, once."""
     device = pipelined()
     device.model(program("a", {(0, 1): 0.010}))
-    device.slower = lambda execute: 10.0 if execute.dispatch == 1 else 1.0
+    device.slower = lambda execute: 10.0 if execute.number == 1 else 1.0
     device.arrive(*device.requests_of(5))
     device.run(0.099)
 
@@ -120,7 +120,7 @@ def test_an_overrun_does_not_ask_for_ticks_without_end() -> None:
     """At a depth of three, while the first takes far too long, a second of 2.001 ms asks for a tick or two."""
     device = Device(SchedulerSettings(depth=3, launch_ahead_ms=2.0), validate_every=1000)
     device.model(program("a", {(0, 1): 0.00201}))
-    device.slower = lambda execute: 1000.0 if execute.dispatch == 1 else 1.0
+    device.slower = lambda execute: 1000.0 if execute.number == 1 else 1.0
     device.arrive(*device.requests_of(5))
     device.run(0.5)
 

@@ -369,7 +369,7 @@ class RandomEvents(RuleBasedStateMachine):
         execute = data.draw(st.sampled_from([*self.driver.executing.values()]))
         ended = len(self.driver.ended)
         self.driver.finish(
-            execute.dispatch,
+            execute.number,
             seconds=0.001 * slower,
             error=None if how == "good" else how,
             out_of_memory=how == "no memory",
@@ -491,11 +491,9 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
             driver.send(RequestsArrived(tuple(requests)), after=pause)
         case "finish" if driver.executing:
             error = "device fault" if chance.random() < 0.05 else None
-            dispatch = chance.choice([*driver.executing])
+            number = chance.choice([*driver.executing])
             memory = error is not None and chance.random() < 0.5
-            driver.finish(
-                dispatch, seconds=0.001 * chance.expovariate(1.0), error=error, out_of_memory=memory
-            )
+            driver.finish(number, seconds=0.001 * chance.expovariate(1.0), error=error, out_of_memory=memory)
         case "ask":
             runs = [
                 driver.run_of(

@@ -262,7 +262,7 @@ def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> N
     for _ in range(10_000):
         machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1, deadline=1e9),)), 1.0)
         [running] = machine.scheduler._running.values()
-        machine.scheduler.handle(ExecutionFinished(running.execute.dispatch, 0.001), 1.0)
+        machine.scheduler.handle(ExecutionFinished(running.execute.number, 0.001), 1.0)
 
     assert len(machine.scheduler._queues.deadlines) < 100
 

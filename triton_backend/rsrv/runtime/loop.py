@@ -444,7 +444,7 @@ class Loop:
             self._pass_on()
         self._passing_on = True
         try:
-            number = ended.dispatch.execute.dispatch
+            number = ended.dispatch.execute.number
             event = ev.ExecutionFinished(number, ended.seconds, error, ended.out_of_memory)
             self._handle(event, ended)
         finally:

@@ -119,7 +119,7 @@ class Timeline:
     ) -> None:
         match instruction:
             case ev.Execute():
-                self._executing[instruction.dispatch] = instruction
+                self._executing[instruction.number] = instruction
             case ev.LoadWeights():
                 self._loading[instruction.model, instruction.epoch] = now
             case ev.WarmUp():
@@ -133,7 +133,7 @@ class Timeline:
             case ev.RequestsArrived(requests):
                 self.arrivals.add(requests, now)
             case ev.ExecutionFinished():
-                begun = self._executing.pop(event.dispatch)
+                begun = self._executing.pop(event.number)
                 return self._add(
                     DeviceSpan(
                         "execute",
@@ -245,7 +245,7 @@ class Traces:
         for traced in filter(None, map(self.live.get, execute.requests)):
             if traced.dispatch is None:  # else this is the second try
                 self._add_waiting(traced, now, "")
-            traced.dispatch = execute.dispatch
+            traced.dispatch = execute.number
 
     def finished(self, finish: ev.Finish, now: float) -> None:
         traced = self.live.pop(finish.request, None)

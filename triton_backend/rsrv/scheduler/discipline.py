@@ -76,10 +76,10 @@ class Discipline(Protocol):
     def remove(self, name: str) -> None:
         """Remove a model that was removed from the scheduler."""
 
-    def start(self, dispatch: int, name: str, expected: float) -> None:
+    def start(self, number: int, name: str, expected: float) -> None:
         """Take in that an execution of a candidate starts, with its expected seconds."""
 
-    def end(self, dispatch: int, seconds: float) -> None:
+    def end(self, number: int, seconds: float) -> None:
         """Take in that an execution ended, which had the device for `seconds`. It may have started under another discipline."""
 
     def rank(self, candidate: Candidate) -> Rank:

@@ -42,10 +42,10 @@ class Fifo:
     def advance(self, now: float) -> None:
         """Do nothing: neither time nor device time matters to the order of requests."""
 
-    def start(self, dispatch: int, name: str, expected: float) -> None:
+    def start(self, number: int, name: str, expected: float) -> None:
         """Do nothing."""
 
-    def end(self, dispatch: int, seconds: float) -> None:
+    def end(self, number: int, seconds: float) -> None:
         """Do nothing."""
 
     def rank(self, candidate: Candidate) -> Rank:

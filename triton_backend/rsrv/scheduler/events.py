@@ -252,7 +252,7 @@ class RunEnded:
 class ExecutionFinished:
     """An `Execute` ended; `error` is None, or the reason why all its requests failed."""
 
-    dispatch: int
+    number: int
     seconds: float
     error: str | None = None
     #: whether the error is a lack of device memory: then it is retried once.
@@ -365,7 +365,8 @@ Event = (
 class Execute:
     """Run one compiled size of one model over these requests, in the order of service. `rows` of its `size` are useful."""
 
-    dispatch: int
+    #: numbers rise from 1; a second try has its own.
+    number: int
     model: str
     variant: int
     size: int

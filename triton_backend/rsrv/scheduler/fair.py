@@ -105,7 +105,7 @@ class Fair:
         self._fill_from: float | None = None
         #: device time that is charged but has not passed, so is not in the clock yet.
         self._due = 0.0
-        #: dispatch -> the model and the expected seconds of an execution in flight.
+        #: number -> the model and the expected seconds of an execution in flight.
         self._executing: dict[int, tuple[str, float]] = {}
         self._accounts: dict[str, Account] = {}
         #: eligible candidates, by (level, virtual deadline, place): the level is that of the priority.
@@ -193,23 +193,23 @@ class Fair:
     def remove(self, name: str) -> None:
         account = self._accounts.pop(name, None)
         if account is not None:
-            for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
-                del self._executing[dispatch]
+            for number in [own for own, (whose, _) in self._executing.items() if whose == name]:
+                del self._executing[number]
             for ranking in (self._idle_debtors, self._waiting, self._eligible, self._ineligible):
                 ranking.pop(name, None)
             if account.present:
                 self._leave(account)
             self._settle()
 
-    def start(self, dispatch: int, name: str, expected: float) -> None:
+    def start(self, number: int, name: str, expected: float) -> None:
         account = self._accounts[name]
         account.executing += 1
         account.start += expected / account.weight
         self._due += expected
-        self._executing[dispatch] = name, expected
+        self._executing[number] = name, expected
 
-    def end(self, dispatch: int, seconds: float) -> None:
-        started = self._executing.pop(dispatch, None)
+    def end(self, number: int, seconds: float) -> None:
+        started = self._executing.pop(number, None)
         if started is None:
             return  # It started under another discipline, or its model was removed.
         name, expected = started

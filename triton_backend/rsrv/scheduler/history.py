@@ -83,7 +83,7 @@ class History:
 
     def records(self, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
         """Return all records and changes, oldest first. `beside`: other records to insert, oldest first."""
-        begun = {one.dispatch: one for *_, one in self._records if isinstance(one, Execute)}
+        begun = {one.number: one for *_, one in self._records if isinstance(one, Execute)}
         own = merge(self._changes, self._records, key=itemgetter(0))
         read = (HistoryRecord(now, what, _read(details, begun)) for _, now, what, details in own)
         return list(merge(beside, read, key=itemgetter(0)))
@@ -96,11 +96,11 @@ def _read(details: Details, begun: Mapping[int, Execute]) -> Mapping[str, Value]
         case Mapping():
             return details
         case Execute():
-            shape: dict[str, Value] = {"dispatch": details.dispatch, "variant": details.variant}
+            shape: dict[str, Value] = {"dispatch": details.number, "variant": details.variant}
             return shape | {"size": details.size, "rows": details.rows} | _ids(details.requests)
         case ExecutionFinished():
-            ended: dict[str, Value] = {"dispatch": details.dispatch, "seconds": details.seconds}
-            if (execute := begun.get(details.dispatch)) is not None:
+            ended: dict[str, Value] = {"dispatch": details.number, "seconds": details.seconds}
+            if (execute := begun.get(details.number)) is not None:
                 ended |= {"size": execute.size, "rows": execute.rows, "requests": len(execute.requests)}
             return ended if details.error is None else ended | {"why": details.error}
         case LoadFailed():

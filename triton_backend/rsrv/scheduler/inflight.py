@@ -20,14 +20,14 @@ class StartedExecution:
     execute: Execute
     model: ModelState
     started: float
-    #: the dispatch that the discipline knows of: the first try.
+    #: the number that the discipline knows of: that of the first try.
     charged: int
     #: while nothing else could execute, once it has ended.
     occupied_seconds: float = 0.0
 
 
 class InFlight(dict[int, StartedExecution]):
-    """The executions in flight by dispatch; the device runs them in this order."""
+    """The executions in flight by number; the device runs them in this order."""
 
     __slots__ = ("_freed", "_recent", "started")
 
@@ -37,30 +37,30 @@ class InFlight(dict[int, StartedExecution]):
         self._freed = -inf
         #: the latest executions that ended: the model's family, and from when to when the device had it.
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
-        #: number of executions started since the beginning; the dispatch of the latest.
+        #: number of executions started since the beginning; the number of the latest.
         self.started = 0
 
-    def check(self, dispatch: int) -> None:
+    def check(self, number: int) -> None:
         """Refuse the end of an execution that is not in flight.
 
         Raises:
             CallerError: it is not.
         """
-        if dispatch not in self:
-            raise CallerError(f"dispatch {dispatch} is not in flight: {list(self)} are")
+        if number not in self:
+            raise CallerError(f"execution {number} is not in flight: {list(self)} are")
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
-        """Add an execution. `charged`: the dispatch of the first try, if this is the second."""
-        self.started = dispatch = execute.dispatch
-        self[dispatch] = StartedExecution(execute, model, now, dispatch if charged is None else charged)
+        """Add an execution. `charged`: the number of the first try, if this is the second."""
+        self.started = number = execute.number
+        self[number] = StartedExecution(execute, model, now, number if charged is None else charged)
 
-    def end(self, dispatch: int, seconds: float, now: float) -> StartedExecution:
+    def end(self, number: int, seconds: float, now: float) -> StartedExecution:
         """Take out an execution that ended; `seconds`: on the device.
 
         Staging before it and taking its outputs after it also keep others from executing. Between steps of a
         generation that takes as long as the steps.
         """
-        ended = self.pop(dispatch)
+        ended = self.pop(number)
         since = max(ended.started, self._freed)
         ended.occupied_seconds = max(seconds, min(now - since, seconds + _MAX_HOST_S))
         self._recent.append((ended.model.family, since, now))

@@ -170,7 +170,7 @@ class Scheduler(SchedulerQueries):
             case RequestsArrived():
                 self._queues.check(event.requests, self._admission.live.keys())
             case ExecutionFinished():
-                self._running.check(event.dispatch)
+                self._running.check(event.number)
             case RunsAsked():
                 self._admission.check(event.runs, self._queues.live.keys())
             case ModelAdded():
@@ -329,7 +329,7 @@ class Scheduler(SchedulerQueries):
         )
         running.start(execute, model, now)
         model.started(execute)
-        self._discipline.start(execute.dispatch, name, batch.seconds)
+        self._discipline.start(execute.number, name, batch.seconds)
         model.history.add(now, "execute", execute)
         out.append(execute)
         if self._discipline.sheds:
@@ -337,7 +337,7 @@ class Scheduler(SchedulerQueries):
             self._shed(now, out)
 
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
-        running = self._running.end(event.dispatch, event.seconds, now)
+        running = self._running.end(event.number, event.seconds, now)
         model, execute = running.model, running.execute
         model.totals.device_seconds += event.seconds
         model.totals.execute.observe(event.seconds)
@@ -459,7 +459,7 @@ class Scheduler(SchedulerQueries):
             turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * reload_seconds
             first.model.blocked_until = max(first.model.blocked_until, now + turn)
             self._queues.dirty[first.model] = None
-            again = replace(first.execute, dispatch=self._running.started + 1, again=True)
+            again = replace(first.execute, number=self._running.started + 1, again=True)
             self._running.start(again, first.model, now, charged=first.charged)
             first.model.history.add(now, "execute again", again)
             out.append(again)

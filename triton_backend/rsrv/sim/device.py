@@ -204,7 +204,7 @@ class SimulatedDevice:
         self.record.executions.append(ExecutionRecord(execute, start, end))
         for request in execute.requests:
             self.record.requests[request - 1].started = start
-        self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
+        self._push(end, _FINISHED, ExecutionFinished(execute.number, seconds))
 
     def _read(self, read: ReadWeights, now: float) -> None:
         self._read_bytes[read.model] = nbytes = self.catalogue.read_for_load(read.model, now)

@@ -41,7 +41,7 @@ class RoundRobin(Fifo):
     def update(self, candidate: Candidate) -> None:
         self._ranking.set(candidate.name, self.rank(candidate))
 
-    def start(self, dispatch: int, name: str, expected: float) -> None:
+    def start(self, number: int, name: str, expected: float) -> None:
         self._started += 1
         self._turns[name] = self._started
 

@@ -1,4 +1,4 @@
-"""What slow requests waited for: their weights, others to join, other work, and an operator."""
+"""Waits of slow requests: for their weights, for others to join, for other work, and for an operator."""
 
 from collections.abc import Sequence
 from math import inf

@@ -21,12 +21,13 @@ Of weights:
        whose state takes bytes (`TAKING_BYTES`). The bytes on the device are those of the groups with users, each once:
        within the budget, but for pinned models, one more that is alone, and weights in use;
     9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent, in a line of the
-       load queue and not being read, READING if and only if theirs is the one read that runs, LOADING if and only if theirs is the one load that runs, EVICTING if and only if they are runnable and
-       an eviction was requested or the model was removed, in BACKOFF if and only if they are absent, in no line, and a
-       back-off runs; what QUEUED, READING and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups.
-       Models with waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device or loading, and the link is in use
-       unless the first in line finds no room. Weights that are in line and on disk only wait for the disk, not for the
-       link, and it is in use while there are any;
+       load queue and not being read, READING if and only if theirs is the one read that runs, LOADING if and only if
+       theirs is the one load that runs, EVICTING if and only if they are runnable and an eviction was requested or
+       the model was removed, in BACKOFF if and only if they are absent, in no line, and a back-off runs; what QUEUED,
+       READING and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups. Models with
+       waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device
+       or loading, and the link is in use unless the first in line finds no room. Weights that are in line and on disk
+       only wait for the disk, not for the link, and it is in use while there are any;
     10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
        ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
        obstacle. A model drains only as long as something executes on its weights or they are being read or load;

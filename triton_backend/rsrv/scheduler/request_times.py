@@ -1,4 +1,4 @@
-"""Waits of slow requests: for their weights, for others to join, for other work, and for an operator."""
+"""The waits of slow requests: for their weights, for others to join, for other work, and for an operator."""
 
 from collections.abc import Sequence
 from math import inf

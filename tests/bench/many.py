@@ -4,7 +4,7 @@
     python -m tests.bench.many --models 50 --front python
     python -m tests.bench.many --start lazy                 # cold but for those that are measured
 
-The models are copies of one bundle, so that their module is compiled once, by the first run, and their weights exist once:
+Last, further models come into the repository, and the time is taken until Triton says that each is ready. The models are copies of one bundle, so that their module is compiled once, by the first run, and their weights exist once:
 the figures are those of rsrv's own state for each model. Memory is unique memory (USS).
 """
 
@@ -17,6 +17,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+
+import tritonclient.grpc as triton
 
 import native_front
 from tests.bench import models
@@ -29,6 +32,10 @@ from tests.bench.verify import verify
 
 #: copies are verified before one of them is measured
 _VERIFIED = 8
+#: copies that come at the end
+_ADDED = 10
+#: With these, and `lifecycle.mode: static`, a model is loaded when this program says so.
+_FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,18 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=10.0, help="seconds without a request")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    repository = make_repository(options.models, options.front, options.start)
+    repository = make_repository(options.models + _ADDED, options.front, options.start)
+    aside = WORK / "many-aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in models.mlp_names(options.models + _ADDED)[options.models :]:
+        (repository / name).rename(aside / name)
     started = time.monotonic()
-    with served(f"many-{options.front}", repository, has_runtime=True) as side:
+    with served(f"many-{options.front}", repository, has_runtime=True, flags=_FLAGS) as side:
         say(f"{options.models} models ready in {time.monotonic() - started:.1f} s")
         show(side, options.models, options.window, options.idle)
+        seconds = [add(side, path, repository) for path in sorted(aside.iterdir())]
+        say(f"an added model is ready after {median(seconds):.3f} s ({min(seconds):.3f}-{max(seconds):.3f})")
 
 
 def make_repository(count: int, front: str, start: str) -> Path:
@@ -77,7 +91,22 @@ def make_repository(count: int, front: str, start: str) -> Path:
     paths = [links / name for name in models.mlp_names(count)]
     for path in paths:
         path.symlink_to(bundle)
-    return models.generate(f"many-{front}", paths, f"stub: {{front: {front}}}\nruntime: {{start: {start}}}")
+    return models.generate(
+        f"many-{front}",
+        paths,
+        f"stub: {{front: {front}}}\nruntime: {{start: {start}}}\nlifecycle: {{mode: static}}",
+    )
+
+
+def add(side: Side, model: Path, repository: Path) -> float:
+    """Load a model that the repository did not have, and ask it; return the seconds until it was ready."""
+    model.rename(repository / model.name)
+    with triton.InferenceServerClient(side.server.grpc_url) as client:
+        started = time.monotonic()
+        client.load_model(model.name)
+        ready = time.monotonic() - started
+    verify(side.server.grpc_url, replace(models.mlp_case(models.MLP), name=model.name), requests=8)
+    return ready
 
 
 def show(side: Side, count: int, window_s: float, idle_s: float) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 import native_front
+from rsrv.settings import Front
 from rsrv_gen import cli as rsrv_gen
 from tests.bench import plain_env
 from tests.bench.places import HERE, ROOT, WORK
@@ -35,6 +36,17 @@ backend: "python"
 max_batch_size: 32
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 256 ] }} ]
 output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ {outputs} ] }} ]
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+dynamic_batching {{ }}
+parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
+"""
+
+_PLAIN_IMAGES_CONFIG = """\
+name: "images"
+backend: "python"
+max_batch_size: 8
+input [ {{ name: "image" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }} ]
+output [ {{ name: "scores" data_type: TYPE_FP32 dims: [ 10 ] }} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 dynamic_batching {{ }}
 parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
@@ -109,9 +121,25 @@ def native_repository(count: int) -> Path:
     return generate(f"native-{count}", bundles, "stub: {front: native}")
 
 
-def images_repository() -> Path:
+def images_repository(front: Front = "python") -> Path:
     """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
-    return generate("rsrv-images", [ensure_bundle(IMAGES, _export_images)])
+    if front == "native":
+        native_front.ensure()
+    name = {"python": "rsrv-images", "native": "native-images"}[front]
+    return generate(name, [ensure_bundle(IMAGES, _export_images)], f"stub: {{front: {front}}}")
+
+
+def plain_images_repository() -> Path:
+    """The same as a plain Triton model."""
+    environment = plain_env.ensure()
+    repository = WORK / "plain-images"
+    shutil.rmtree(repository, ignore_errors=True)
+    version = repository / IMAGES / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(_PLAIN_IMAGES_CONFIG.format(environment=environment))
+    shutil.copy(HERE / "plain_images.py", version / "model.py")
+    np.savez(version / "weights.npz", kernel=image_weights()["kernel"])
+    return repository
 
 
 def gateway_repository() -> Path:

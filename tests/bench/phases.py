@@ -23,6 +23,7 @@ BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
 #: The stub's setting stub.in_place_ms: the default, always later, always in place.
 IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
+BUSY_SIDES = (*IN_PLACE_MS, NATIVE)
 
 
 def say(text: str) -> None:
@@ -117,18 +118,19 @@ def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:
 
 
 def busy(rounds: int, window_s: float) -> list[Sample]:
-    """Measure the device's busy share under large inputs, with the stub's ways of answering in turns."""
+    """Measure the device's busy share under large inputs, with the stub's ways of answering and the native front in turns."""
     samples = []
-    repository = models.images_repository()
     with contextlib.ExitStack() as servers:
         sides = []
-        for name, value in IN_PLACE_MS.items():
+        for name in BUSY_SIDES:
+            repository = models.images_repository("native" if name == NATIVE else "python")
+            value = IN_PLACE_MS.get(name)
             own = {} if value is None else {"RSRV_STUB__IN_PLACE_MS": value}
             side = servers.enter_context(
                 served(f"busy-{name}", repository, has_runtime=True, env={**paced(EXECUTION_MS), **own})
             )
             count = verify(side.server.grpc_url, models.images_case())
-            say(f"in_place_ms {name}: {count} answers right")
+            say(f"{name}: {count} answers right")
             sides.append(Side(name, side.server, has_runtime=True))
         for number in range(rounds):
             turn = number % len(sides)

@@ -73,8 +73,8 @@ def sizes_lines(rounds: Rounds, cases: Sequence[tuple[str, int]]) -> str:
 
 
 def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
-    """One line for each setting of the stub."""
-    headers = ["stub.in_place_ms", "busy share", "infer/s", "p50 ms", "p99 ms", *(f"{r} us" for r in ROLES)]
+    """One line for each setting of the stub, and the native front."""
+    headers = ["in_place_ms", "busy share", "infer/s", "p50 ms", "p99 ms", *(f"{r} us" for r in ROLES)]
     headers.append("per execution")
     rows = []
     for side in sides:
@@ -83,7 +83,7 @@ def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
         row = [side, f"{spread_text(share, 0)} %", f"{Spread.of(s.infer_per_s for s in samples).median:.0f}"]
         row += [f"{Spread.of(s.p50_us / 1e3 for s in samples).median:.1f}"]
         row += [f"{Spread.of(s.p99_us / 1e3 for s in samples).median:.1f}"]
-        row += [f"{Spread.of(s.cpu_us[role] for s in samples).median:.0f}" for role in ROLES]
+        row += [f"{Spread.of(s.cpu_us.get(role, 0) for s in samples).median:.0f}" for role in ROLES]
         row += [f"{Spread.of(s.device_batch or 0 for s in samples).median:.1f}"]
         rows.append(row)
     return table(headers, rows)

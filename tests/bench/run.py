@@ -20,7 +20,7 @@ from rsrv.serve.triton_install import InstallError
 from tests.bench import breakdown, decisions, metas, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
-from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, NATIVE, PLAIN, RSRV, Footprint, say
+from tests.bench.phases import BUSY_CLIENTS, BUSY_SIDES, CLIENTS, NATIVE, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 
 PARTS = ("throughput", "memory", "busy", "decisions", "metas")
@@ -168,12 +168,11 @@ def _row(footprint: Footprint) -> list[str]:
 def _busy(plan: Plan) -> Part:
     samples = phases.busy(plan.rounds, plan.window_s)
     kept = Rounds.of(samples)
-    sides = list(IN_PLACE_MS)
     setting = f"{phases.EXECUTION_MS:.0f} ms an execution, whatever its size; an image of 602 kB a request"
     lines = [
         f"{setting}; {BUSY_CLIENTS} clients",
-        report.busy_table(kept, sides, BUSY_CLIENTS),
-        report.sizes_lines(kept, [(side, BUSY_CLIENTS) for side in sides]),
+        report.busy_table(kept, BUSY_SIDES, BUSY_CLIENTS),
+        report.sizes_lines(kept, [(side, BUSY_CLIENTS) for side in BUSY_SIDES]),
         report.rounds_line(kept),
     ]
     share = kept.spread("default", BUSY_CLIENTS, lambda sample: sample.busy or 0.0)

@@ -18,6 +18,7 @@ from rsrv.stub.replies import RequestFailure, tag_failure
 from rsrv.stub.session import Remote
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.stub.tracing import OpenSpan, Spans
+from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import Block, Interface, Variant
 from tests.fakes import FakePbUtils, FakeTensor
@@ -190,10 +191,10 @@ def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callab
     spans = Spans(lambda: ended.append(None))
     calls = ThroughTriton(make(), in_ns(10), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
     connection: Any = None
-    run = DirectRun(connection, 7, 0, 0, 0, "")
+    run = DirectRun(connection, Entrance(0, 7, 0, 0), "")
     for run.stage in (None, 1):
         ended.clear()
-        calls.internal(Callee(0, remote, endpoint), {"x": X}, False, 7, run).wait(in_ns(10))
+        calls.internal(Callee(0, remote, endpoint), {"x": X}, False, run).wait(in_ns(10))
         wait_until(lambda: bool(ended))
 
     assert [span.attributes.get("rsrv.stage.device") for span in spans.take()[0]] == [None, 1]

@@ -7,6 +7,7 @@ import pytest
 from rsrv.runtime.runs import Kept
 from rsrv.stub.direct import DeviceTensor, DirectRun
 from rsrv.stub.replies import RequestFailure
+from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import Tensor
 
@@ -15,7 +16,7 @@ ROWS = Tensor("x", "u16", (-1, 3), 0)
 
 def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
     connection: Any = None
-    run = DirectRun(connection, 7, 0, 0, 0, "test")
+    run = DirectRun(connection, Entrance(0, 7, 0, 0), "test")
     return DeviceTensor(run, 0, made, rows).spot(run, wanted, call_rows)
 
 

@@ -431,9 +431,9 @@ class ThroughTriton:
         return _TritonCall(self._start(name, arrays), {})
 
     def internal(
-        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int, run: DirectRun
+        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, run: DirectRun
     ) -> "_TritonCall":
-        """Call a model of the runtime, in the run with this token. Raises RequestFailure."""
+        """Call a model of the runtime, in this run. Raises RequestFailure."""
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
@@ -448,7 +448,7 @@ class ThroughTriton:
             run.stage,
             outputs=[wire.name for wire in remote.outputs],
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
-            run=token,
+            run=run.token,
             device=run.device,
         )
         return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})

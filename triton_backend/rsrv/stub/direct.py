@@ -141,30 +141,19 @@ class DirectRun:
     """One run of a meta model on a connection of its own. For one thread; `released` is thread-safe."""
 
     def __init__(
-        self,
-        connection: RuntimeConnection,
-        token: int,
-        deadline_ns: int,
-        priority: int,
-        tag: int,
-        client_id: str,
-        span: OpenSpan | None = None,
+        self, connection: RuntimeConnection, entrance: Entrance, client_id: str, span: OpenSpan | None = None
     ) -> None:
-        """`tag` stands for `client_id` in frames. Sub-calls become children of `span`."""
+        """`entrance` is the run's, but for its number on this connection. Sub-calls become children of `span`."""
         self._connection = connection
         self.span = span
-        self._token = token
-        self._deadline_ns = deadline_ns
-        self._priority = priority
-        self._tag = tag
+        self._entrance = entrance
+        self.token = entrance.run
         self._client_id = client_id
         self.device = 0
         #: its device, if the run goes by stage
         self.stage: int | None = None
         #: whether its calls execute alone, because a runtime died while it executed one
         self.alone = False
-        #: whether the run has begun on another device
-        self.further = False
         #: set if the runtime refused the run
         self._refused: RequestFailure | None = None
         self._entering: int | None = None
@@ -196,9 +185,7 @@ class DirectRun:
         self.entered = True
         (self._entering,) = self._connection.next_ids(1)
         self._entered_at = time.perf_counter()
-        entrance = Entrance(
-            self._entering, self._token, self._deadline_ns, self._priority, self.further, self._tag
-        )
+        entrance = self._entrance._replace(request=self._entering)
         if not self._guard(lambda: self._connection.submit([entrance], pack_entrances)):
             self.fail(RequestFailure(Status.QUEUE_FULL, STUCK))
             raise RequestFailure(Status.QUEUE_FULL, STUCK)
@@ -220,7 +207,7 @@ class DirectRun:
         try:
             while self._calls:
                 self.receive(until_ns)
-            self._guard(lambda: self._connection.leave(RunExit(self._token, status)))
+            self._guard(lambda: self._connection.leave(RunExit(self.token, status)))
             while self._entering is not None:
                 self.receive(until_ns)
         except RequestFailure:
@@ -276,7 +263,7 @@ class DirectRun:
             if call.span is not None:
                 self._connection.mark([call.span.mark(id)])
             flags = ALONE if self.alone else 0
-            frame = Call(id, self._token, call.callee.index, plan.variant, plan.rows, spots, targets, flags)
+            frame = Call(id, self.token, call.callee.index, plan.variant, plan.rows, spots, targets, flags)
             self._guard(lambda: self._connection.call([frame], self._releases()))
         except RequestFailure as failure:
             if failure.status is not Status.RUNTIME_DOWN:
@@ -293,7 +280,7 @@ class DirectRun:
             raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
 
     def _releases(self) -> list[Release]:
-        return [Release(self._token, self.released.popleft()) for _ in range(len(self.released))]
+        return [Release(self.token, self.released.popleft()) for _ in range(len(self.released))]
 
     def _place(self, call: DirectCall, index: int, tensor: Tensor, rows: int) -> Spot:
         value = call.values[index]

@@ -317,7 +317,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         If the callees are on several devices, the run is admitted on each of them, in ascending order from this one on:
         otherwise two runs could wait for each other's places for ever.
         """
-        place = RunPlace(one.token, one.request.params.deadline_ns)
+        place = RunPlace(one.request.params.deadline_ns)
         try:
             self._join(place, one, span)
             engines = self._process.stages(self.session.device) if self._process.devices > 1 else {}
@@ -332,13 +332,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
             return None
 
     def _join(
-        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None
+        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, *, further: bool = False
     ) -> tuple[DirectRun, Mapping[str, Callee]]:
-        """Add this device to a run's place. Raises RequestFailure."""
+        """Add this device to a run's place; `further`: the run has begun on another one. Raises RequestFailure."""
         connection, callees = self._take_connection(one)
-        request, (deadline_ns, priority, *_) = one.request, one.request.params
-        run = DirectRun(connection, one.token, deadline_ns, priority, request.tag, request.id, span)
-        run.entered, run.device, run.alone = one.admitted, self.session.device, request.deaths > 0
+        entrance = one.write()._replace(further=further)
+        run = DirectRun(connection, entrance, one.request.id, span)
+        run.entered, run.device, run.alone = one.admitted, self.session.device, one.request.deaths > 0
         place.add(run, partial(self._release, one, connection, run))
         place.callees.update({name: (run, callee) for name, callee in callees.items()})
         return run, callees
@@ -358,9 +358,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
             further = _request(attachment, one.request)
             further.token = one.token
             mine = place.callees.copy()
-            run, callees = engine._join(place, further, span)
+            run, callees = engine._join(place, further, span, further=True)
             place.callees = mine | {name: (run, callees[name]) for name in callees if engines[name] is engine}
-            run.stage, run.further = device, True
+            run.stage = device
             run.await_admission(until_ns)
 
     def _read(self, one: MetaRequest) -> dict[str, Array]:

@@ -82,8 +82,7 @@ class MetaRequest(DeferredRequest):
 class RunPlace:
     """A run's place on one device, or on several by stage, until the run ends or one of their runtimes does."""
 
-    def __init__(self, token: int, deadline_ns: int) -> None:
-        self.token = token
+    def __init__(self, deadline_ns: int) -> None:
         #: the run on the device of each callee, and the callee there, by name
         self.callees: dict[str, tuple[DirectRun, Callee]] = {}
         self._until_ns = grace(deadline_ns)
@@ -223,8 +222,8 @@ class PlacedRun:
             self._place.release(status)
 
 
-#: sends a call through Triton for a run on a device, with its token
-Start = Callable[[DirectRun, Callee, int], Pending]
+#: sends a call through Triton for a run on a device
+Start = Callable[[DirectRun, Callee], Pending]
 
 
 class RepeatedCall:
@@ -297,7 +296,7 @@ class RepeatedCall:
             return
         self._pending = None
         try:
-            self._pending = self._start(run, callee, self._place.token)
+            self._pending = self._start(run, callee)
         except RequestFailure as failure:
             if not self._run.is_lost(self._place, failure):
                 raise
@@ -353,10 +352,8 @@ class CallRouter:
             return np.empty(shape, dtype)
         return self._run.place.first.scratch(shape, dtype)
 
-    def _send_through(
-        self, inputs: Mapping[str, Any], keep: Keep, run: DirectRun, callee: Callee, token: int
-    ) -> Pending:
+    def _send_through(self, inputs: Mapping[str, Any], keep: Keep, run: DirectRun, callee: Callee) -> Pending:
         assert self._triton is not None
         with self.waiting():
             run.await_admission(self._until_ns)
-        return self._triton.internal(callee, inputs, keep, token, run)
+        return self._triton.internal(callee, inputs, keep, run)

@@ -16,21 +16,16 @@ import numpy as np
 #: bytes; a cache line, and the alignment of buffers that XLA reads in place.
 ALIGNMENT = 64
 
-#: token -> bytes per element, for every dtype that can be sent.
-ITEMSIZE = {
-    "bool": 1, "i8": 1, "u8": 1, "f8_e5m2": 1, "f8_e4m3": 1,
-    "i16": 2, "u16": 2, "f16": 2, "bf16": 2,
-    "i32": 4, "u32": 4, "f32": 4,
-    "i64": 8, "u64": 8, "f64": 8,
-}  # fmt: skip
-
-#: token -> numpy's dtype; types that numpy lacks are sent as their bits.
+#: token -> numpy's dtype, for every dtype that can be sent; types that numpy lacks are sent as their bits.
 NUMPY = {token: np.dtype(name) for token, name in {
     "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
     "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
     "i32": "int32", "u32": "uint32", "f32": "float32",
     "i64": "int64", "u64": "uint64", "f64": "float64",
 }.items()}  # fmt: skip
+
+#: token -> bytes per element
+ITEMSIZE = {token: dtype.itemsize for token, dtype in NUMPY.items()}
 
 
 def aligned(nbytes: int) -> int:

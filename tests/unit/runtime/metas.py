@@ -107,7 +107,7 @@ E = TypeVar("E", Engine, MetaEngine)
 
 def alone(engine: E) -> E:
     """Have requests that waited for a runtime go to this engine, as the only one of its model."""
-    engine._process.live = lambda: [engine]
+    engine._process.live = lambda: engine
     return engine
 
 

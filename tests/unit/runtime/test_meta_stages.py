@@ -48,7 +48,7 @@ class StagedMeta:
             )
             self.engines.append(engine)
         process.stages = lambda device: {"a": self.engines[0], "b": self.engines[1]}
-        process.live = lambda: self.engines[:1]
+        process.live = lambda: self.engines[0]
 
     def start_runtime(self, device: int) -> Runtime:
         """Start a runtime of a device, the first one or another one after its end."""

@@ -131,7 +131,7 @@ class Model:
         prompts = cast(PromptTokeniser, Characters()) if text else None
         tensors = Tensors(FakePbUtils)
         self.engine = GenerationEngine(tensors, cast(Session, self.session), self.process, prompts)
-        self.process.live = lambda: [self.engine]
+        self.process.live = lambda: self.engine
         self._text = text
 
     @property

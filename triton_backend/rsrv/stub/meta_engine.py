@@ -302,14 +302,11 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
-        engines: Sequence[MetaEngine] = self._process.live()
-        for engine in engines:
-            attachment = engine.session.attachment
-            if attachment is not None:
-                again = _request(attachment, one.request)
-                if (place := engine._try_to_enter(again, span)) is not None:
-                    return place
-        return None
+        engine: MetaEngine | None = self._process.live()
+        attachment = None if engine is None else engine.session.attachment
+        if engine is None or attachment is None:
+            return None
+        return engine._try_to_enter(_request(attachment, one.request), span)
 
     def _try_to_enter(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run a place here; None: the runtime is gone. Raises RequestFailure.

@@ -36,8 +36,8 @@ class StubProcess:
         #: requests that wait for a runtime
         self.resubmission = Resubmission(self.sessions)
         self.resubmission.place, self.resubmission.tell = self._place, self._tell
-        #: the replica that gets a request that waited; none without a runtime
-        self.live: Callable[[], Sequence[Any]] = lambda: ()
+        #: the replica that gets a request that waited; None without a runtime
+        self.live: Callable[[], Any] = lambda: None
         #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
         self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
         #: of a stateful model
@@ -66,7 +66,8 @@ class StubProcess:
 
     def _place(self, request: ClientRequest) -> bool:
         """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
-        return any(one.take_over(request) for one in self.live())
+        one = self.live()
+        return one is not None and bool(one.take_over(request))
 
     def _tell(self, demand: Mapping[str, int]) -> None:
         """Have the runtimes that start the model know which requests wait; `Resubmission.tell`."""

@@ -365,10 +365,10 @@ class Replicas:
             for request, failure in zip(part, failures or (), strict=False):
                 self._responses.send(request, failure)
 
-    def _live(self) -> list[ModelReplica[Any]]:
+    def _live(self) -> ModelReplica[Any] | None:
         """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""
         chosen = self._choose()
-        return [chosen] if chosen.answers_in_s() < inf else []
+        return chosen if chosen.answers_in_s() < inf else None
 
     # --- the process --------------------------------------------------------------------------------------
 

@@ -22,10 +22,9 @@ from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import Remote
-from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, encode_strings
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, encode_strings
 from rsrv.wire.frames import Status
 
-Array = npt.NDArray[Any]
 #: names of the outputs that stay on the device; True: all of them
 Keep = bool | Sequence[str]
 Results = dict[str, Any]

@@ -15,9 +15,9 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-import numpy.typing as npt
 
 from rsrv.limits import spare_memory
+from rsrv.stub.tensors import Array
 from rsrv.wire import frames
 from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.calls import (
@@ -33,8 +33,6 @@ from rsrv.wire.generation import unpack_tokens
 from rsrv.wire.memory import SILENT_S, Arena, Bytes, Place, read_board, read_document
 from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
-
-Array = npt.NDArray[Any]
 
 #: seconds for a frame's answer that needs no work
 _GREETING_TIMEOUT_S = 60.0

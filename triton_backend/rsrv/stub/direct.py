@@ -14,9 +14,10 @@ import numpy as np
 from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import STUCK
-from rsrv.stub.endpoint import Array, ExecutionPlan, PlannedTensor
+from rsrv.stub.endpoint import ExecutionPlan, PlannedTensor
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
+from rsrv.stub.tensors import Array
 from rsrv.stub.tracing import OpenSpan, end_call
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
 from rsrv.wire.frames import ALONE, Completion, ProtocolError, Status

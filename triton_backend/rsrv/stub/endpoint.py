@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rsrv.hooks import BadInput
 from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Tensors, encode_strings
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, encode_strings
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 
 log = logging.getLogger("rsrv.stub")
-
-Array = npt.NDArray[Any]
 
 #: combinations of shapes whose plans are kept
 _MAX_PLANS = 1024

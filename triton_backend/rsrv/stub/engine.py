@@ -22,7 +22,6 @@ from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredRequest
 from rsrv.stub.endpoint import (
     SLOW_HOOK_S,
-    Array,
     Endpoint,
     ExecutionPlan,
     LearnedDuration,
@@ -35,7 +34,7 @@ from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 

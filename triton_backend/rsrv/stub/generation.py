@@ -14,7 +14,6 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rsrv.hooks.text import PromptTokeniser, TextStream
 from rsrv.stub.deferred import LATE, SENDER_THREADS, DeferredRequest
@@ -23,7 +22,7 @@ from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed
@@ -66,7 +65,7 @@ class AnswerStream(DeferredRequest):
         return self.frame
 
     @property
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, Array]:
         """The prompt, as `Resubmission` remembers inputs."""
         return {"prompt": np.asarray(self.prompt, np.int32)}
 
@@ -292,11 +291,11 @@ def _pack(frames: Sequence[bytes]) -> bytes:
     return frame
 
 
-def _text_array(text: str) -> npt.NDArray[Any]:
+def _text_array(text: str) -> Array:
     return np.asarray([text.encode()], object)
 
 
-def _read_text(array: npt.NDArray[Any], context: int) -> str:
+def _read_text(array: Array, context: int) -> str:
     """Return a prompt's text. Raises RequestFailure."""
     found = array.reshape(-1).tolist()
     if len(found) != 1 or not isinstance(found[0], bytes):
@@ -311,7 +310,7 @@ def _read_text(array: npt.NDArray[Any], context: int) -> str:
         raise RequestFailure(Status.INVALID, text) from None
 
 
-def _read_tokens(array: npt.NDArray[Any]) -> list[int]:
+def _read_tokens(array: Array) -> list[int]:
     """Return a prompt's tokens. Raises RequestFailure."""
     tokens: list[int] = array.reshape(-1).tolist()
     if any(token < 0 for token in tokens):

@@ -33,7 +33,6 @@ from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import (
-    Array,
     LearnedDuration,
     WireTensor,
     check_results,
@@ -47,7 +46,7 @@ from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import Array, Tensors
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.calls import RunExit, pack_entrances
 from rsrv.wire.frames import Status

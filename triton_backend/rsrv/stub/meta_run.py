@@ -23,11 +23,11 @@ from rsrv.stub.bls import ThroughTriton
 from rsrv.stub.calls import Callee, Keep, Pending, Results, check_keep, grace
 from rsrv.stub.deferred import CHECK_PERIOD_S, DeferredRequest
 from rsrv.stub.direct import DirectCall, DirectRun
-from rsrv.stub.endpoint import Array
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.resubmission import TICK_S, Resubmission
 from rsrv.stub.session import DOWN, Attachment
+from rsrv.stub.tensors import Array
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Completion, Status
 

@@ -15,10 +15,10 @@ from hashlib import blake2b
 
 from rsrv.logs import of_request
 from rsrv.stub.deferred import CHECK_PERIOD_S, LATE, MAX_CHECKS
-from rsrv.stub.endpoint import Array
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, Outcomes
 from rsrv.stub.session import DOWN, UNLOADED, Startable
+from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")

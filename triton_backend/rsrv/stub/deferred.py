@@ -38,6 +38,7 @@ SENDER_THREADS = 4
 
 LATE = "the deadline passed before the answer was there"
 STUCK = "the model runtime takes no requests at the moment; try again later"
+NO_MEMORY = "the server has no memory for this request; try again later"
 _BROKEN = "the model's process cannot go on; it is being restarted"
 
 

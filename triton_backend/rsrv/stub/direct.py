@@ -13,7 +13,7 @@ import numpy as np
 
 from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import STUCK
+from rsrv.stub.deferred import NO_MEMORY, STUCK
 from rsrv.stub.endpoint import ExecutionPlan, PlannedTensor
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
@@ -29,7 +29,6 @@ _LATE = "the deadline passed, and the model runtime does not answer"
 LOST_TENSOR = (
     "the model runtime ended with a tensor that this request kept on the device; send the request again"
 )
-_NO_MEMORY = "the server has no memory for this request; try again later"
 #: seconds; a deadline may be further away than poll can wait
 _MAX_WAIT_S = 3600.0
 
@@ -253,7 +252,7 @@ class DirectRun:
             ]
             targets = [self._target(planned, plan.rows, call) for planned in plan.outputs]
         except OSError:
-            raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
+            raise RequestFailure(Status.QUEUE_FULL, NO_MEMORY) from None
         if not plan.rows:
             call.end(self._results(call))
             return call
@@ -278,7 +277,7 @@ class DirectRun:
         try:
             return self._connection.array(shape, dtype)
         except OSError:
-            raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
+            raise RequestFailure(Status.QUEUE_FULL, NO_MEMORY) from None
 
     def _releases(self) -> list[Release]:
         return [Release(self.token, self.released.popleft()) for _ in range(len(self.released))]

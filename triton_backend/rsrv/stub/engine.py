@@ -19,7 +19,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import RuntimeConnection, Slab
-from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredRequest
+from rsrv.stub.deferred import LATE, NO_MEMORY, SENDER_THREADS, STUCK, DeferredRequest
 from rsrv.stub.endpoint import (
     SLOW_HOOK_S,
     Endpoint,
@@ -29,7 +29,7 @@ from rsrv.stub.endpoint import (
     WireTensor,
     read_inputs,
 )
-from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
@@ -40,9 +40,6 @@ from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
-#: whole server down, and the rest of Triton's queue stays hidden meanwhile
-_MAX_BLOCK_S = 0.2
 #: execute() waits only if the device is free within this many times `stub.in_place_ms`
 _QUEUE_FACTOR = 5
 #: weight of a longer execution in the learned length
@@ -259,7 +256,7 @@ class Engine(ModelReplica[ModelRequest]):
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
-        until = time.monotonic() + _MAX_BLOCK_S
+        until = time.monotonic() + MAX_BLOCK_S
         try:
             for at in range(0, len(placed), step):
                 sending = placed[at : at + step]
@@ -414,7 +411,7 @@ class Engine(ModelReplica[ModelRequest]):
         except OSError:
             log.exception("no memory for %d bytes of requests", nbytes, extra=of_request(""))
             for one in prepared:
-                one.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
+                one.fail(Status.QUEUE_FULL, NO_MEMORY)
             return {}
         placed = {}
         marks = []

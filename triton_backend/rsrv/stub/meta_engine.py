@@ -42,7 +42,7 @@ from rsrv.stub.endpoint import (
 )
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.meta_run import CallRouter, MetaRequest, PlacedRun, RunPlace
-from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
@@ -56,8 +56,6 @@ log = logging.getLogger("rsrv.stub")
 
 Run = Callable[[dict[str, Array], Any], Any]
 
-#: seconds that execute() may wait at most, as for other models
-_MAX_BLOCK_S = 0.2
 #: weights of a shorter and of a longer run in the learned length
 _FALL, _RISE = 0.5, 0.02
 
@@ -100,7 +98,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._outputs = outputs
         self._batched = batched
         #: length of a run; execute() does not wait for the first ones
-        self._run_length = LearnedDuration(_MAX_BLOCK_S, _FALL, _RISE)
+        self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
         self._running = 0
         #: the requests that were answered in place last: Triton reads their responses after execute() has returned
         self._answered: list[MetaRequest] = []
@@ -202,13 +200,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
         for one in running:
             one.inbox = inbox
         self._start(running)
-        until = time.monotonic() + _MAX_BLOCK_S
+        until = time.monotonic() + MAX_BLOCK_S
         try:
             for _ in running:
                 inbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             # The runs take longer than predicted: let execute() return.
-            self._run_length.seconds = _MAX_BLOCK_S
+            self._run_length.seconds = MAX_BLOCK_S
             for one in batch:
                 self._hand_over(one)
             return None

@@ -18,6 +18,10 @@ from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 
+#: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
+#: whole server down, and the rest of Triton's queue stays hidden meanwhile
+MAX_BLOCK_S = 0.2
+
 
 class StubProcess:
     """Parts that a model's replicas share in its stub: the guard of hooks, and the process's end."""

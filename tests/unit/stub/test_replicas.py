@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Semaphore, Thread
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -740,6 +741,21 @@ def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
     fakes[other].session.cold = True
     assert replicas.execute([call]) == [other]
     assert fakes[other].started > 0
+
+
+def test_without_a_thread_for_a_further_device_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If execute() raised, Triton might crash. The device is started when there is a thread again."""
+    process, _, begin = made_cold(2, transport="bls")
+    replicas = begin(start=True)
+    home, other = by_preference("m", 2)
+    call = FakeRequest({}, parameters=json.dumps({"rsrv_run": "77", "rsrv_device": str(other)}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert replicas.execute([call]) == [home]
+    assert (replicas._cold, process.wanted) == ({other}, set())
+
+    wait_until(lambda: replicas.execute([call]) == [other])
 
 
 def test_a_request_that_waits_for_the_start_is_taken_by_whole_replicas() -> None:

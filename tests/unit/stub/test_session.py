@@ -4,6 +4,9 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,6 +96,23 @@ def test_a_first_load_outlives_crashes_of_the_runtime() -> None:
     with pytest.raises(Closed):
         session.begin()
     assert next(attempts, None) is None
+
+
+def test_without_a_thread_to_reconnect_the_next_request_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the model would have no runtime for good."""
+    begun = threading.Event()
+    session = Session(lambda: pytest.fail("not reached"), "m", "/models/m")
+    session._bring_up = begun.set  # type: ignore[method-assign]
+    attachment: Any = SimpleNamespace(deferred=SimpleNamespace(device_sleeps=False))
+    session.attachment, session.started = attachment, True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        session.lost(attachment, "end of stream")
+    assert session.cold
+
+    session.start()
+    assert begun.wait(10)
 
 
 def test_any_thread_may_ask_whether_the_runtime_reads() -> None:

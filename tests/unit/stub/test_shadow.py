@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,6 +92,20 @@ def test_a_copy_is_compared_and_dropped(
     assert all(one.answers.empty() for one in requests)
     assert all(answer is None or (one.arrays["y"] == answer).all() for one in answers)
     assert shadow.counts == {outcome: 3}
+
+
+def test_clients_are_answered_without_a_thread_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are answered with those of the next requests."""
+    shadow, requests = Model(1.0), [FakeRequest({"x": np.ones((1, 2), np.float32)}) for _ in range(2)]
+    alias = alias_of(Model(1.0), shadow)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert len(alias.execute(requests[:1]) or []) == 1
+    assert len(alias.execute(requests[1:]) or []) == 1
+    alias.close()
+
+    assert shadow.counts == {"same": 2}
 
 
 def test_copies_have_the_lowest_priority_and_no_deadline_of_the_client() -> None:

@@ -103,11 +103,9 @@ class Replicas:
         # Last: requests that wait for the start of a cold model are submitted from here on.
         process.devices, process.live, process.stages = count, self._live, self._stages
         process.resubmission.wake = self._wake
-        attempts = {device: threading.Event() for device in range(count) if device != number}
-        for device, attempted in attempts.items():
-            threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
+        attempts = [self._start_joining(device) for device in range(count) if device != number]
         deadline = time.monotonic() + _JOIN_S
-        for attempted in attempts.values():
+        for attempted in attempts:
             attempted.wait(max(0.0, deadline - time.monotonic()))
 
     # --- the devices --------------------------------------------------------------------------------------
@@ -133,6 +131,12 @@ class Replicas:
         if len({str(failure) for failure in failures.values()}) == 1:
             raise next(iter(failures.values()))
         raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in failures.items()))
+
+    def _start_joining(self, device: int) -> threading.Event:
+        """Join a further device on a thread. Returns an event that is set after the first attempt."""
+        attempted = threading.Event()
+        threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
+        return attempted
 
     def _join(self, device: int, attempted: threading.Event) -> None:
         """Add the replica of a further device as soon as its runtime serves the model."""
@@ -219,11 +223,13 @@ class Replicas:
         if device in self._replicas:
             self._replicas[device].session.start()
         elif device in self._cold:
-            self._cold.discard(device)
             self._process.wanted.add(device)
-            threading.Thread(
-                target=self._join, args=(device, threading.Event()), name="replica", daemon=True
-            ).start()
+            try:
+                self._start_joining(device)
+                self._cold.discard(device)
+            except RuntimeError:  # execute() must not raise
+                self._process.wanted.discard(device)
+                log.exception("there is no thread to start the model on device %d", device)
 
     def _allow(self) -> None:
         """Follow the table and the replicas."""

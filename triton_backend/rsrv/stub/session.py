@@ -174,8 +174,12 @@ class Startable:
             if not self.cold or self._closed.is_set():
                 return
             self.cold = self.rejected = False
+        self._start_thread("start")
+
+    def _start_thread(self, name: str) -> None:
+        """Bring the model up on a thread. If the system has none left, the model is cold, and the next request tries again."""
         try:
-            threading.Thread(target=self._bring_up, name="start", daemon=True).start()
+            threading.Thread(target=self._bring_up, name=name, daemon=True).start()
         except RuntimeError:
             log.exception("there is no thread to start the model")
             self.cold = True
@@ -340,7 +344,7 @@ class Session(Startable):
         self.on_change()
         if not sleeps and not self._closed.is_set():
             log.error("lost the runtime: %s", why)
-            threading.Thread(target=self._bring_up, name="reconnect", daemon=True).start()
+            self._start_thread("reconnect")
 
     def fall_back(self, attachment: Attachment) -> None:
         """Leave a runtime in which the model is idle; the next request starts the model again. Thread-safe."""

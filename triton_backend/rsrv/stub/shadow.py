@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,9 @@ class Shadow:
             return None
 
     def execute(self, copies: Sequence["RequestCopy"]) -> None:
-        """Have the copies answered on a thread of their own."""
-        self._thread.submit(self._execute, copies)
+        """Have the copies answered on a thread of their own. Without one they wait for the next copies, or for ever."""
+        with suppress(RuntimeError):
+            self._thread.submit(self._execute, copies)
 
     def close(self) -> None:
         """Return when the last copies are executed."""

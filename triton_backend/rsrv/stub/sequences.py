@@ -1,11 +1,10 @@
 """Sequences of a stateful model in its stub: what a request says of its sequence, and the device that has its state."""
 
 from collections import Counter, OrderedDict
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from rsrv.stub.replies import RequestFailure
-from rsrv.wire.frames import END, START, Status
+from rsrv.wire.frames import END, START, Status, request_tag
 
 #: Triton's flags of a request, TRITONSERVER_REQUEST_FLAG_SEQUENCE_*
 _TRITON_START, _TRITON_END = 1, 2
@@ -37,9 +36,7 @@ def read_step(triton: Any) -> SequenceStep:
     """Return what Triton's request says of its sequence. Raises RequestFailure if it has no id."""
     id, flags = triton.correlation_id(), triton.flags()
     if isinstance(id, str) and id:
-        # Clients may send ids with lone surrogates.
-        digest = blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest()
-        id = int.from_bytes(digest, "little") or 1
+        id = request_tag(id) or 1
     if not isinstance(id, int) or not id:
         raise RequestFailure(Status.INVALID, _NO_ID)
     return SequenceStep(id % (1 << 64), bool(flags & _TRITON_START), bool(flags & _TRITON_END))

@@ -20,6 +20,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.stub.endpoint import Endpoint, fits
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
+from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import Remote
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, encode_strings
@@ -36,20 +37,6 @@ GRACE_NS = 1_000_000_000
 def grace(deadline_ns: int) -> int:
     """Return the time until which to wait for a sub-call with this deadline (0: none)."""
     return deadline_ns + GRACE_NS if deadline_ns else 0
-
-
-class CallError(Exception):
-    """A sub-call of the model `stage` failed. If `run` does not catch it, the client gets `status` and `text`."""
-
-    def __init__(self, stage: str, status: Status, text: str) -> None:
-        super().__init__(f"stage {stage!r}: {text}")
-        self.stage = stage
-        self.status = status
-        self.text = text
-
-    def copy(self) -> "CallError":
-        """Return an error without a traceback, as `RequestFailure.copy`."""
-        return CallError(self.stage, self.status, self.text)
 
 
 class Pending(Protocol):

@@ -14,7 +14,7 @@ from rsrv.hooks import BadInput
 from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import CallError, RequestFailure
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, encode_strings
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
@@ -351,18 +351,26 @@ def hook_failed(hook: str, why: str, client_id: str) -> RequestFailure:
 def run_hook(
     name: str, hook: Hook, arrays: Mapping[str, Any], client_id: str, guard: HookGuard
 ) -> dict[str, Array]:
-    """Call a hook of model.py for the request `client_id`. Raises nothing but RequestFailure."""
+    """Call a function of model.py for the request `client_id`. Raises nothing but RequestFailure."""
     try:
         with guard.within(name, client_id):
             result = hook(dict(arrays))
             return {key: np.asarray(value) for key, value in result.items()}
     except BaseException as error:  # noqa: BLE001 - logged by hook_raised
         # sys.exit(), too, would end the whole batch, or a sender thread for good.
-        raise hook_raised(name, error, client_id, guard) from None
+        try:
+            raise hook_raised(name, error, client_id, guard) from None
+        finally:
+            # asyncio keeps the error in the frames of its traceback, which hold arrays.
+            error.__traceback__ = None
 
 
 def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuard) -> RequestFailure:
     """Return the failure of the request `client_id` for a hook's error. Call this while `error` is handled."""
+    if isinstance(error, CallError):
+        return RequestFailure(error.status, message_of(error))
+    if isinstance(error, RequestFailure):  # there was no memory for a buffer of `run`
+        return error.copy()
     if isinstance(error, BadInput):
         return RequestFailure(Status.INVALID, message_of(error))
     if isinstance(error, MemoryError):

@@ -14,33 +14,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.bls import MAX_CALLS, Bls, ThroughTriton
-from rsrv.stub.calls import (
-    AsyncCall,
-    Callee,
-    CallError,
-    SyncCall,
-    grace,
-    make_callees,
-    run_async,
-)
+from rsrv.stub.calls import AsyncCall, Callee, SyncCall, grace, make_callees, run_async
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endpoint import (
-    LearnedDuration,
-    WireTensor,
-    check_results,
-    hook_raised,
-    message_of,
-    read_inputs,
-)
-from rsrv.stub.hook_guard import HookGuard
+from rsrv.stub.endpoint import LearnedDuration, WireTensor, check_results, read_inputs, run_hook
 from rsrv.stub.meta_run import CallRouter, MetaRequest, PlacedRun, RunPlace
 from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
@@ -379,22 +361,18 @@ class MetaEngine(ModelReplica[MetaRequest]):
         if self._bls is not None:
             triton = ThroughTriton(self._bls, deadline_ns, client_id, span)
         router = CallRouter(run, self._external, triton, deadline_ns, through_triton=self._through_triton)
+
+        def execute(arrays: dict[str, Array]) -> Any:
+            if inspect.iscoroutinefunction(self._run):
+                return run_async(self._run, arrays, AsyncCall(router, deadline_ns, one.check))
+            return self._run(arrays, SyncCall(router, deadline_ns, one.check))
+
         started, error = time.perf_counter(), ""
         try:
-            with self._process.guard.within("run", client_id):
-                if inspect.iscoroutinefunction(self._run):
-                    results = run_async(self._run, arrays, AsyncCall(router, deadline_ns, one.check))
-                else:
-                    results = self._run(arrays, SyncCall(router, deadline_ns, one.check))
-                return {key: np.asarray(value) for key, value in results.items()}
-        except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
-            failure = _failure_of(raised, client_id, self._process.guard)
+            return run_hook("run", execute, arrays, client_id, self._process.guard)
+        except RequestFailure as failure:
             error = failure.text
-            try:
-                raise failure from None
-            finally:
-                # The traceback leads to this frame: the arrays would live until the next garbage collection.
-                del failure
+            raise
         finally:
             router.over = True
             self.meters.hook(self.session.model, "run", time.perf_counter() - started)
@@ -445,19 +423,6 @@ class MetaEngine(ModelReplica[MetaRequest]):
                 self._connections.append(connection)
                 return
         connection.close()
-
-
-def _failure_of(error: BaseException, client_id: str, guard: HookGuard) -> RequestFailure:
-    """Return the failure of the request `client_id` for an error of its run. Call this while `error` is handled."""
-    if isinstance(error, CallError):
-        failure = RequestFailure(error.status, message_of(error))
-    elif isinstance(error, RequestFailure):  # there was no memory for a buffer
-        failure = error.copy()
-    else:
-        failure = hook_raised("run", error, client_id, guard)
-    # asyncio keeps the error in the frames of its traceback.
-    error.__traceback__ = None
-    return failure
 
 
 def _request(attachment: Attachment, request: ClientRequest, id: int = 0) -> MetaRequest:

@@ -60,6 +60,20 @@ class RequestFailure(Exception):
         return RequestFailure(self.status, self.text, self.blame)
 
 
+class CallError(Exception):
+    """A sub-call of the model `stage` failed. If `run` does not catch it, the client gets `status` and `text`."""
+
+    def __init__(self, stage: str, status: Status, text: str) -> None:
+        super().__init__(f"stage {stage!r}: {text}")
+        self.stage = stage
+        self.status = status
+        self.text = text
+
+    def copy(self) -> "CallError":
+        """Return an error without a traceback, as `RequestFailure.copy`."""
+        return CallError(self.stage, self.status, self.text)
+
+
 def tag_failure(status: Status, text: str) -> str:
     """Return a message that names the status, in case the code beside it is lost; `untag` reverses it."""
     return f"[rsrv:{status.name}] {text}"

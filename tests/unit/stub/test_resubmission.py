@@ -17,7 +17,7 @@ from rsrv.stub.request import ArrivalTime, ClientRequest, Outcomes
 from rsrv.stub.resubmission import CROWDED, MAX_BYTES, MAX_DEATHS, MAX_REQUESTS, Resubmission
 from rsrv.stub.session import DOWN, Session
 from rsrv.wire.frames import Status
-from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeSender
 from tests.waiting import wait_until
 
 RESPONSES = Responses(FakePbUtils)
@@ -380,12 +380,12 @@ def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
 ) -> None:
     """A request whose client cannot be asked still gets the next runtime."""
 
-    def fail(reply: Reply) -> bool:
-        checked.append(reply)
+    def fail(sender: FakeSender) -> bool:
+        checked.append(sender)
         raise RuntimeError("Triton cannot tell")
 
-    checked: list[Reply] = []
-    monkeypatch.setattr(Reply, "cancelled", fail)
+    checked: list[FakeSender] = []
+    monkeypatch.setattr(FakeSender, "is_cancelled", fail)
     outage.add()
     outage.now += 1.0
     wait_until(lambda: bool(checked))

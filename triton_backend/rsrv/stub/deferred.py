@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -351,11 +352,9 @@ class DeferredReplies(Generic[W]):
         # The requests that were checked longest ago, so that each is checked in turn.
         for one in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
             one.checked = now
-            try:
-                if one.request.reply is not None and one.request.reply.cancelled():
+            if one.request.reply is not None and one.request.reply.cancelled():
+                with suppress(Closed, OSError):  # a runtime that is gone has nothing to cancel
                     one.cancelling = one.connection.cancel([one.id])
-            except Exception:
-                log.exception("checking a request for cancellation failed")
 
     def _forget(self, connection: RuntimeConnection) -> dict[int, W]:
         """Stop reading a connection, and return its pending requests. Call this under the lock."""

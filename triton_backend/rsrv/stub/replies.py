@@ -180,8 +180,17 @@ class Reply:
             )
 
     def cancelled(self) -> bool:
-        with self._lock:
-            return not self.sent and bool(self._sender.is_cancelled())
+        """Tell whether the client has cancelled its request; never raises."""
+        try:
+            with self._lock:
+                return not self.sent and bool(self._sender.is_cancelled())
+        except Exception:
+            log.exception(
+                "request %r: checking for cancellation failed",
+                self._client_id,
+                extra=of_request(self._client_id),
+            )
+            return False
 
     def __del__(self) -> None:
         if not self.sent:

@@ -204,7 +204,7 @@ class Resubmission:
             failure = self._why_over(request, now)
             if failure is None and checks and now - one.checked > CHECK_PERIOD_S:
                 one.checked, checks = now, checks - 1
-                if _is_cancelled(request):
+                if request.reply is not None and request.reply.cancelled():
                     failure = RequestFailure(Status.CANCELLED, "the request was cancelled")
             if failure is not None:
                 if self._take(one):
@@ -349,17 +349,6 @@ def _input_bytes(request: ClientRequest) -> int:
     with suppress(Exception):  # the request is refused when it is read
         return sum(tensor.as_numpy().nbytes for tensor in request.triton.inputs())
     return 0
-
-
-def _is_cancelled(request: ClientRequest) -> bool:
-    """Tell whether the client has cancelled; never raises."""
-    try:
-        return request.reply is not None and request.reply.cancelled()
-    except Exception:
-        log.exception(
-            "request %r: checking for cancellation failed", request.id, extra=of_request(request.id)
-        )
-        return False
 
 
 def _end(one: WaitingRequest, failure: RequestFailure) -> None:

@@ -200,15 +200,12 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
 # --- callees, and the rules for their inputs on either way -------------------------------------------------
 
 
+@dataclass(eq=False)
 class Elsewhere:
     """A stand-in for a tensor that is not in this process."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.shape = shape
-        self.dtype = dtype
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)

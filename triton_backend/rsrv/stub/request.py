@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 from rsrv.logs import ID, TEXT, fields, of_request, shorten
@@ -62,6 +63,7 @@ class RequestParams(NamedTuple):
 _NO_PARAMS = RequestParams(0)
 
 
+@dataclass(slots=True, eq=False)
 class ClientRequest:
     """A request as its client sent it.
 
@@ -69,52 +71,43 @@ class ClientRequest:
     the request gets no further: its text is not UTF-8, or its parameters are wrong.
     """
 
-    __slots__ = (
-        "deaths",
-        "failure",
-        "id",
-        "number",
-        "params",
-        "reply",
-        "retry_until",
-        "rows",
-        "since",
-        "span",
-        "tag",
-        "triton",
-        "waiting_since",
-    )
+    #: Triton's request object; None once the request is answered and its inputs are released
+    triton: Any
+    arrival: InitVar[ArrivalTime]
+    #: None if no request is traced
+    spans: InitVar[Spans | None] = None
+    #: time.perf_counter of its arrival
+    since: float = 0.0
+    #: the client's id, "" for none, cut to what the log and traces take
+    id: str = ""
+    #: stands for the id in frames; 0: there is no id
+    tag: int = 0
+    #: of its latest submission; -1: there was none
+    number: int = -1
+    params: RequestParams = _NO_PARAMS
+    #: None until the shapes are known
+    rows: int | None = None
+    span: OpenSpan | None = None
+    failure: RequestFailure | None = None
+    #: runtimes that died while they executed it
+    deaths: int = 0
+    #: time.monotonic since which, and until which, it waits for a runtime; 0: it has not waited yet
+    waiting_since: float = 0.0
+    retry_until: float = 0.0
+    #: set if the request is answered after execute() returned
+    reply: Reply | None = None
 
-    def __init__(self, triton: Any, arrival: ArrivalTime, spans: Spans | None = None) -> None:
-        """Read Triton's request object `triton`; never raises. `spans` is None if no request is traced."""
-        #: None once the request is answered and its inputs are released
-        self.triton = triton
+    def __post_init__(self, arrival: ArrivalTime, spans: Spans | None) -> None:
+        """Read Triton's request; never raises."""
         self.since = arrival.seconds
-        #: the client's id, "" for none, cut to what the log and traces take
-        self.id = ""
-        #: stands for the id in frames; 0: there is no id
-        self.tag = 0
-        #: of its latest submission; -1: there was none
-        self.number = -1
-        self.params = _NO_PARAMS
-        #: None until the shapes are known
-        self.rows: int | None = None
-        self.span: OpenSpan | None = None
-        self.failure: RequestFailure | None = None
-        #: runtimes that died while they executed it
-        self.deaths = 0
-        #: time.monotonic since which, and until which, it waits for a runtime; 0: it has not waited yet
-        self.waiting_since = self.retry_until = 0.0
-        #: set if the request is answered after execute() returned
-        self.reply: Reply | None = None
         try:
-            id = triton.request_id()
+            id = self.triton.request_id()
             if id:
                 self.id, self.tag = shorten(id, ID), request_tag(id)
-            text, timeout_us = triton.parameters(), triton.timeout()
+            text, timeout_us = self.triton.parameters(), self.triton.timeout()
             parameters = parse_parameters(text) if len(text) > 2 else {}
             if spans is not None:
-                self.span = spans.begin(triton, parameters)
+                self.span = spans.begin(self.triton, parameters)
             if parameters or timeout_us:
                 self.params = read_params(timeout_us, parameters, arrival.monotonic_ns, arrival.unix_ns)
         except UnicodeDecodeError:

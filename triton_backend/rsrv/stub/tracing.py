@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rsrv.stub.replies import RequestFailure
@@ -102,19 +104,17 @@ def _forwarded(parameters: Mapping[str, Any]) -> object:
     return next((value for name, value in parameters.items() if name.lower() == TRACEPARENT), None)
 
 
+@dataclass(slots=True, eq=False)
 class OpenSpan:
     """A span that has not ended: a request, or one call of a model. It may have children."""
 
-    __slots__ = ("_spans", "id", "parent", "trace")
-
-    def __init__(self, spans: Spans, trace: str, parent: str) -> None:
-        self._spans = spans
-        self.trace = trace
-        self.parent = parent
-        self.id = secrets.token_hex(8)
+    spans: Spans
+    trace: str
+    parent: str
+    id: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def child(self) -> "OpenSpan":
-        return OpenSpan(self._spans, self.trace, self.id)
+        return OpenSpan(self.spans, self.trace, self.id)
 
     def mark(self, request: int) -> Mark:
         """Return the mark that attributes the runtime's request of this id to the span."""
@@ -139,7 +139,7 @@ class OpenSpan:
             key: value[:MAX_TEXT] if isinstance(value, str) else value for key, value in attributes.items()
         }
         start_ns, end_ns = int(started * 1e9), time.perf_counter_ns()
-        self._spans.add(
+        self.spans.add(
             Span(
                 self.trace,
                 parent,

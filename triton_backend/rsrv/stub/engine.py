@@ -198,7 +198,7 @@ class Engine(ModelReplica[ModelRequest]):
         super()._use(attachment)
 
     def _answers_in_s(self, attachment: Attachment) -> float:
-        return attachment.device_free_in_s() + attachment.load_in_s() + self._execution.seconds
+        return attachment.begins_in_s() + self._execution.seconds
 
     def _forecast(self, attachment: Attachment) -> Forecast:
         return attachment.forecast(self._costs[self._variant])

@@ -98,7 +98,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
 
     def _answers_in_s(self, attachment: Attachment) -> float:
         # Between two steps a device looks free, so answers under way count besides.
-        return attachment.device_free_in_s() + attachment.load_in_s() + 1e-3 * self._deferred.pending
+        return attachment.begins_in_s() + 1e-3 * self._deferred.pending
 
     def _forecast(self, attachment: Attachment) -> None:
         """Return None: Triton hands out one request at a time."""

@@ -107,7 +107,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _begins_in_s(self, attachment: Attachment) -> float:
         """Return the seconds until a run that came now would begin."""
-        free_s = attachment.device_free_in_s() + attachment.load_in_s()
+        free_s = attachment.begins_in_s()
         if not self._gated:
             return free_s
         # The board's cells know the calls of running runs, and all runs that wait, but not yet those that came just now.

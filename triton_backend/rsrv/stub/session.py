@@ -129,14 +129,14 @@ class Attachment:
         direct, deferred = self.direct, self.deferred
         return max(direct.device_free_in_s(), direct.unnoticed_s(), deferred.unnoticed_s())
 
-    def load_in_s(self) -> float:
-        """Return the seconds that loading the weights of these models takes; 0: they are there."""
-        return self.direct.load_in_s([model.slot for model in self.models if model.slot])
+    def load_in_s(self, name: str = "") -> float:
+        """Return the seconds that loading the weights of these models takes, or of one by name; 0: they are there."""
+        slots = [model.slot for model in self.models if model.slot and name in ("", model.name)]
+        return self.direct.load_in_s(slots)
 
-    def begins_in_s(self, name: str) -> float:
-        """Return the seconds until the device could begin with one of the models, the load of its weights included."""
-        slots = [model.slot for model in self.models if model.name == name and model.slot]
-        return self.device_free_in_s() + self.direct.load_in_s(slots)
+    def begins_in_s(self, name: str = "") -> float:
+        """Return the seconds until the device could begin with these models, or one by name, with the load of weights."""
+        return self.device_free_in_s() + self.load_in_s(name)
 
     def forecast(self, costs: ExecutionCosts) -> Forecast:
         """Return the device's work as expected. Weights without a cell on the board count as absent."""

@@ -23,7 +23,7 @@ import numpy as np
 from rsrv.logs import TEXT, of_request, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.replies import RequestFailure, untag
+from rsrv.stub.replies import RequestFailure, invalid, untag
 from rsrv.stub.request import RUN, RUN_DEVICE
 from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
@@ -105,7 +105,7 @@ def failure_of(model: str, message: str) -> RequestFailure:
             return RequestFailure(Status.NOT_FOUND, f"model {model!r} is not loaded")
         if text.endswith("Exceeds maximum queue size"):
             return RequestFailure(Status.QUEUE_FULL, f"the queue of model {model!r} is full; try again later")
-        return RequestFailure(Status.INVALID, f"model {model!r} cannot be called like this: {text}")
+        return invalid(f"model {model!r} cannot be called like this: {text}")
     if text.startswith("Stub process ") and text.endswith("is not healthy."):
         return RequestFailure(
             Status.INTERNAL, f"the process of model {model!r} has ended; the model must be loaded again"
@@ -388,9 +388,8 @@ class Bls:
         except Exception:
             text = "request %r: calling model %r: input %r of %s"
             log.exception(text, call.client_id, call.model, name, array.dtype, extra=_about(call))
-            raise RequestFailure(
-                Status.INVALID,
-                f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's",
+            raise invalid(
+                f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's"
             ) from None
 
 

@@ -21,7 +21,7 @@ from rsrv.stub.endpoint import Endpoint, fits
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import Remote
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, encode_strings
 from rsrv.wire.frames import Status
@@ -240,26 +240,21 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
     for wire in callee.remote.inputs:
         array = arrays.get(wire.name)
         if array is None:
-            raise RequestFailure(Status.INVALID, f"input {wire.name!r} is missing")
+            raise invalid(f"input {wire.name!r} is missing")
         if wire.dtype == BYTES and not isinstance(array, Elsewhere):
             strings = encode_strings(array)
             array = arrays[wire.name] = array if strings is None else strings
         if array.dtype != CLIENT_DTYPES[wire.dtype]:
-            raise RequestFailure(
-                Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}"
-            )
+            raise invalid(f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
         if not fits(wire.dims, array.shape):
-            raise RequestFailure(
-                Status.INVALID,
-                f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
-            )
+            raise invalid(f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}")
         if isinstance(array, Elsewhere) and callee.endpoint.hooks.preprocess is not None:
             raise RequestFailure(
                 Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
             )
     unknown = sorted(arrays.keys() - {wire.name for wire in callee.remote.inputs})
     if unknown:
-        raise RequestFailure(Status.INVALID, f"there is no input {unknown[0]!r}")
+        raise invalid(f"there is no input {unknown[0]!r}")
     return arrays
 
 

@@ -15,7 +15,7 @@ from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_in
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import NO_MEMORY, STUCK
 from rsrv.stub.endpoint import ExecutionPlan, PlannedTensor
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import DOWN
 from rsrv.stub.tensors import Array
 from rsrv.stub.tracing import OpenSpan, end_call
@@ -61,16 +61,12 @@ class DeviceTensor(Elsewhere):
         kept = self._tensor
         # The same bits may have two types, and the same extents other axes for their rows.
         if kept.dtype != tensor.dtype:
-            raise RequestFailure(
-                Status.INVALID,
-                f"input {tensor.name!r} is on the device as {kept.dtype}, expected {tensor.dtype}",
-            )
+            raise invalid(f"input {tensor.name!r} is on the device as {kept.dtype}, expected {tensor.dtype}")
         if (kept.batch_axis, kept.dims) != (tensor.batch_axis, tensor.dims) or (
             kept.batch_axis is not None and self._rows != rows
         ):
-            raise RequestFailure(
-                Status.INVALID,
-                f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there",
+            raise invalid(
+                f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there"
             )
         return Spot(Where.DEVICE, 0, self._number)
 

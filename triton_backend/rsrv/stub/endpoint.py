@@ -14,7 +14,7 @@ from rsrv.hooks import BadInput
 from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.replies import CallError, RequestFailure
+from rsrv.stub.replies import CallError, RequestFailure, invalid
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, encode_strings
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
@@ -227,14 +227,14 @@ class Endpoint:
         except BadShape as error:
             if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
                 raise self._wrong_input(f"does not fit: {error}", client_id) from None
-            raise RequestFailure(Status.INVALID, str(error)) from None
+            raise invalid(str(error)) from None
         if len(self._plans) < _MAX_PLANS:
             self._plans[shapes] = plan
         return plan
 
     def _wrong_input(self, what: str, client_id: str) -> RequestFailure:
         if self.hooks.preprocess is None:
-            return RequestFailure(Status.INVALID, f"the request {what}")
+            return invalid(f"the request {what}")
         return hook_failed("preprocess", f"its result {what}", client_id)
 
     def results(
@@ -285,21 +285,17 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
             name = tensor.name()
             wire = wires[name]
         except (UnicodeDecodeError, KeyError):
-            raise RequestFailure(
-                Status.INVALID, "the request has an input that the model does not have"
-            ) from None
+            raise invalid("the request has an input that the model does not have") from None
         try:
             array = tensors.read(tensor, wire.dtype)
         except ValueError as error:
-            raise RequestFailure(Status.INVALID, f"input {name!r} {error}") from None
+            raise invalid(f"input {name!r} {error}") from None
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
-        if array.ndim != len(
-            wire.dims
-        ):  # Triton has checked, but not for a product of extents beyond 64 bits
-            text = f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}"
-            raise RequestFailure(Status.INVALID, text)
+        # Triton has checked, but not for a product of extents beyond 64 bits.
+        if array.ndim != len(wire.dims):
+            raise invalid(f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}")
         arrays[name] = array
     return arrays
 
@@ -372,7 +368,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     if isinstance(error, RequestFailure):  # there was no memory for a buffer of `run`
         return error.copy()
     if isinstance(error, BadInput):
-        return RequestFailure(Status.INVALID, message_of(error))
+        return invalid(message_of(error))
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(

@@ -30,7 +30,7 @@ from rsrv.stub.endpoint import (
     read_inputs,
 )
 from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
@@ -441,7 +441,7 @@ class Engine(ModelReplica[ModelRequest]):
         one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
         if one.step is not None and plan.rows != 1:
             text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
-            raise RequestFailure(Status.INVALID, text)
+            raise invalid(text)
         one.plan = plan
         self._variant = plan.variant
         request.rows = plan.rows

@@ -19,7 +19,7 @@ from rsrv.hooks.text import PromptTokeniser, TextStream
 from rsrv.stub.deferred import LATE, SENDER_THREADS, DeferredRequest
 from rsrv.stub.generation_params import GenerationParams, read_generation_params
 from rsrv.stub.replica import ModelReplica, StubProcess
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Array, Tensors
@@ -138,7 +138,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         """Read and check a request. Raises RequestFailure."""
         request, context = one.request, self._context
         if request.params.run:
-            raise RequestFailure(Status.INVALID, _SUB_CALL)
+            raise invalid(_SUB_CALL)
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)
         one.params = read_generation_params(
@@ -158,7 +158,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
                 f"the prompt has {len(one.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "
                 "prompt and answer together"
             )
-            raise RequestFailure(Status.INVALID, text)
+            raise invalid(text)
         request.deaths = max(request.deaths, self._process.resubmission.check(one.arrays))
         sampling = one.params[:5]  # max_tokens to seed
         times = request.params.deadline_ns, request.params.priority
@@ -178,7 +178,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             text = (
                 f"the prompt of {len(one.prompt)} tokens is longer than can be sent to the model; shorten it"
             )
-            raise RequestFailure(Status.INVALID, text) from None
+            raise invalid(text) from None
         request.rows = 1
 
     def _rescue(self, one: AnswerStream) -> None:
@@ -299,20 +299,20 @@ def _read_text(array: Array, context: int) -> str:
     """Return a prompt's text. Raises RequestFailure."""
     found = array.reshape(-1).tolist()
     if len(found) != 1 or not isinstance(found[0], bytes):
-        raise RequestFailure(Status.INVALID, f"text_input must be one text, got {len(found)} elements")
+        raise invalid(f"text_input must be one text, got {len(found)} elements")
     if len(found[0]) > _BYTES_PER_TOKEN * context:
         text = f"text_input has {len(found[0])} bytes, far more than this model's {context} tokens hold; shorten it"
-        raise RequestFailure(Status.INVALID, text)
+        raise invalid(text)
     try:
         return bytes(found[0]).decode()
     except UnicodeDecodeError as error:
         text = f"text_input is not UTF-8: byte {error.start} is {found[0][error.start]:#04x}"
-        raise RequestFailure(Status.INVALID, text) from None
+        raise invalid(text) from None
 
 
 def _read_tokens(array: Array) -> list[int]:
     """Return a prompt's tokens. Raises RequestFailure."""
     tokens: list[int] = array.reshape(-1).tolist()
     if any(token < 0 for token in tokens):
-        raise RequestFailure(Status.INVALID, f"tokens must not be negative, got {min(tokens)}")
+        raise invalid(f"tokens must not be negative, got {min(tokens)}")
     return tokens

@@ -6,9 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rsrv.stub.replies import RequestFailure
+from rsrv.stub.replies import invalid
 from rsrv.text import nearest
-from rsrv.wire.frames import Status
 
 #: limits of a client's stop texts or tokens
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
@@ -58,20 +57,20 @@ def read_generation_params(
     """
     for name in parameters:
         if name not in _KNOWN and not _is_for_others(name):
-            raise _wrong(f"unknown parameter {name[:80]!r}{nearest(name, _KNOWN)}")
+            raise invalid(f"unknown parameter {name[:80]!r}{nearest(name, _KNOWN)}")
     found: dict[str, Any] = {"seed": random.randrange(_EXACT)}
     for name, (kind, is_right, rule) in _NUMBERS.items():
         if name in parameters:
             value = _number(parameters[name], kind)
             if value is None or not is_right(value):
-                raise _wrong(f"parameter {name} must be {rule}, got {parameters[name]!r:.50}")
+                raise invalid(f"parameter {name} must be {rule}, got {parameters[name]!r:.50}")
             found[name] = value
     if found.get("max_tokens", 0) > context:
-        raise _wrong(f"parameter max_tokens must be at most this model's context, {context} tokens")
+        raise invalid(f"parameter max_tokens must be at most this model's context, {context} tokens")
     if "stream" in parameters:
         found["stream"] = parameters["stream"]
         if not isinstance(found["stream"], bool):
-            raise _wrong(f"parameter stream must be true or false, got {parameters['stream']!r:.50}")
+            raise invalid(f"parameter stream must be true or false, got {parameters['stream']!r:.50}")
     if "stop" in parameters:
         if text:
             found["stop_texts"] = _stop_texts(parameters["stop"])
@@ -105,7 +104,7 @@ def _stop_texts(value: Any) -> list[str]:
         or len(texts) > _MAX_STOPS
         or not all(isinstance(one, str) and 0 < len(one) <= _MAX_STOP_CHARACTERS for one in texts)
     ):
-        raise _wrong(
+        raise invalid(
             f"parameter stop must be a text, or a JSON list of at most {_MAX_STOPS} texts, of 1 to {_MAX_STOP_CHARACTERS} "
             "characters each"
         )
@@ -119,7 +118,7 @@ def _stop_tokens(value: Any) -> list[int]:
         or len(tokens) > _MAX_STOPS
         or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens)
     ):
-        raise _wrong(f"parameter stop must be a token, or a JSON list of at most {_MAX_STOPS} tokens")
+        raise invalid(f"parameter stop must be a token, or a JSON list of at most {_MAX_STOPS} tokens")
     return tokens
 
 
@@ -129,7 +128,3 @@ def _listed(text: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else None
-
-
-def _wrong(text: str) -> RequestFailure:
-    return RequestFailure(Status.INVALID, text)

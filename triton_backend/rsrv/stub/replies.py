@@ -60,6 +60,11 @@ class RequestFailure(Exception):
         return RequestFailure(self.status, self.text, self.blame)
 
 
+def invalid(text: str) -> RequestFailure:
+    """Return the failure of a request that its client has to change."""
+    return RequestFailure(Status.INVALID, text)
+
+
 class CallError(Exception):
     """A sub-call of the model `stage` failed. If `run` does not catch it, the client gets `status` and `text`."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rsrv.logs import ID, TEXT, fields, of_request, shorten
 from rsrv.stub.metrics import Meters
-from rsrv.stub.replies import Reply, RequestFailure, Responses
+from rsrv.stub.replies import Reply, RequestFailure, Responses, invalid
 from rsrv.stub.tracing import OpenSpan, Spans, end_request
 from rsrv.throttle import Throttle, more
 from rsrv.wire.frames import Status, request_tag
@@ -111,7 +111,7 @@ class ClientRequest:
             if parameters or timeout_us:
                 self.params = read_params(timeout_us, parameters, arrival.monotonic_ns, arrival.unix_ns)
         except UnicodeDecodeError:
-            self.failure = RequestFailure(Status.INVALID, "the request's id and parameters must be UTF-8")
+            self.failure = invalid("the request's id and parameters must be UTF-8")
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             self.failure = self.failure_for(error)
 
@@ -136,7 +136,7 @@ def parse_parameters(text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RequestFailure(Status.INVALID, "the request's parameters cannot be read")
+        raise invalid("the request's parameters cannot be read")
     return found
 
 
@@ -163,17 +163,14 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
 def _decimal(parameters: Mapping[str, Any], name: str) -> int:
     number = str(parameters.get(name, "0"))
     if not (number.isascii() and number.isdecimal() and len(number) <= 20 and int(number) < 1 << 64):
-        raise RequestFailure(Status.INVALID, f"parameter {name} is for sub-calls of meta models")
+        raise invalid(f"parameter {name} is for sub-calls of meta models")
     return int(number)
 
 
 def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -> int:
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value < limit:
-        raise RequestFailure(
-            Status.INVALID,
-            f"parameter {name} must be an integer from {first} below {limit}, got {value!r:.50}",
-        )
+        raise invalid(f"parameter {name} must be an integer from {first} below {limit}, got {value!r:.50}")
     return value
 
 

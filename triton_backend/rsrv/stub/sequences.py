@@ -3,8 +3,8 @@
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
-from rsrv.stub.replies import RequestFailure
-from rsrv.wire.frames import END, START, Status, request_tag
+from rsrv.stub.replies import invalid
+from rsrv.wire.frames import END, START, request_tag
 
 #: Triton's flags of a request, TRITONSERVER_REQUEST_FLAG_SEQUENCE_*
 _TRITON_START, _TRITON_END = 1, 2
@@ -38,7 +38,7 @@ def read_step(triton: Any) -> SequenceStep:
     if isinstance(id, str) and id:
         id = request_tag(id) or 1
     if not isinstance(id, int) or not id:
-        raise RequestFailure(Status.INVALID, _NO_ID)
+        raise invalid(_NO_ID)
     return SequenceStep(id % (1 << 64), bool(flags & _TRITON_START), bool(flags & _TRITON_END))
 
 

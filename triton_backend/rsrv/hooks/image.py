@@ -232,9 +232,8 @@ def _has_too_many_scans(jpeg: bytes) -> bool:
 def _pixels(image: PIL.Image.Image, channels: int) -> Array:
     image.load()  # of a PNG EXIF may come last
     turn = None
-    with suppress(
-        Exception
-    ):  # what a camera wrote there does not matter, and Pillow raises all kinds of things
+    # What a camera wrote there does not matter, and Pillow raises all kinds of things.
+    with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     if turn:
         image = image.transpose(_pillow().Image.Transpose[turn])

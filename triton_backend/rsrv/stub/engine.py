@@ -157,6 +157,7 @@ class Engine(ModelReplica[ModelRequest]):
         attachment = process.begin(session)
         super().__init__(tensors, session, process, pack_submissions, SENDER_THREADS)
         self._hooks = hooks
+        self._hook_threads = SENDER_THREADS if hooks.preprocess or hooks.postprocess else 0
         self._outputs = outputs
         #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
         self._batched = batched
@@ -212,10 +213,6 @@ class Engine(ModelReplica[ModelRequest]):
                 tensor = request.inputs()[0]
                 return len(self._tensors.read(tensor, self._inputs[tensor.name()].dtype))
         return 1
-
-    def guard_hooks(self) -> None:
-        if self._hooks.preprocess or self._hooks.postprocess:
-            self._process.guard_hooks(self._attachment.settings["stub"], SENDER_THREADS)
 
     # --- a batch ------------------------------------------------------------------------------------------
 

@@ -103,9 +103,6 @@ class GenerationEngine(ModelReplica[AnswerStream]):
     def _forecast(self, attachment: Attachment) -> None:
         """Return None: Triton hands out one request at a time."""
 
-    def guard_hooks(self) -> None:
-        """Do nothing: the model has no hooks."""
-
     # --- requests -----------------------------------------------------------------------------------------
 
     def _answer_by(self, attachment: Attachment, requests: list[ClientRequest], at_once: bool) -> None:

@@ -71,7 +71,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         #: whether runs need admission: without callees in the runtime they do not use the device
         self._gated = bool(hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
-        self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
+        self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
         super().__init__(tensors, session, process, pack_entrances, threads)
         self._run = run
         self._restartable = restartable
@@ -89,7 +89,6 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._connections: list[RuntimeConnection] = []
         self._attachment: Attachment | None = None
         self._callees: dict[str, Callee] = {}
-        self._stub_settings = attachment.settings["stub"]
         session.on_attach = self._use
         self._use(attachment)
 
@@ -118,9 +117,6 @@ class MetaEngine(ModelReplica[MetaRequest]):
         """Return its device's work as expected, with runs for rows."""
         found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
         return found._replace(free_s=self._begins_in_s(attachment))
-
-    def guard_hooks(self) -> None:
-        self._process.guard_hooks(self._stub_settings, self._threads)
 
     def close(self, *, direct: bool = False) -> None:
         # Runs end on their connections: closing one would not wake a thread that polls it.

@@ -96,6 +96,9 @@ class StubProcess:
 class ModelReplica(ABC, Generic[W]):
     """A model on one device: an `Engine`, a `MetaEngine` or a `GenerationEngine`."""
 
+    #: threads that may start beside the model's own code, as in `HookGuard.start`; 0: it has no code of its own
+    _hook_threads = 0
+
     def __init__(
         self,
         tensors: Tensors,
@@ -130,7 +133,8 @@ class ModelReplica(ABC, Generic[W]):
         #: of the model in the runtime
         self._key = attachment.key
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
-        self._process.resubmission.retry_s = attachment.settings["stub"]["retry_s"]
+        self._stub_settings = attachment.settings["stub"]
+        self._process.resubmission.retry_s = self._stub_settings["retry_s"]
         self._deferred.watch(attachment)
 
     @property
@@ -147,6 +151,11 @@ class ModelReplica(ABC, Generic[W]):
         """Return its device's work as expected; None without a runtime that reads, or if batches are not divided."""
         attachment = self.session.reading
         return None if attachment is None else self._forecast(attachment)
+
+    def guard_hooks(self) -> None:
+        """Limit the harm that the model's code can do to other models, by settings of the whole process."""
+        if self._hook_threads:
+            self._process.guard_hooks(self._stub_settings, self._hook_threads)
 
     def rows(self, requests: Sequence[Any]) -> list[int]:
         """Return the rows of Triton's requests, as far as they can be read; never raises."""
@@ -187,10 +196,6 @@ class ModelReplica(ABC, Generic[W]):
 
     def _leave(self, attachment: Attachment) -> None:
         self._deferred.leave(attachment)
-
-    @abstractmethod
-    def guard_hooks(self) -> None:
-        """Limit the harm that the model's code can do to other models, by settings of the whole process."""
 
     @abstractmethod
     def _answers_in_s(self, attachment: Attachment) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import example_bundles
@@ -11,6 +15,13 @@ from examples import forecast, glossary, tagger
 from tests.e2e.calls import Caller, at_once, caller
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.stateful import Stream, generate
+from tests.e2e.test_load import (
+    models_status,
+    perf_analyzer,
+    reported,
+    succeeded_and_failed,
+    wait_until_idle,
+)
 
 NAMES = ("forecast", "glossary", "tagger")
 
@@ -66,3 +77,37 @@ def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
                 assert found[0, -1] == pytest.approx(want, abs=0.02)
 
     at_once(server, 8, send)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--streaming",)], ids=["unary", "streaming"])
+def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str, ...]) -> None:
+    """Triton's own load generator begins and ends sequences, each step is counted as answered, and no state is left."""
+    counted, outcomes = succeeded_and_failed(server, "tagger"), outcomes_of(server, "tagger")
+    sequences = ("--sequence-length", "20", "--shape", "text:8", "--input-data", "random")
+    said = perf_analyzer(server, "tagger", 8, *sequences, *options)
+    wait_until_idle(server)
+    succeeded, failed = np.subtract(succeeded_and_failed(server, "tagger"), counted)
+    assert failed == 0
+    assert reported(said, "Sequence count") > 0, said
+    assert dict(outcomes_of(server, "tagger") - outcomes) == {"answered": succeeded}
+    assert not any(models_status(server)["tagger"]["sequences"].values())
+
+
+@pytest.mark.long
+def test_perf_analyzer_reads_streams(server: RunningTriton, tmp_path: Path) -> None:
+    """Triton's own load generator gets each answer of a generation in many responses, and none is cut off."""
+    outcomes = outcomes_of(server, "glossary")
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"data": [{"text_input": [term]} for term in glossary.definitions()]}))
+    parameters = ("--request-parameter", "max_tokens:40:int")
+    said = perf_analyzer(server, "glossary", 4, "--streaming", "--input-data", str(prompts), *parameters)
+    wait_until_idle(server)
+    assert reported(said, "Response Throughput") > 5 * reported(said, "Throughput") > 0, said
+    ended = outcomes_of(server, "glossary") - outcomes
+    assert ended.keys() == {"answered"}
+    assert ended["answered"] >= reported(said, "Request count") > 0, said
+
+
+def outcomes_of(server: RunningTriton, model: str) -> Counter[str]:
+    return Counter(models_status(server)[model]["outcomes"])

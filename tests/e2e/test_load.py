@@ -63,25 +63,35 @@ def succeeded_and_failed(server: RunningTriton, model: str) -> tuple[int, int]:
     return tuple(int(statistics.get(key, {}).get("count", 0)) for key in ("success", "fail"))  # type: ignore[return-value]
 
 
+def perf_analyzer(server: RunningTriton, model: str, clients: int, *options: str) -> str:
+    """Run Triton's own load generator for three short windows, and return its report. Fails the test on any error."""
+    command = [str(server.server.installation.perf_analyzer), "-m", model, "-u", server.server.grpc_url]
+    # The windows may differ as they like.
+    command += ["-i", "grpc", "--concurrency-range", str(clients), "-p", "400", "-r", "3", "-s", "9999"]
+    done = subprocess.run([*command, *options], text=True, capture_output=True, timeout=120, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert not re.search(r"error|fail", said, re.IGNORECASE), said
+    return said
+
+
+def reported(said: str, what: str) -> int:
+    """Return a whole number of perf_analyzer's report."""
+    found = re.search(rf"{what}: (\d+)", said)
+    assert found, said
+    return int(found[1])
+
+
 @pytest.mark.parametrize("clients", [1, 32])
 def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int) -> None:
     """Triton's own load generator ends well, and Triton and the runtime count every request as answered."""
     wait_until_idle(triton)
     counted, outcomes = succeeded_and_failed(triton, "mlp"), Counter(models_status(triton)["mlp"]["outcomes"])
-    command = [str(triton.server.installation.perf_analyzer), "-m", "mlp", "-u", triton.server.grpc_url]
-    command += ["-i", "grpc", "--input-data", "random", "--concurrency-range", str(clients)]
-    # Three short windows, of any difference.
-    command += ["-p", "400", "-r", "3", "-s", "9999"]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert not re.search(r"error|fail", said, re.IGNORECASE), said
-    reported = re.search(r"Request count: (\d+)", said)
-    assert reported, said
+    said = perf_analyzer(triton, "mlp", clients, "--input-data", "random")
     wait_until_idle(triton)
     succeeded, failed = np.subtract(succeeded_and_failed(triton, "mlp"), counted)
     assert failed == 0
-    assert succeeded >= int(reported[1]) > 0, said
+    assert succeeded >= reported(said, "Request count") > 0, said
     # Triton counts a model's error answer as a success; the runtime does not.
     assert dict(Counter(models_status(triton)["mlp"]["outcomes"]) - outcomes) == {"answered": succeeded}
 

@@ -60,7 +60,7 @@ def alias_of(model: Model, shadow: Model, execute: Callable[[Sequence[Any]], obj
     copies = Shadow(
         "v9", Tensors(FakePbUtils), {"y": "f32"}, execute or shadow.execute_later, shadow.compared
     )
-    loads = {"v7": (model, None), "v9": (shadow, copies)}
+    loads: dict[str, Any] = {"v7": (model, None), "v9": (shadow, copies)}
     alias = Alias(Split("fraud", {"v7": 1.0, "v9": "shadow"}), loads.__getitem__, Responses(FakePbUtils))
     assert alias.load(loads) == {}
     return alias

@@ -17,12 +17,14 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from rsrv.hooks.loader import HookError
+from rsrv.stub.cold import ColdModel
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.model import ModelStub, ServedModel, Setup, import_hooks, serve_model
+from rsrv.stub.model import ModelStub, Setup, import_hooks, serve_model
 from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import parse_parameters
 from rsrv.stub.session import UNREACHABLE
@@ -41,15 +43,8 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 #: in config.pbtxt: the shares by target, as a JSON object
 _PARAMETER = "rsrv_alias"
 
-
-class AliasTarget(ServedModel, Protocol):
-    """A model behind an alias: `Replicas`, or a `ColdModel`."""
-
-    def execute_later(self, requests: Sequence[Any]) -> None:
-        """Answer Triton's requests after execute() returned."""
-
-    def compared(self, outcome: str) -> None:
-        """Count an answer that was compared with that of another target."""
+#: a model behind an alias
+Target = Replicas | ColdModel
 
 
 class TargetResponses(Responses):
@@ -115,7 +110,7 @@ class Alias:
     """
 
     def __init__(
-        self, split: Split, load: Callable[[str], tuple[AliasTarget, Shadow | None]], responses: Responses
+        self, split: Split, load: Callable[[str], tuple[Target, Shadow | None]], responses: Responses
     ) -> None:
         """`load` returns a target, with the copies for it if it is a shadow, or raises any error."""
         self._responses = responses
@@ -123,7 +118,7 @@ class Alias:
         self._load = load
         self._lock = threading.Lock()
         self._closed = False
-        self._targets: dict[str, AliasTarget] = {}
+        self._targets: dict[str, Target] = {}
         self._shadows: tuple[Shadow, ...] = ()
         #: for requests whose target has not loaded
         self._instead = split
@@ -142,7 +137,7 @@ class Alias:
                 self._add(name, target, shadow)
         return failures
 
-    def _add(self, name: str, target: AliasTarget, shadow: Shadow | None) -> None:
+    def _add(self, name: str, target: Target, shadow: Shadow | None) -> None:
         with self._lock:
             if not self._closed:
                 self._targets[name] = target
@@ -220,7 +215,7 @@ class AliasStub(ModelStub):
         # An import that hangs cannot be ended: each further attempt waits for the same one.
         imports = {target: import_hooks(folder / target) for target in shares}
 
-        def load(target: str) -> tuple[AliasTarget, Shadow | None]:
+        def load(target: str) -> tuple[Target, Shadow | None]:
             copies = shares[target] == SHADOW
             where = f"alias {alias!r}, model {target!r}"
             own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)

@@ -129,19 +129,26 @@ class DeferredReplies(Generic[W]):
 
     # --- from execute() and from reconnecting -------------------------------------------------------------
 
-    def watch(self, attachment: Attachment) -> None:
-        """Read the deferred connection of a new attachment, which also detects the runtime's crash at once."""
-        self._add(attachment, attachment.deferred, {})
-
-    def adopt(
+    def watch(
         self,
         attachment: Attachment,
         connection: RuntimeConnection,
-        requests: Iterable[W],
-        when_idle: Callable[[], None],
+        pending: dict[int, W],
+        when_idle: Callable[[], None] | None = None,
     ) -> None:
-        """Take over a connection with submitted requests; `when_idle` is called when the last of them is answered."""
-        self._add(attachment, connection, {one.id: one for one in requests}, when_idle)
+        """Read a connection of an attachment, which also detects the runtime's crash at once.
+
+        It takes over `pending`, the connection's submitted requests by id. `when_idle` is called when the last of them is
+        answered; from then on the connection is not read here.
+        """
+        with self._lock:
+            self._connections[connection] = pending
+            self._attachments[connection] = attachment
+            if when_idle is not None:
+                self._when_idle[connection] = when_idle
+            self._by_fd[connection.sock.fileno()] = connection
+            self._poll.register(connection.sock, select.POLLIN)
+        os.eventfd_write(self._wake, 1)
 
     def reply(self, request: ClientRequest) -> Reply:
         """Give a request its reply. From now on it is checked for its deadline and for cancellation."""
@@ -251,22 +258,6 @@ class DeferredReplies(Generic[W]):
             self._work.put(None)
 
     # --- the reading thread -------------------------------------------------------------------------------
-
-    def _add(
-        self,
-        attachment: Attachment,
-        connection: RuntimeConnection,
-        pending: dict[int, W],
-        when_idle: Callable[[], None] | None = None,
-    ) -> None:
-        with self._lock:
-            self._connections[connection] = pending
-            self._attachments[connection] = attachment
-            if when_idle is not None:
-                self._when_idle[connection] = when_idle
-            self._by_fd[connection.sock.fileno()] = connection
-            self._poll.register(connection.sock, select.POLLIN)
-        os.eventfd_write(self._wake, 1)
 
     def _read(self) -> None:
         try:

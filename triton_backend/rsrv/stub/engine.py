@@ -7,7 +7,7 @@ from the runtime, which starves a device on long executions. So execute() waits 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -274,11 +274,7 @@ class Engine(ModelReplica[ModelRequest]):
             return None
         except (Closed, ProtocolError, OSError) as error:
             self._deferred.lose(attachment, error)
-            for one in batch:
-                self._deferred.reply(one.request)
-            for one in batch:
-                if one.id not in waiting:
-                    self._deferred.finish(one)
+            self._defer(batch, waiting)
             self._deferred.rescue_all(waiting.values())
             return None
         return [one.response or self._respond(one) for one in batch]
@@ -303,14 +299,18 @@ class Engine(ModelReplica[ModelRequest]):
     ) -> None:
         """Answer the batch later, for it takes longer than predicted. The connection and its memory go with it."""
         self._direct = self._slab = None
-        for one in batch:
-            self._deferred.reply(one.request)
+        self._defer(batch, waiting)
 
         def idle() -> None:
             if self._attachment is attachment:
                 self._direct = connection
 
-        self._deferred.adopt(attachment, connection, waiting.values(), idle)
+        self._deferred.watch(attachment, connection, waiting, idle)
+
+    def _defer(self, batch: list[ModelRequest], waiting: Collection[int]) -> None:
+        """Answer a batch after execute() returned, as soon as possible but for the requests that wait for the runtime."""
+        for one in batch:
+            self._deferred.reply(one.request)
         for one in batch:
             if one.id not in waiting:
                 self._deferred.finish(one)

@@ -135,7 +135,7 @@ class ModelReplica(ABC, Generic[W]):
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         self._stub_settings = attachment.settings["stub"]
         self._process.resubmission.retry_s = self._stub_settings["retry_s"]
-        self._deferred.watch(attachment)
+        self._deferred.watch(attachment, attachment.deferred, {})
 
     @property
     def ready(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks.loader import Hooks
-from rsrv.stub.endpoint import Endpoint, fits
+from rsrv.stub.endpoint import Elsewhere, Endpoint, fits
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
@@ -198,14 +198,6 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
 
 
 # --- callees, and the rules for their inputs on either way -------------------------------------------------
-
-
-@dataclass(eq=False)
-class Elsewhere:
-    """A stand-in for a tensor that is not in this process."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)

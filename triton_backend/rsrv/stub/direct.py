@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_inputs, check_keep
+from rsrv.stub.calls import GRACE_NS, Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import NO_MEMORY, STUCK
-from rsrv.stub.endpoint import ExecutionPlan, PlannedTensor
+from rsrv.stub.endpoint import Elsewhere, ExecutionPlan, PlannedTensor
 from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import DOWN
 from rsrv.stub.tensors import Array

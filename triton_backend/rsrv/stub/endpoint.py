@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,14 +33,12 @@ SLOW_HOOK_S = 0.001
 _HOOK_WEIGHT = 0.1
 
 
-class Value(Protocol):
-    """A tensor of a request: an array, or a stand-in for one that is elsewhere."""
+@dataclass(eq=False)
+class Elsewhere:
+    """A stand-in for a tensor that is not in this process."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ class Endpoint:
         )
 
     def prepare(
-        self, arrays: Mapping[str, Value], client_id: str, span: OpenSpan | None = None
+        self, arrays: Mapping[str, Array | Elsewhere], client_id: str, span: OpenSpan | None = None
     ) -> tuple[list[Any], ExecutionPlan]:
         """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure."""
         if self.hooks.preprocess is not None:

@@ -43,12 +43,13 @@ class MetaModelStub(ModelStub):
         functions = HookImport(file, load, more=[path / "model.py" for path in callees])
 
         def make(device: int) -> MetaEngine:
-            with setup.session(process, device, {path.name: str(path) for path in callees}) as session:
+            calls = {path.name: str(path) for path in callees}
+            with setup.session(process, device, calls) as (session, attachment):
                 return MetaEngine(
                     tensors,
                     session,
                     process,
-                    *functions.result(session, process.begin(session)),
+                    *functions.result(session, attachment),
                     json.loads(external["string_value"]),
                     setup.outputs,
                     setup.batched,

@@ -25,7 +25,7 @@ from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.sequences import SequenceHomes
-from rsrv.stub.session import UNREACHABLE, Launcher, Session, server_pid
+from rsrv.stub.session import UNREACHABLE, Attachment, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory
 from rsrv.wire.placement_table import PlacementReader
@@ -102,8 +102,7 @@ def serve_model(
     hooks = hooks or import_hooks(setup.bundle)
 
     def make(device: int) -> ModelReplica[Any]:
-        with setup.session(process, device) as session:
-            attachment = process.begin(session)
+        with setup.session(process, device) as (session, attachment):
             facts = attachment.models[0].generate
             replica: Engine | GenerationEngine
             if facts is not None:
@@ -182,7 +181,7 @@ class Setup:
     @contextmanager
     def session(
         self, process: StubProcess, device: int, calls: Mapping[str, str] | None = None
-    ) -> Iterator[Session]:
+    ) -> Iterator[tuple[Session, Attachment]]:
         """Attach a session to a device's runtime; an error closes it. Raises Cold, or one of UNREACHABLE.
 
         `calls` are the bundles of a meta model's callees, by name. Hooks are not imported before: of a cold model they are
@@ -191,8 +190,7 @@ class Setup:
         launcher = replace(self.launcher, device=str(device))
         session = Session(launcher.open, self.name, str(self.bundle), calls, device)
         try:
-            process.begin(session)
-            yield session
+            yield session, process.begin(session)
         except BaseException:
             session.close()
             process.forget(session)

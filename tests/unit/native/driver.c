@@ -7,6 +7,7 @@
 //   batch ID COUNT          sends requests of one row in one call
 //   cancel ID
 //   jam                     the next submission meets a kernel without memory
+//   copy                    copies all sockets, as a fork() of another thread does until its child executes a program
 //   close                   -> closed    (after the last answer)
 //
 // Values of digits are integers; the parameter `triton` is Triton's own trace context, too. Each request must be answered and released once.
@@ -18,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -259,6 +261,10 @@ int main(int count, char** arguments) {
             instance = &instances[number];
         } else if (strncmp(line, "jam", 3) == 0) {
             atomic_store(&jammed, true);
+        } else if (strncmp(line, "copy", 4) == 0) {
+            struct stat found;
+            for (int fd = 3; fd < 512; fd++)
+                if (fstat(fd, &found) == 0 && S_ISSOCK(found.st_mode) && dup2(fd, 512 + fd) < 0) fail("a socket is not copied");
         } else if (strncmp(line, "open", 4) == 0) {
             TRITONSERVER_Error* error = TRITONBACKEND_ModelInitialize(model);
             if (!error && TRITONBACKEND_ModelInstanceInitialize(instance)) fail("an instance does not start");

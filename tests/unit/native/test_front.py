@@ -183,6 +183,21 @@ def test_answers_of_a_runtime_that_ended_since_are_delivered(program: Path, tmp_
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
+def test_a_child_with_the_socket_of_a_lost_runtime_does_no_harm(program: Path, tmp_path: Path) -> None:
+    """Its copy keeps the socket's events alive, which are none of the next connection."""
+
+    def end(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        connection.receive_requests()
+
+    with Front(program, tmp_path, [end]) as front:
+        front.ask("open")
+        front.tell("copy")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert front.ask("send 2 1", "close") == [doubled(2), "closed - ok 0 0"]
+
+
 def test_a_cancelled_request_is_cancelled_in_the_runtime(program: Path, tmp_path: Path) -> None:
     """CANCEL names the request; its end answers it."""
 

@@ -85,6 +85,8 @@ static void set_text(char** text, const char* value) {
 
 // Closes the socket, and gives back all that a connection needs; no request is in flight. Under the lock.
 static void detach(struct link* link) {
+    // If a child has just been forked, it has the socket, too, and closing it here would not end its events.
+    epoll_ctl(epoll_fd, EPOLL_CTL_DEL, link->fd, NULL);
     close(link->fd);
     link->fd = -1;
     arena_close(link->arena);

@@ -200,7 +200,7 @@ def ensure(*, many: bool = False) -> Mapping[str, Path]:
     own = bundles.ensure_made(OUTPUT, MAKERS, sources)
     borrowed = bundles.ensure()
     made = {name: own / name for name in MAKERS} | {name: borrowed / name for name in BORROWED}
-    made["alone"] = stateful.ensure() / "alone"
+    made |= {name: stateful.ensure() / name for name in ("alone", "sums")}
     if many:
         light = bundles.ensure_made(
             OUTPUT.with_name("chaos_light"), dict.fromkeys(LIGHT_FACTORS, _light), sources

@@ -1,54 +1,97 @@
-"""Strikes on a model that generates, whose one slot shows at once what a stream leaves behind."""
+"""Strikes on models with state: one that generates, whose one slot shows at once what a stream leaves behind, and sequences."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import ClassVar
 
 from tests.chaos.faults import Fault
 from tests.chaos.figures import Expected
 from tests.chaos.house import House
 from tests.chaos.load import Load
-from tests.e2e.stateful import close_streams, generate, grpc_streams, told
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
+from tests.e2e.stateful import Stream, close_streams, generate, grpc_streams, sums, told
+from tests.waiting import wait_until
 
-#: the model
-_MODEL = "alone"
+#: Tokens of answers that are not read at first, and what the clients' kernels take of them.
+_UNREAD_TOKENS, _BUFFER_BYTES = 2000, 4096
+#: Sequences that the model of sums has room for, and clients beside them.
+_SLOTS, _FURTHER = 64, 8
+#: Sequences that a death of the runtime ends.
+_LIVE = 20
 
 
-class _Streams(Fault):
+class _WithState(Fault):
+    """The model stays: Triton 24.10 may never unload one of which a client cancelled a gRPC stream just as it ended."""
+
+    expected = Expected(())
+    model: ClassVar[str]
+
     def prepare(self, house: House) -> None:
-        house.add(_MODEL)
-        house.load_model(_MODEL)
+        if not house.ready(self.model):
+            house.add(self.model)
+            house.load_model(self.model)
+
+
+class _Streams(_WithState):
+    model = "alone"
 
     def check(self, house: House) -> Iterable[str]:
-        answer = generate(house.server, _MODEL, text_input="hello", max_tokens=20)
+        answer = generate(house.server, self.model, text_input="hello", max_tokens=20)
         if answer.get("text_output") != told(b"hello", 20):
             yield f"afterwards, a generation gets {answer}"
-
-    def tidy(self, house: House) -> None:
-        house.remove(_MODEL)
 
 
 class StreamsClose(_Streams):
     name = "clients that close streams of tokens at every step"
-    expected = Expected(())
 
     def strike(self, house: House, load: Load) -> float:
         struck = time.monotonic()
-        close_streams(house.server, _MODEL, clients=4, each=15)
+        close_streams(house.server, self.model, clients=4, each=15)
         return struck
+
+
+class StreamsUnread(_Streams):
+    name = "clients that read their streams of tokens only after others have theirs"
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        fields = {"text_input": "slow", "max_tokens": _UNREAD_TOKENS}
+        with ExitStack() as held:
+            streams = [
+                held.enter_context(Stream(house.server, self.model, buffer_bytes=_BUFFER_BYTES, **fields))
+                for _ in range(4)
+            ]
+            # There is one slot: each answer has ended, unread, before the next one begins.
+            texts = [next(iter(stream))["text_output"] for stream in streams]
+            self._beside = generate(house.server, self.model, text_input="a", max_tokens=5)
+            for number, stream in enumerate(streams):
+                texts[number] += "".join(piece["text_output"] for piece in stream)
+        self._texts = texts
+        return struck
+
+    def check(self, house: House) -> Iterable[str]:
+        if self._beside.get("text_output") != told(b"a", 5):
+            yield f"beside them, a generation gets {self._beside}"
+        for text in self._texts:
+            if text != told(b"slow", _UNREAD_TOKENS):
+                yield f"a stream read late has {len(text)} characters, and ends with {text[-50:]!r}"
+        yield from super().check(house)
 
 
 class KillStreaming(_Streams):
     name = "kill -9 of the runtime while it streams tokens"
-    expected = Expected(())
     unhealthy = ""
 
     def strike(self, house: House, load: Load) -> float:
         with grpc_streams(house.server) as streams:
-            streams.ask(_MODEL, "x", b"hello")
+            streams.ask(self.model, "x", b"hello")
             streams.next()
             struck = time.monotonic()
             os.kill(house.runtime_pid(), signal.SIGKILL)
@@ -61,4 +104,84 @@ class KillStreaming(_Streams):
         yield from super().check(house)
 
 
-STREAMS: Sequence[type[Fault]] = (StreamsClose, KillStreaming)
+class _Sequences(_WithState):
+    """Every sum is right, and no sequence keeps its slot."""
+
+    model = "sums"
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from self._problems
+        if any(left := house.model(self.model)["sequences"].values()):
+            yield f"sequences are left: {list(left)}"
+
+    def _expect(self, what: str, got: object, wanted: object) -> None:
+        if got != wanted:
+            self._problems.append(f"{what}: {got} instead of {wanted}")
+
+
+class KillUnderSequences(_Sequences):
+    name = f"kill -9 of the runtime under {_LIVE} live sequences"
+    unhealthy = ""
+
+    def strike(self, house: House, load: Load) -> float:
+        begun = threading.Barrier(_LIVE + 1)
+
+        def step_until_lost(call: Caller, number: int) -> None:
+            id, total = number + 1, 1.0
+            self._expect("a first step", sums(call, id, [1.0], start=True), [total])
+            begun.wait(60)
+            try:
+                while total < 1e6:
+                    total += 1
+                    self._expect("a step", sums(call, id, [1.0]), [total])
+            except Refused as refused:
+                if "[rsrv:SEQUENCE_LOST]" not in refused.message:
+                    self._problems.append(f"a step after the death was refused with {refused}")
+            self._expect("a new sequence", sums(call, id, [2.0], start=True, end=True), [2.0])
+
+        with ThreadPoolExecutor(1) as pool:
+            clients = pool.submit(at_once, house.server, _LIVE, step_until_lost)
+            begun.wait(60)
+            struck = time.monotonic()
+            os.kill(house.runtime_pid(), signal.SIGKILL)
+            clients.result()
+        return struck
+
+
+class SlotsExhausted(_Sequences):
+    name = f"{_SLOTS} sequences that hold all slots, and others that wait for one"
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+
+        def begin_and_end(call: Caller, number: int) -> None:
+            self._expect(
+                "a sequence that waited", sums(call, f"w{number}", [5.0], start=True, end=True), [5.0]
+            )
+
+        with caller(house.server) as call, ThreadPoolExecutor(1) as pool:
+            for id in range(1, _SLOTS + 1):
+                self._expect("a first step", sums(call, id, [float(id)], start=True), [float(id)])
+            late = outcome(lambda: sums(call, "late", [1.0], start=True, timeout=200_000))
+            if not isinstance(late, Refused) or "[rsrv:DEADLINE]" not in late.message:
+                self._problems.append(f"a sequence without a slot, at its deadline: {late}")
+            waiting = pool.submit(at_once, house.server, _FURTHER, begin_and_end)
+            wait_until(
+                lambda: house.model(self.model)["sequences"]["waiting"] == _FURTHER, what="further sequences"
+            )
+            for id in range(1, _SLOTS + 1):
+                self._expect("a last step", sums(call, id, [1.0], end=True), [id + 1.0])
+            waiting.result()
+        return struck
+
+
+STREAMS: Sequence[type[Fault]] = (
+    StreamsClose,
+    StreamsUnread,
+    KillStreaming,
+    KillUnderSequences,
+    SlotsExhausted,
+)

@@ -103,7 +103,11 @@ class _Failures:
     def meet(self, operation: Operation) -> None:
         fates = self._next.get(operation)
         if fates and (error := fates.popleft()) is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                # Its traceback leads here: a cycle would keep the buffers of the call until the next collection.
+                del error
 
 
 @dataclass(slots=True, eq=False)

@@ -93,10 +93,11 @@ test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print whic
 test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XLA's CUDA client and a fake CUDA driver; no GPU is needed
 	$(PYTEST) -m "not long" tests/gpu
 
+# End-to-end tests of what either front does; what needs the Python front is skipped.
+OVER_NATIVE := answers cold control devices errors lifecycle lifetime metrics scheduling traces
 test-long: $(FRAMEWORKS) $(TRITON) $(GPU) $(NATIVE) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
-	RSRV_STUB__FRONT=native $(PYTEST) tests/e2e/test_answers.py tests/e2e/test_errors.py tests/e2e/test_devices.py tests/e2e/test_traces.py \
-		tests/e2e/test_lifetime.py::test_a_killed_runtime_comes_back_under_load
+	RSRV_STUB__FRONT=native $(PYTEST) --timeout=1800 $(OVER_NATIVE:%=tests/e2e/test_%.py)
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
 check-gpu: $(GPU) bundles ## compile the bundles for five GPUs without one, and compare the figures with the recorded ones (CHECK=--renew: record them)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
+import native_front
 from examples.build import SMALL
 from tests.e2e import bundles
+from tests.e2e.fronts import NATIVE
 from tests.e2e.gateways import Fleet, running_fleet
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, make_repository, running_triton
 
@@ -32,6 +34,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed and HERE in item.path.parents:
         report.sections.extend(log_tails())
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_library() -> None:
+    """Build the native front if the environment asks for it: without the library, models would get the Python front."""
+    if NATIVE:
+        native_front.ensure()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
+from tests.e2e.fronts import python_front
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, is_alive, make_repository, running_triton
 from tests.e2e.lives import place, version, write_version
 from tests.waiting import wait_until
@@ -196,7 +197,8 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
     for model in status.models:
         (only,) = model.versions
         assert only.state == pb.STATE_READY
-        assert list(only.stubs) == control.server.stub_pids(model.name)
+        # A native front is the server itself.
+        assert list(only.stubs) == (control.server.stub_pids(model.name) or [control.server.pid])
         assert only.key.startswith(f"{model.name}@")
     exact = status.models[1]
     assert [(one.size, one.HasField("cost_s")) for one in exact.executables] == [
@@ -478,6 +480,7 @@ def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
     assert took < SEEN_S
 
 
+@python_front("a model with the native front has no stub")
 def test_a_dead_stub_is_seen_within_a_second_and_replaced(control: Control) -> None:
     """The other models are not affected."""
     # The stub of the version before the last reload needs a moment to leave.

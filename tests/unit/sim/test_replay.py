@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from rsrv.cli import main as cli
 from rsrv.cli.replay import Unsendable, infer_request
+from rsrv.extras import install_command
 from rsrv.sim.scenario import load_scenario
 
 SCENARIO = """
@@ -141,6 +144,49 @@ def test_what_answers_take_beside_the_runtime_is_noted(
     beside.unlink()
     assert cli.main(["replay", str(trace), "--fit"]) == 1
     assert "--fit: there is no" in capsys.readouterr().err
+
+
+def test_latencies_are_drawn_beside_the_simulated_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture has a line for each model with answers and one for all, of the server and of the simulator."""
+    trace, out = tmp_path / "trace.csv", tmp_path / "new" / "plots"
+    trace.write_text("t,model,rows,deadline_s\n0,fast,1,\n0.1,fast,3,\n0.2,late,1,0.001\n")
+    (tmp_path / "trace.yaml").write_text(SCENARIO)
+    drawn: list[str] = []
+    save = Figure.savefig
+
+    def noted(figure: Figure, *args: Any, **options: Any) -> None:
+        lines = figure.axes[0].get_lines()
+        drawn.extend(f"{line.get_label()} {line.get_linestyle()}" for line in lines)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    with serving(Triton()) as url:
+        assert cli.main(["replay", str(trace), "--url", url, "--out", str(out)]) == 0
+
+    assert [path.name for path in out.iterdir()] == ["latency.png"]
+    assert (out / "latency.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn[:2] == ["fast -", "all 2 models -"]
+    assert drawn[2:] == ["fast, simulated --", "late, simulated --", "all 2 models, simulated --"]
+
+
+def test_pictures_that_cannot_be_made_send_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib, or with a file in the folder's place, the command says so before the first request."""
+    trace, triton = tmp_path / "trace.csv", Triton()
+    trace.write_text("t,model\n0,fast\n")
+    with serving(triton) as url:
+        assert cli.main(["replay", str(trace), "--url", url, "--out", str(trace)]) == 1
+        assert "File exists" in capsys.readouterr().err
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delitem(sys.modules, "rsrv.sim.plots", raising=False)
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert cli.main(["replay", str(trace), "--url", url, "--out", str(tmp_path / "plots")]) == 1
+    assert f"rsrv replay: --out needs matplotlib: {install_command('sim')}" in capsys.readouterr().err
+    assert not triton.asked
 
 
 def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,6 +270,9 @@ def parser() -> CommandParser:
         action="store_true",
         help="write into TRACE.yaml what answers took beside the runtime (front_s), for rsrv plan and further replays",
     )
+    replay.add_argument(
+        "--out", type=Path, metavar="DIR", help="write latency.png there: latencies, real beside simulated"
+    )
     replay.add_argument("--json", action="store_true", help="print the report as JSON, for programs")
     help = "how many more models, how small a budget, how few cards and which batch sizes meet a goal, by simulation"
     plan = commands.add_parser("plan", help=help, description=help)

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -24,6 +24,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
 
 from rsrv.command import CommandParser
+from rsrv.extras import install_command
 from rsrv.progress import steps
 from rsrv.scheduler.events import Outcome, Request
 from rsrv.sim.record import RequestRecord, SimulationError
@@ -84,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{parser.prog}: --fit: there is no {beside}, the scenario of a record", file=sys.stderr)
         return 1
     try:
-        # First, so that no mistake in it costs a replay.
+        # First, so that no mistake costs a replay.
+        draw = None if options.out is None else _drawing(options.out)
         scenario = load_scenario(beside) if beside.exists() else None
         inputs = {model: _rows(file) for model, file in options.inputs}
         replayed = asyncio.run(replay(options.url, trace, inputs))
@@ -104,7 +106,26 @@ def run(options: argparse.Namespace) -> int:
     for model, why in replayed.errors.items():
         print(f"{printable(model)}: the first error: {why}", file=sys.stderr)
     print(json.dumps(report(replayed, expected), indent=2) if options.json else page(replayed, expected))
+    if draw is not None:
+        try:
+            draw(replayed.requests, expected, options.out)
+        except OSError as error:
+            print(f"{parser.prog}: cannot write: --out: {error}", file=sys.stderr)
+            return 1
     return 0 if replayed.requests else 1
+
+
+def _drawing(out: Path) -> Callable[..., Path]:
+    """Make the folder, and return the function that draws. Raises OSError, or ValueError if matplotlib is missing."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        # Only pictures need matplotlib, which takes a second to import.
+        from rsrv.sim.plots import write_replay_plot
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ValueError(f"--out needs matplotlib: {install_command('sim')}") from None
+    return write_replay_plot
 
 
 def _rows(file: str) -> dict[str, np.ndarray[Any, Any]]:

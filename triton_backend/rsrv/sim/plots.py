@@ -1,10 +1,13 @@
 """Pictures of a simulation: latency.png, shares.png and timeline.png; modes.png of several devices; idle.png of idle limits.
 
+And of a replay: latency.png, real and simulated.
+
 Figures are drawn without pyplot, so nothing is global and no display is needed. Colours are those of
 M. Okabe and K. Ito (Color Universal Design, 2008), which colour-blind people tell apart; a model has the same
 colour in the first three.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rsrv.scheduler.events import Outcome
-from rsrv.sim.record import FleetRecord, Record
+from rsrv.sim.record import FleetRecord, Record, RequestRecord
 from rsrv.sim.sweep import IdleSweep
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -80,6 +83,19 @@ def write_sweep_plot(sweep: IdleSweep, runs: Mapping[str, Mapping[str, Any]], ou
     return save(figure, out / "idle.png", dpi=150)
 
 
+def write_replay_plot(
+    real: Sequence[RequestRecord], simulated: Sequence[RequestRecord] | None, out: Path
+) -> Path:
+    """Write latency.png of a replay: the answers of a server, and dashed, those of the simulator if there are any."""
+    figure, axes = _figure(5, "Latency of answered requests")
+    counts = Counter(one.request.model for one in real)
+    colours = dict(zip((name for name, _ in counts.most_common(len(_PALETTE))), _PALETTE, strict=False))
+    drawn = _draw_latencies(axes, real, colours, len(counts))
+    drawn |= _draw_latencies(axes, simulated or (), colours, len(counts), "simulated", "--")
+    _label_latencies(axes, drawn)
+    return save(figure, out / "latency.png", dpi=150)
+
+
 def write_fleet_plots(
     records: Mapping[str, FleetRecord], summaries: Mapping[str, Mapping[str, Any]], out: Path
 ) -> Path:
@@ -114,18 +130,37 @@ def _figure(rows: int, title: str) -> tuple[Figure, Axes]:
 
 def _latency(record: Record, colours: Mapping[str, str]) -> Figure:
     figure, axes = _figure(5, f"Latency of answered requests ({record.scenario.discipline})")
+    drawn = _draw_latencies(axes, record.requests, colours, len(record.scenario.programs))
+    _label_latencies(axes, drawn)
+    return figure
+
+
+def _draw_latencies(
+    axes: Axes,
+    requests: Sequence[RequestRecord],
+    colours: Mapping[str, str],
+    models: int,
+    how: str = "",
+    style: str = "-",
+) -> bool:
+    """Draw a line for each model with a colour, and one for all if there are several; return whether any was answered."""
     by_model: dict[str, list[float]] = {name: [] for name in colours}
     everyone: list[float] = []
-    for sent in record.requests:
+    for sent in requests:
         if sent.outcome is Outcome.ANSWERED:
             everyone.append(sent.ended - sent.arrived)
             if sent.request.model in by_model:
                 by_model[sent.request.model].append(sent.ended - sent.arrived)
-    for name, latencies in by_model.items():
-        _cdf(axes, latencies, _short(name), colours[name], 1.6)
-    if len(record.scenario.programs) > 1:
-        _cdf(axes, everyone, f"all {len(record.scenario.programs)} models", _ALL, 2.4)
-    if everyone:
+    lines = [(_short(name), latencies, colours[name], 1.6) for name, latencies in by_model.items()]
+    if models > 1:
+        lines.append((f"all {models} models", everyone, _ALL, 2.4))
+    for label, latencies, colour, width in lines:
+        _cdf(axes, latencies, f"{label}, {how}" if how else label, colour, width, style)
+    return bool(everyone)
+
+
+def _label_latencies(axes: Axes, drawn: bool) -> None:
+    if drawn:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         _legend(axes)
@@ -136,10 +171,9 @@ def _latency(record: Record, colours: Mapping[str, str]) -> Figure:
     axes.set_ylabel("share of requests that took at most this")
     axes.grid(visible=True, which="major", color="#E5E5E5")
     axes.set_axisbelow(True)
-    return figure
 
 
-def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width: float) -> None:
+def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width: float, style: str) -> None:
     if not latencies:
         return
     values, counts = np.unique(1e3 * np.array(latencies), return_counts=True)
@@ -147,7 +181,7 @@ def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width:
     # A step at each value, the first one from 0.
     keep = np.unique(np.linspace(0, len(values) - 1, _STEPS).astype(int))
     steps = np.concatenate([values[:1], values[keep]]), np.concatenate([[0.0], shares[keep]])
-    axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width)
+    axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width, linestyle=style)
 
 
 def _shares(record: Record, colours: Mapping[str, str]) -> Figure:

@@ -376,6 +376,10 @@ class FakeTensor:
     def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
         self._name = name
         self._array = np.asarray(array)
+        if self._array.dtype == object:
+            # Triton sends the text of each element whose type is not bytes itself.
+            sent = [one if type(one) is bytes else str(one).encode() for one in self._array.flat]
+            self._array = np.array([*sent, None], object)[:-1].reshape(self._array.shape)
 
     def name(self) -> str:
         return self._name

@@ -73,6 +73,8 @@ def meant(name: str) -> str | None:
 def unknown(name: str) -> str:
     """Return what to write in place of a name that is no token."""
     token = meant(name)
+    if token == BYTES:
+        return f"strings are {BYTES}, in client_inputs and client_outputs only"
     return f"did you mean {token}?" if token else f"use one of {' '.join(TOKENS)}"
 
 

@@ -410,6 +410,13 @@ class _Parser:
                     self.bad(
                         key, "only hooks can change what clients see; add a model.py or remove this section"
                     )
+        for spec in manifest.client_inputs or ():
+            if spec.dtype == dtypes.BYTES and spec.variable_axes:
+                self.bad(
+                    f"client_inputs.{spec.name}",
+                    "an axis of strings needs a size: Triton reads them one by one, and a request of millions would hold"
+                    " others up",
+                )
         for section, specs in (("inputs", manifest.wire_inputs), ("outputs", manifest.wire_outputs)):
             given = self.document.get(f"client_{section}") is not None
             for spec in specs:

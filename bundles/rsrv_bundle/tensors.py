@@ -50,10 +50,8 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
         return None
     key = f"{section}.{name}"
     dtype = entry.get("dtype")
-    if dtype == dtypes.BYTES and section not in _CLIENT_SECTIONS:
-        bad(key, "no module takes strings: only clients send and get them (client_inputs, client_outputs)")
-        dtype = "f32"
-    elif not isinstance(dtype, str) or dtype not in (*dtypes.TOKENS, dtypes.BYTES):
+    tokens = (*dtypes.TOKENS, *([dtypes.BYTES] if section in _CLIENT_SECTIONS else []))
+    if not isinstance(dtype, str) or dtype not in tokens:
         found = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
         bad(key, f"{found}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
         # Any token: without this tensor, the rules over all tensors would report what is not wrong.

@@ -24,7 +24,7 @@ def preprocess(inputs):
 
 
 def postprocess(outputs):
-    return {"label": [f"{int(length)} characters" for (length,) in outputs["same"]]}
+    return {"label": [f"{int(length)} characters".encode() for (length,) in outputs["same"]]}
 """
 META = """
 def run(inputs, call):

@@ -53,9 +53,9 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
     pools: dict[int, list[list[Array]]] = {}
     for index in range(counts.pop() if counts else 0):
         request = {
-            spec.name: array[index]
+            spec.name: array[index, ...]
             if spec.batch_axis is None
-            else np.expand_dims(array[index], spec.batch_axis)
+            else np.expand_dims(array[index, ...], spec.batch_axis)
             for spec, array in zip(specs, given, strict=True)
         }
         variant, rows = _executable(bundle, request if preprocess is None else preprocess(request))
@@ -79,7 +79,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
             array = (np.char.encode(array) if array.dtype.kind == "U" else array).astype(object)
         wanted = np.dtype(object) if spec.dtype == dtypes.BYTES else dtypes.numpy_dtype(spec.dtype)
         # numpy stores types without a name of its own as bytes.
-        if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize:
+        if array.dtype.kind == "V" and wanted != object and array.dtype.itemsize == wanted.itemsize:
             array = array.view(wanted)
         if array.dtype != wanted:
             problems.add("samples", spec.name, f"is {array.dtype}, the model takes {spec.dtype}")

@@ -14,6 +14,7 @@ from rsrv.hooks.loader import Hooks
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.resubmission import Resubmission
+from rsrv.stub.tensors import encode_strings, size_of
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.unit.runtime.conftest import Runtime, StartMeta
@@ -75,6 +76,39 @@ def test_hooks_turn_strings_into_tensors_and_tensors_into_strings(runtime: Runti
     assert answer.arrays["labels"].tolist() == [[b"7 bytes"], [b"17 bytes"], [b"1 bytes"], [b"5 bytes"]]
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [b"one", "zwei"],
+        np.array([b"one", b"zwei"]),
+        np.array(["one", "zwei"]),
+        [[b"one"], ["zwei"]],
+        [str.__new__(type("Text", (str,), {"encode": None}), "one"), "zwei"],
+    ],
+)
+def test_strings_of_all_kinds_are_sent_as_they_are(runtime: Runtime, lengths: Path, labels: Any) -> None:
+    """Lists of bytes and text, numpy's own strings, a column, and a class with methods of its own."""
+    engine = start(runtime, lengths, lambda outputs: {"labels": labels})
+
+    answer = ask(engine, TEXTS[:2])
+
+    engine.close()
+    assert answer.error is None
+    assert answer.arrays["labels"].tolist() == [[b"one"], [b"zwei"]]
+
+
+def test_zeros_at_the_end_of_listed_strings_stay(runtime: Runtime, lengths: Path) -> None:
+    """And one long string makes the others no longer: numpy's own strings would take 8 MB each."""
+    long = [b"a\0", "x" * 2_000_000, *[b""] * 2]
+    engine = start(runtime, lengths, lambda outputs: {"labels": long})
+
+    answer = ask(engine, TEXTS)
+
+    engine.close()
+    assert answer.error is None
+    assert answer.arrays["labels"].reshape(-1).tolist() == [b"a\0", b"x" * 2_000_000, b"", b""]
+
+
 @pytest.mark.parametrize("labels", [[1.5], [b"a", "b"], np.array([None], object), ["\ud800"]])
 def test_what_is_no_string_fails_its_request(runtime: Runtime, lengths: Path, labels: Any) -> None:
     """Numbers, None, text that has no UTF-8, and too many strings are the hook's fault."""
@@ -130,6 +164,19 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
 
     assert answer.error is None, answer.error
     assert answer.arrays["labels"].tolist() == [[b"7 bytes"], [b"17 bytes"]]
+
+
+def test_no_strings_are_strings() -> None:
+    """A list without elements has no type that could say so."""
+    none = encode_strings(np.asarray([]))
+    assert none is not None
+    assert (none.shape, none.dtype.kind) == ((0,), "O")
+
+
+def test_strings_count_with_their_bytes() -> None:
+    """Limits of memory hold for them, too."""
+    assert size_of(np.array([b"a" * 1000, b""], object)) == 1016
+    assert size_of(np.zeros(10, np.float32)) == 40
 
 
 def test_equal_strings_are_recognized_after_a_death() -> None:

@@ -113,7 +113,7 @@ def plan(
         {kind: _address(kind, options) for kind in ports},
         repository,
         drain_s,
-        None if listen is None else _page(listen),
+        _page(listen) if listen else None,
     )
 
 

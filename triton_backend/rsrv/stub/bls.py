@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rsrv.logs import TEXT, of_request, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.replies import RequestFailure, invalid, untag
 from rsrv.stub.request import RUN, RUN_DEVICE
 from rsrv.stub.session import UNLOADED
-from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tensors import Array, Tensors, as_array, encode_strings
 from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import Status
@@ -426,7 +424,10 @@ class ThroughTriton:
 
     def external(self, name: str, inputs: Mapping[str, Any]) -> "_TritonCall":
         """Call a model outside of the runtime. Triton checks the inputs."""
-        arrays = {key: np.asarray(value) for key, value in inputs.items()}
+        arrays = {key: as_array(value) for key, value in inputs.items()}
+        for key, array in arrays.items():
+            strings = encode_strings(array) if array.dtype.kind in "SUO" else None
+            arrays[key] = array if strings is None else strings
         return _TritonCall(self._start(name, arrays), {})
 
     def internal(

@@ -23,7 +23,7 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
 from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import Remote
-from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, encode_strings
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, as_array, encode_strings
 from rsrv.wire.frames import Status
 
 #: names of the outputs that stay on the device; True: all of them
@@ -227,7 +227,7 @@ def make_callees(
 def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sub-call's inputs by name, checked as Triton checks those of clients. Raises RequestFailure."""
     arrays = {
-        name: value if isinstance(value, Elsewhere) else np.asarray(value) for name, value in inputs.items()
+        name: value if isinstance(value, Elsewhere) else as_array(value) for name, value in inputs.items()
     }
     for wire in callee.remote.inputs:
         array = arrays.get(wire.name)

@@ -14,7 +14,7 @@ import numpy as np
 from rsrv.stub.calls import GRACE_NS, Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import NO_MEMORY, STUCK
-from rsrv.stub.endpoint import Elsewhere, ExecutionPlan, PlannedTensor
+from rsrv.stub.endpoint import Elsewhere, ExecutionPlan, PlannedTensor, hook_failed
 from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import DOWN
 from rsrv.stub.tensors import Array
@@ -317,6 +317,8 @@ class DirectRun:
             )
         except RequestFailure as failure:
             return failure
+        except Exception as error:  # noqa: BLE001 - a call without an end would be waited for for ever
+            return hook_failed("postprocess", f"its result cannot be read: {error!r}", self._client_id)
         return {wire.name: array for wire, array in zip(wires, results, strict=True)}
 
     # --- the connection -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rsrv.hooks.loader import Hook, Hooks
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import CallError, RequestFailure, invalid
-from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, encode_strings
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, as_array, encode_strings
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
@@ -313,7 +313,10 @@ def check_results(
         if array.ndim == len(wire.dims) - 1:
             array = array.reshape(*array.shape, 1)
         if wire.dtype == BYTES:
-            strings = encode_strings(array)
+            try:
+                strings = encode_strings(array)
+            except Exception as error:  # noqa: BLE001 - such as MemoryError
+                raise hook_failed(hook, f"its result has {wire.name!r}: {error!r}", client_id) from None
             if strings is None:
                 why = (
                     f"its result has {wire.name!r} of {array.dtype} elements that are neither bytes nor text"
@@ -349,7 +352,7 @@ def run_hook(
     try:
         with guard.within(name, client_id):
             result = hook(dict(arrays))
-            return {key: np.asarray(value) for key, value in result.items()}
+            return {key: as_array(value) for key, value in result.items()}
     except BaseException as error:  # noqa: BLE001 - logged by hook_raised
         # sys.exit(), too, would end the whole batch, or a sender thread for good.
         try:

@@ -18,7 +18,7 @@ from rsrv.stub.deferred import CHECK_PERIOD_S, LATE, MAX_CHECKS
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest, Outcomes
 from rsrv.stub.session import DOWN, UNLOADED, Startable
-from rsrv.stub.tensors import Array
+from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -347,7 +347,7 @@ def _digest(arrays: Mapping[str, Array]) -> bytes:
 def _input_bytes(request: ClientRequest) -> int:
     """Return the bytes of a request's inputs, as far as they can be read."""
     with suppress(Exception):  # the request is refused when it is read
-        return sum(tensor.as_numpy().nbytes for tensor in request.triton.inputs())
+        return sum(size_of(tensor.as_numpy()) for tensor in request.triton.inputs())
     return 0
 
 

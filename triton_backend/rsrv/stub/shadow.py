@@ -15,7 +15,7 @@ import numpy as np
 
 from rsrv.logs import of_request
 from rsrv.stub.replies import free_shared_memory
-from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tensors import Array, Tensors, size_of
 from rsrv.throttle import Throttle, more
 
 log = logging.getLogger("rsrv.stub")
@@ -151,7 +151,7 @@ class ShadowedRequest:
                 return
             self._answers[copy] = found
             if len(self._answers) < 2:
-                self._kept_bytes = sum(one.nbytes for one in (found or {}).values())
+                self._kept_bytes = sum(map(size_of, (found or {}).values()))
                 self._shadow.keep(self._kept_bytes)
                 return
         self._shadow.keep(-self._kept_bytes)

@@ -72,6 +72,8 @@ class Tensors:
         if dtype == BYTES:
             try:
                 strings: Array = tensor.as_numpy()
+            except MemoryError:
+                raise
             except Exception as error:  # noqa: BLE001 - as struct.error, by the way Triton reads them
                 raise ValueError(f"holds no strings: {error}") from None
             return strings
@@ -130,19 +132,43 @@ class Tensors:
         return bool(np.array_equal(out, array) and np.array_equal(back, array))
 
 
+def as_array(value: Any) -> Array:
+    """Return what a hook made as an array; lists of strings as objects.
+
+    numpy's own strings have the length of the longest one each, and no zeros at their ends.
+    """
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if first is not value and isinstance(first, str | bytes):
+        return np.array(value, object)
+    return np.asarray(value)
+
+
 def encode_strings(array: Array) -> Array | None:
-    """Return an array of strings as objects of type bytes, text in UTF-8; None if an element is neither bytes nor text."""
-    if array.dtype.kind not in "SUO":
+    """Return an array of strings as objects of type bytes, text in UTF-8; None if an element is neither bytes nor text.
+
+    The type of each is bytes itself, as Triton sends the text of any other object.
+    """
+    if array.size and array.dtype.kind not in "SUO":
         return None
     encoded = np.empty(array.size, object)
-    for at, value in enumerate(array.flat):
-        try:
-            encoded[at] = value.encode() if isinstance(value, str) else value
-        except UnicodeEncodeError:  # half of a surrogate pair
-            return None
-        if not isinstance(encoded[at], bytes):
+    for at, value in enumerate(array.flat if array.size else ()):
+        if isinstance(value, str):
+            try:
+                encoded[at] = str.encode(value)
+            except UnicodeEncodeError:  # half of a surrogate pair
+                return None
+        elif isinstance(value, bytes):
+            encoded[at] = b"".join((value,))
+        else:
             return None
     return encoded.reshape(array.shape)
+
+
+def size_of(array: Array) -> int:
+    """Return the bytes of an array, with those of its strings."""
+    return array.nbytes + (sum(map(len, array.flat)) if array.dtype == object else 0)
 
 
 def _in_place(tensor: Any) -> Array:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from jax._src import compilation_cache
 from rsrv.runtime.device import run
+from rsrv.runtime.jax_compiler import lower_placeholder
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.state_pool import SequenceTensors, SlotRow
@@ -36,7 +37,14 @@ cache, doubling, tripling, sums = map(Path, sys.argv[1:])
 def counts():
     compilation_cache.reset_cache()
     device = JaxDevice("cpu", cache, known=KnownModules(cache / "known"))
-    models = [(2, build_here(doubling, device)), (3, build_here(tripling, device))]
+    models = [(2, build_here(doubling, device))]
+    if modules.as_exported is None:
+        # What a load leaves that fails after XLA has loaded the executable.
+        digest = hashlib.sha256((doubling / "model.b1.mlir").read_bytes()).hexdigest()
+        signature = modules.Signature((("f32", (1, 3)), ("f32", (3,))), (("f32", (1, 3)),))
+        with device._cache.offering(device._cache.get(device._known.entry(digest, device._circumstances))):
+            lower_placeholder(signature).compile({})
+    models.append((3, build_here(tripling, device)))
     for factor, model in models:
         for (_, size), executable in model.executables.items():
             x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
@@ -85,7 +93,7 @@ def test_known_executables_are_loaded_without_lowering_their_modules(tmp_path: P
     ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["(7, 0)", "(0, 7)", "7"]
+    assert ended.stdout.splitlines() == ["(7, 0)", "(0, 8)", "7"]
 
 
 def test_known_modules_are_not_parsed(

@@ -145,7 +145,8 @@ def lower_placeholder(signature: Signature) -> Any:
     """Return jax's `Lowered` of a function with this signature, to describe an executable that the compilation cache has.
 
     It cannot be compiled. Models of equal signature share it, because C++ holds the interpreter for milliseconds to make
-    one; so pass options to `compile`, if only none (`compile({})`): without them it returns its first executable again.
+    one. So each `compile` has to forget what the one before it returned: call `jax.clear_caches`, and pass options, if
+    only none (`compile({})`), or `Lowered` keeps its first executable.
     """
     return _placeholder(signature.inputs, signature.outputs, signature.donated)
 

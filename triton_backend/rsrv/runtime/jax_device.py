@@ -301,8 +301,12 @@ class JaxDevice:
         if stored is None:
             return None
         try:
+            lowered = lower_placeholder(signature)
+            # jax also keeps what it compiled in memory, by the lowered module, and models of equal signature share that:
+            # without this one would get another one's executable.
+            self._jax.clear_caches()
             with config.raise_persistent_cache_errors(True), self._cache.offering(stored):
-                return lower_placeholder(signature).compile({})
+                return lowered.compile({})
         except Exception:  # noqa: BLE001 - damaged entries raise XLA's errors of any type
             return None
 

@@ -197,8 +197,8 @@ class _TracedRequest:
     #: the model's key
     model: str
     arrived: float | None = None
-    #: number of its latest execution; None: none has begun
-    dispatch: int | None = None
+    #: an execution of it has begun
+    executed: bool = False
     #: loads of its model's weights that ended while it waited
     loads: list[DeviceSpan] = field(default_factory=list)
 
@@ -217,6 +217,8 @@ class Traces:
         self._dropped = 0
         #: traced requests that are not over, by their global ids
         self.live: dict[int, _TracedRequest] = {}
+        #: the traced requests in each execution that has some, by its number
+        self._executing: dict[int, list[_TracedRequest]] = {}
 
     # --- events and instructions --------------------------------------------------------------------------
 
@@ -232,24 +234,28 @@ class Traces:
                     traced = self.live.get(request.id)
                     if traced is not None:
                         traced.arrived = now
-            case ev.ExecutionFinished(dispatch):
-                if ended is not None:
-                    self._add_executions(dispatch, ended)
+            case ev.ExecutionFinished(number):
+                begun = self._executing.pop(number, None)
+                if begun is not None and ended is not None:
+                    self._add_executions(number, begun, ended)
             case ev.WeightsLoaded(model) | ev.LoadFailed(model) | ev.LoadAbandoned(model):
                 for traced in self.live.values():
-                    if traced.model == model and traced.dispatch is None and ended is not None:
+                    if traced.model == model and not traced.executed and ended is not None:
                         traced.loads.append(ended)
 
     def executes(self, execute: ev.Execute, now: float) -> None:
         """End the waiting of requests whose execution begins."""
-        for traced in filter(None, map(self.live.get, execute.requests)):
-            if traced.dispatch is None:  # else this is the second try
-                self._add_waiting(traced, now, "")
-            traced.dispatch = execute.number
+        traced = list(filter(None, map(self.live.get, execute.requests)))
+        if traced:
+            self._executing[execute.number] = traced
+        for request in traced:
+            if not request.executed:  # else this is the second try
+                request.executed = True
+                self._add_waiting(request, now, "")
 
     def finished(self, finish: ev.Finish, now: float) -> None:
         traced = self.live.pop(finish.request, None)
-        if traced is not None and traced.dispatch is None:
+        if traced is not None and not traced.executed:
             reason = finish.outcome if finish.reason is None else finish.reason
             self._add_waiting(traced, now, reason.value)
 
@@ -278,18 +284,17 @@ class Traces:
             start = max(loading, arrived)
             self._add(traced.mark, "load", start, now, "still under way", _attributes(traced.model))
 
-    def _add_executions(self, dispatch: int, done: DeviceSpan) -> None:
+    def _add_executions(self, number: int, requests: Sequence[_TracedRequest], done: DeviceSpan) -> None:
         attributes = _attributes(done.model) | {
             # Requests of one execution have this in common.
-            "rsrv.batch.id": dispatch,
+            "rsrv.batch.id": number,
             "rsrv.batch.size": done.size,
             "rsrv.batch.rows": done.rows,
             "rsrv.batch.requests": done.requests,
         }
         error = "the execution failed" if done.failed else ""
-        for traced in self.live.values():
-            if traced.dispatch == dispatch:
-                self._add(traced.mark, "execute", done.start, done.end, error, attributes)
+        for traced in requests:
+            self._add(traced.mark, "execute", done.start, done.end, error, attributes)
 
     def _add(
         self, mark: Mark, name: str, start: float, end: float, error: str, attributes: SpanAttributes

@@ -117,9 +117,8 @@ def running_engine(folder: Path) -> Iterator[Engine]:
         thread.start()
         try:
             engine = Engine(
-                Tensors(FakePbUtils),
                 Session(lambda: greet(connect(path)), "doubling", str(bundle)),
-                StubProcess(Responses(FakePbUtils)),
+                StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
                 Hooks(),
                 (WireTensor("y", "f32", (-1, 3)),),
                 True,

@@ -22,7 +22,7 @@ from rsrv.hooks.loader import Hooks, load_hooks, load_run
 from rsrv.stub.connection import Greeted
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses, untag
 from rsrv.stub.session import Session
@@ -123,9 +123,8 @@ def engine_of(
     """Start the engine of a model's own stub, as the only one of its model."""
     return alone(
         Engine(
-            Tensors(FakePbUtils),
             Session(open_connection, name, str(bundle)),
-            StubProcess(Responses(FakePbUtils)),
+            StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
             hooks or Hooks(),
             outputs,
             True,
@@ -161,18 +160,19 @@ def meta_engine(
     bls: Any = triton or FakeCallees()
     engine = alone(
         MetaEngine(
-            Tensors(FakePbUtils),
             Session(
                 runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}
             ),
-            StubProcess(Responses(FakePbUtils)),
-            run or load_run(bundle / "model.py"),
-            {name: (hooks or {}).get(name) or load_hooks(path / "model.py") for name, path in calls.items()},
-            list(bls.models),
-            outputs,
-            batched,
+            StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
+            MetaModel(
+                run or load_run(bundle / "model.py"),
+                {n: (hooks or {}).get(n) or load_hooks(path / "model.py") for n, path in calls.items()},
+                outputs,
+                batched,
+                list(bls.models),
+                restartable,
+            ),
             lambda settings: bls,
-            restartable=restartable,
         )
     )
     try:

@@ -22,7 +22,7 @@ from rsrv.settings import Settings, load_settings
 from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
-from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
@@ -51,7 +51,7 @@ class Stub:
         calls: dict[str, Path] | None = None,
     ) -> None:
         self.runtime, self._bundle, self._hooks, self._calls = runtime, bundle, hooks, calls
-        self.process = StubProcess(Responses(FakePbUtils))
+        self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
         self.model = begin_model(self._begin, self.process)
 
     def _begin(self, *, start: bool) -> Replicas:
@@ -63,23 +63,11 @@ class Stub:
         try:
             self.process.begin(session)
             if calls is None:
-                return Engine(
-                    Tensors(FakePbUtils),
-                    session,
-                    self.process,
-                    self._hooks(),
-                    OUTPUTS,
-                    True,
-                )
+                return Engine(session, self.process, self._hooks(), OUTPUTS, True)
             return MetaEngine(
-                Tensors(FakePbUtils),
                 session,
                 self.process,
-                lambda inputs, call: call("a", inputs),
-                dict.fromkeys(calls, Hooks()),
-                (),
-                OUTPUTS,
-                True,
+                MetaModel(lambda inputs, call: call("a", inputs), dict.fromkeys(calls, Hooks()), OUTPUTS),
                 lambda settings: pytest.fail("there are no calls through Triton"),
             )
         except BaseException:

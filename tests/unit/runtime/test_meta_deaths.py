@@ -13,7 +13,7 @@ import pytest
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
-from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
@@ -183,7 +183,7 @@ def test_a_run_goes_on_at_the_other_device(
 ) -> None:
     """It does not wait for its own device's next runtime, and its tensors go there with it."""
     pause, runtimes = Pause(), list[Runtime]()
-    process = StubProcess(Responses(FakePbUtils))
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
 
     def make(device: int) -> MetaEngine:
@@ -191,14 +191,9 @@ def test_a_run_goes_on_at_the_other_device(
         runtimes.append(start_runtime(devices=2))
         calls = {name: str(doublings[name]) for name in "ab"}
         return MetaEngine(
-            Tensors(FakePbUtils),
             Session(runtimes[-1].open, "meta", str(tmp_path / "meta"), calls, device),
             process,
-            stopping(pause),
-            {"a": Hooks(), "b": Hooks()},
-            (),
-            OUTPUTS,
-            True,
+            MetaModel(stopping(pause), {"a": Hooks(), "b": Hooks()}, OUTPUTS),
             lambda settings: pytest.fail("nothing goes through Triton"),
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
-from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
@@ -28,7 +28,7 @@ class StagedMeta:
     def __init__(self, start: StartRuntime, bundles: dict[str, Path], path: Path, run: Any) -> None:
         self.runtimes: list[Runtime] = []
         self.engines: list[MetaEngine] = []
-        process = StubProcess(Responses(FakePbUtils))
+        process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
         process.devices = 2
         write_meta(path, "def run(inputs, call): ...", "ab")
         self._start = start
@@ -36,14 +36,9 @@ class StagedMeta:
             runtime = self.start_runtime(device)
             calls = {name: str(bundles[name]) for name in "ab"}
             engine = MetaEngine(
-                Tensors(FakePbUtils),
                 Session(runtime.open, "meta", str(path), calls, device),
                 process,
-                run,
-                {"a": Hooks(), "b": Hooks()},
-                (),
-                OUTPUTS,
-                True,
+                MetaModel(run, {"a": Hooks(), "b": Hooks()}, OUTPUTS),
                 lambda settings: pytest.fail("nothing goes through Triton"),
             )
             self.engines.append(engine)

@@ -33,21 +33,14 @@ class TwoRuntimes:
     def __init__(self, start: StartRuntime, bundle: Path, settings: str) -> None:
         self.runtimes: list[Runtime] = []
         self.engines: list[Engine] = []
-        process = StubProcess(Responses(FakePbUtils))
+        process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
 
         def make(device: int) -> Engine:
             # The next runtime takes the socket's path, so this one's connections must be there before.
             runtime = start(load_settings(settings), devices=2)
             self.runtimes.append(runtime)
             session = Session(runtime.open, "doubling", str(bundle))
-            engine = Engine(
-                Tensors(FakePbUtils),
-                session,
-                process,
-                Hooks(),
-                [WireTensor("y", "f32", (-1, 3))],
-                True,
-            )
+            engine = Engine(session, process, Hooks(), [WireTensor("y", "f32", (-1, 3))], True)
             self.engines.append(engine)
             return engine
 

@@ -202,7 +202,7 @@ def test_each_attempt_to_load_a_target_waits_for_the_same_import(
     """An import of model.py that hangs cannot be ended: another one would hang beside it."""
     imports: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def serve(setup: Setup, tensors: object, process: object, pb_utils: object, hooks: object) -> Target:
+    def serve(setup: Setup, process: object, pb_utils: object, hooks: object) -> Target:
         if setup.name == "b":
             imports.put(hooks)
             raise HookError("model.py has been importing for 60 s")

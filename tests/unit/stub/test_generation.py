@@ -125,12 +125,10 @@ class Model:
 
     def __init__(self, *, text: bool = True) -> None:
         self.session = FakeSession()
-        responses = Responses(FakePbUtils)
-        self.process = StubProcess(responses)
+        self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
         self.process.sessions.append(cast(Session, self.session))
         prompts = cast(PromptTokeniser, Characters()) if text else None
-        tensors = Tensors(FakePbUtils)
-        self.engine = GenerationEngine(tensors, cast(Session, self.session), self.process, prompts)
+        self.engine = GenerationEngine(cast(Session, self.session), self.process, prompts)
         self.process.live = lambda: self.engine
         self._text = text
 

@@ -25,6 +25,7 @@ from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
 from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
@@ -135,7 +136,13 @@ def made(
         fakes[device] = FakeReplica(device, devices, transport=transport)
         return cast(ModelReplica[Any], fakes[device])
 
-    replicas = Replicas(make, name, process or StubProcess(Responses(FakePbUtils)), reader, lambda: devices)
+    replicas = Replicas(
+        make,
+        name,
+        process or StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
+        reader,
+        lambda: devices,
+    )
     return replicas, [fakes.get(device) for device in range(devices)]
 
 
@@ -267,7 +274,7 @@ def test_a_further_device_that_fails_is_tried_again(
 
 def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() -> None:
     """The soonest live replica takes it; without one it waits."""
-    process = StubProcess(Responses(FakePbUtils))
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     _, fakes = made(4, process=process)
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 5.0, inf
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
@@ -283,7 +290,7 @@ def test_a_request_that_waited_goes_where_the_table_allows(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
     """The weights of a pinned model load on no other device while one of its own is alive."""
-    process = StubProcess(Responses(FakePbUtils))
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     _, fakes = made(3, reader=reader, process=process)
     table.write({"m": 0b011 | PINNED})
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 50.0, 0.1
@@ -320,7 +327,7 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     table: PlacementWriter, tmp_path: Path
 ) -> None:
     """A run begins on the lowest device of its callees, and each call goes to the soonest device of its model."""
-    process = StubProcess(Responses(FakePbUtils))
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
     replicas, fakes = made(4, reader=reader, process=process)
 
@@ -366,7 +373,7 @@ def test_a_device_joins_while_a_run_by_stage_begins(
         return cast(ModelReplica[Any], Beginning(device, 3) if device == 0 else FakeReplica(device, 3))
 
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
-    replicas = Replicas(make, "m", StubProcess(Responses(FakePbUtils)), reader)
+    replicas = Replicas(make, "m", StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), reader)
     assert home_of(replicas) == 0
     assert home_of(replicas) == 2
 
@@ -463,7 +470,7 @@ def test_a_runtime_that_dies_during_the_load_hides_no_device(monkeypatch: pytest
 
 def test_a_session_is_known_while_it_begins() -> None:
     """A child that a hook forks meanwhile closes its sockets, too; one that failed is forgotten."""
-    process, known = StubProcess(Responses(FakePbUtils)), []
+    process, known = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), []
 
     def begin() -> None:
         known.extend(process.sessions)
@@ -496,7 +503,7 @@ def made_cold(
     devices: int, reader: PlacementReader | None = None, transport: str = "direct"
 ) -> tuple[StubProcess, dict[int, FakeReplica], Callable[..., Replicas]]:
     """Return a stub's process, the replicas that it starts by device, and what makes all replicas of a cold model."""
-    process, fakes = StubProcess(Responses(FakePbUtils)), dict[int, FakeReplica]()
+    process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), dict[int, FakeReplica]()
 
     def make(device: int) -> ModelReplica[Any]:
         if device not in process.wanted:
@@ -768,7 +775,7 @@ def test_a_request_that_waits_for_the_start_is_taken_by_whole_replicas() -> None
             if name == "live":
                 self.resubmission.place(request)
 
-    process = Looking(Responses(FakePbUtils))
+    process = Looking(Tensors(FakePbUtils), Responses(FakePbUtils))
     _, (only,) = made(1, process=process)
 
     assert request in only.taken

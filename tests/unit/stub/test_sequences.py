@@ -13,6 +13,7 @@ from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.sequences import SequenceHomes, SequenceStep, read_step
+from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import END, START, Status
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.unit.stub.test_replicas import FakeReplica
@@ -25,7 +26,7 @@ class Devices:
 
     def __init__(self, count: int) -> None:
         self.all: dict[int, FakeReplica] = {}
-        self.process = StubProcess(Responses(FakePbUtils))
+        self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
         self.process.homes = SequenceHomes(60.0)
         self.replicas = Replicas(
             lambda device: cast(ModelReplica[Any], self.all.setdefault(device, FakeReplica(device, count))),

@@ -219,8 +219,8 @@ class AliasStub(ModelStub):
             copies = shares[target] == SHADOW
             where = f"alias {alias!r}, model {target!r}"
             own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
-            process = StubProcess(TargetResponses(pb_utils, where, together), guard)
-            found = serve_model(own, tensors, process, pb_utils, imports[target])
+            process = StubProcess(tensors, TargetResponses(pb_utils, where, together), guard)
+            found = serve_model(own, process, pb_utils, imports[target])
             shadow = Shadow(where, tensors, dtypes, found.execute_later, found.compared) if copies else None
             return found, shadow
 

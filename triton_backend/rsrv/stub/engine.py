@@ -34,7 +34,7 @@ from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
-from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tensors import Array
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
@@ -145,7 +145,6 @@ class Engine(ModelReplica[ModelRequest]):
 
     def __init__(
         self,
-        tensors: Tensors,
         session: Session,
         process: StubProcess,
         hooks: Hooks,
@@ -155,7 +154,7 @@ class Engine(ModelReplica[ModelRequest]):
         internal: bool = False,
     ) -> None:
         attachment = process.begin(session)
-        super().__init__(tensors, session, process, pack_submissions, SENDER_THREADS)
+        super().__init__(session, process, pack_submissions, SENDER_THREADS)
         self._hooks = hooks
         self._hook_threads = SENDER_THREADS if hooks.preprocess or hooks.postprocess else 0
         self._outputs = outputs

@@ -22,7 +22,7 @@ from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
-from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed
@@ -79,12 +79,10 @@ class AnswerStream(DeferredRequest):
 class GenerationEngine(ModelReplica[AnswerStream]):
     """Answers the requests of one model that generates, on one device, and never in place."""
 
-    def __init__(
-        self, tensors: Tensors, session: Session, process: StubProcess, prompts: PromptTokeniser | None
-    ) -> None:
+    def __init__(self, session: Session, process: StubProcess, prompts: PromptTokeniser | None) -> None:
         """`prompts` is None for clients that send and get tokens."""
         attachment = process.begin(session)
-        super().__init__(tensors, session, process, _pack, SENDER_THREADS)
+        super().__init__(session, process, _pack, SENDER_THREADS)
         self._prompts = prompts
         self._deferred.on_token = self._feed
         session.on_attach = self._use

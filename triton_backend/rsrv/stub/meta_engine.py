@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
-from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.tensors import Array
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.calls import RunExit, pack_entrances
 from rsrv.wire.frames import Status
@@ -42,43 +43,43 @@ Run = Callable[[dict[str, Array], Any], Any]
 _FALL, _RISE = 0.5, 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class MetaModel:
+    """A meta model: its code, and what its manifest says."""
+
+    run: Run
+    #: those of the callees, by name
+    hooks: Mapping[str, Hooks]
+    outputs: Sequence[WireTensor]
+    #: whether Triton batches it
+    batched: bool = True
+    #: models outside of the runtime
+    external: Collection[str] = ()
+    #: whether `run` may begin again if a runtime dies with tensors of it
+    restartable: bool = False
+
+
 class MetaEngine(ModelReplica[MetaRequest]):
     """Answers the requests of one meta model."""
 
     def __init__(
         self,
-        tensors: Tensors,
         session: Session,
         process: StubProcess,
-        run: Run,
-        hooks: Mapping[str, Hooks],
-        external: Collection[str],
-        outputs: Sequence[WireTensor],
-        batched: bool,
+        model: MetaModel,
         make_bls: Callable[[dict[str, Any]], Bls],
-        *,
-        restartable: bool = False,
     ) -> None:
-        """`hooks` are those of the callees, by name; `external` names models outside of the runtime.
-
-        `restartable` allows `run` to begin again if a runtime dies with tensors of it.
-        """
         attachment = process.begin(session)
         settings = attachment.settings["meta"]
         self._concurrency = settings["concurrency"]
         self._through_triton = settings["transport"] == "bls"
-        self._bls = make_bls(settings) if external or self._through_triton else None
+        self._bls = make_bls(settings) if model.external or self._through_triton else None
         #: whether runs need admission: without callees in the runtime they do not use the device
-        self._gated = bool(hooks)
+        self._gated = bool(model.hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
-        super().__init__(tensors, session, process, pack_entrances, threads)
-        self._run = run
-        self._restartable = restartable
-        self._hooks = hooks
-        self._external = external
-        self._outputs = outputs
-        self._batched = batched
+        super().__init__(session, process, pack_entrances, threads)
+        self._model = model
         #: length of a run; execute() does not wait for the first ones
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
         self._running = 0
@@ -93,7 +94,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._use(attachment)
 
     def _use(self, attachment: Attachment) -> None:
-        callees = make_callees(attachment.models, self._hooks, self._process.guard, self.meters)
+        callees = make_callees(attachment.models, self._model.hooks, self._process.guard, self.meters)
         with self._lock:
             old, self._connections = self._connections, [attachment.direct]
             self._attachment, self._callees = attachment, callees
@@ -262,7 +263,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
                     tensors = self._results(one, run, span)
                     break
                 except RequestFailure:
-                    if not (self._restartable and run.begins_again()):
+                    if not (self._model.restartable and run.begins_again()):
                         raise
             status = Status.OK
             return tensors
@@ -339,14 +340,14 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
 
     def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
-        arrays = self._read(one)
+        arrays, outputs = self._read(one), self._model.outputs
         one.request.deaths = max(one.request.deaths, self._process.resubmission.check(arrays))
-        rows = len(next(iter(arrays.values()))) if self._batched else None
+        rows = len(next(iter(arrays.values()))) if self._model.batched else None
         results = self._call_user(one, run, arrays, span)
-        one.results = check_results(results, self._outputs, rows, "run", one.request.id)
+        one.results = check_results(results, outputs, rows, "run", one.request.id)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
-            for wire, array in zip(self._outputs, one.results, strict=True)
+            for wire, array in zip(outputs, one.results, strict=True)
         ]
 
     def _call_user(
@@ -356,12 +357,15 @@ class MetaEngine(ModelReplica[MetaRequest]):
         triton = None
         if self._bls is not None:
             triton = ThroughTriton(self._bls, deadline_ns, client_id, span)
-        router = CallRouter(run, self._external, triton, deadline_ns, through_triton=self._through_triton)
+        router = CallRouter(
+            run, self._model.external, triton, deadline_ns, through_triton=self._through_triton
+        )
 
         def execute(arrays: dict[str, Array]) -> Any:
-            if inspect.iscoroutinefunction(self._run):
-                return run_async(self._run, arrays, AsyncCall(router, deadline_ns, one.check))
-            return self._run(arrays, SyncCall(router, deadline_ns, one.check))
+            function = self._model.run
+            if inspect.iscoroutinefunction(function):
+                return run_async(function, arrays, AsyncCall(router, deadline_ns, one.check))
+            return function(arrays, SyncCall(router, deadline_ns, one.check))
 
         started, error = time.perf_counter(), ""
         try:

@@ -2,13 +2,13 @@
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, as in `model`
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rsrv.hooks.loader import HookError, Hooks, load_hooks, load_run
+from rsrv.hooks.loader import HookError, load_hooks, load_run
 from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.hook_import import HookImport
-from rsrv.stub.meta_engine import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.model import ModelStub, ServedModel, Setup, check_strings
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
@@ -24,7 +24,8 @@ class MetaModelStub(ModelStub):
         repository = setup.bundle.parents[2]
         parameters = setup.config["parameters"]
         external = parameters.get("rsrv_external", {"string_value": "[]"})
-        tensors, process = Tensors(pb_utils), StubProcess(Responses(pb_utils))
+        tensors = Tensors(pb_utils)
+        process = StubProcess(tensors, Responses(pb_utils))
         check_strings([*setup.config["input"], *setup.config["output"]], tensors)
         carried_only = [path.name for path in callees if not (repository / path.name).is_dir()]
         shared: list[Bls] = []
@@ -36,26 +37,23 @@ class MetaModelStub(ModelStub):
                 shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))
             return shared[0]
 
-        def load() -> tuple[Callable[..., Any], dict[str, Hooks]]:
-            return load_run(file), {path.name: load_hooks(path / "model.py") for path in callees}
+        def load() -> MetaModel:
+            return MetaModel(
+                load_run(file),
+                {path.name: load_hooks(path / "model.py") for path in callees},
+                setup.outputs,
+                setup.batched,
+                external=json.loads(external["string_value"]),
+                restartable="rsrv_restartable" in parameters,
+            )
 
         file = setup.bundle / "model.py"
-        functions = HookImport(file, load, more=[path / "model.py" for path in callees])
+        model = HookImport(file, load, more=[path / "model.py" for path in callees])
 
         def make(device: int) -> MetaEngine:
             calls = {path.name: str(path) for path in callees}
             with setup.session(process, device, calls) as (session, attachment):
-                return MetaEngine(
-                    tensors,
-                    session,
-                    process,
-                    *functions.result(session, attachment),
-                    json.loads(external["string_value"]),
-                    setup.outputs,
-                    setup.batched,
-                    make_bls,
-                    restartable="rsrv_restartable" in parameters,
-                )
+                return MetaEngine(session, process, model.result(session, attachment), make_bls)
 
         return setup.serve(make, process, pb_utils, [path.name for path in callees])
 

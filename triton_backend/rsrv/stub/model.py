@@ -56,7 +56,7 @@ class ModelStub:
 
     def serve(self, setup: "Setup", pb_utils: Any) -> "ServedModel":
         """Return what answers Triton's requests. Raises one of UNREACHABLE, BrokenPairing, HookError."""
-        return serve_model(setup, Tensors(pb_utils), StubProcess(Responses(pb_utils)), pb_utils)
+        return serve_model(setup, StubProcess(Tensors(pb_utils), Responses(pb_utils)), pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._served.execute(requests)
@@ -83,11 +83,7 @@ class ServedModel(Protocol):
 
 
 def serve_model(
-    setup: "Setup",
-    tensors: Tensors,
-    process: StubProcess,
-    pb_utils: Any,
-    hooks: HookImport[Hooks] | None = None,
+    setup: "Setup", process: StubProcess, pb_utils: Any, hooks: HookImport[Hooks] | None = None
 ) -> Replicas | ColdModel:
     """Return the replicas of a model that is no meta model, or the model if it is cold.
 
@@ -95,7 +91,7 @@ def serve_model(
 
     Raises one of UNREACHABLE, BrokenPairing, HookError.
     """
-    check_strings(setup.config["input"], tensors)
+    check_strings(setup.config["input"], process.tensors)
     if batching := setup.config.get("sequence_batching"):
         process.homes = SequenceHomes(int(batching["max_sequence_idle_microseconds"]) / 1e6)
     prompts = cache(setup.prompts)
@@ -107,15 +103,13 @@ def serve_model(
             replica: Engine | GenerationEngine
             if facts is not None:
                 made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
-                replica = GenerationEngine(tensors, session, process, made)
+                replica = GenerationEngine(session, process, made)
             else:
                 # Those of a generation tell why it ended; they are made where numpy cannot carry text, too.
-                check_strings(setup.config["output"], tensors)
+                check_strings(setup.config["output"], process.tensors)
                 internal = "rsrv_internal" in setup.config["parameters"]
                 found = hooks.result(session, attachment)
-                replica = Engine(
-                    tensors, session, process, found, setup.outputs, setup.batched, internal=internal
-                )
+                replica = Engine(session, process, found, setup.outputs, setup.batched, internal=internal)
             replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
             return replica
 

@@ -24,17 +24,18 @@ MAX_BLOCK_S = 0.2
 
 
 class StubProcess:
-    """Parts that a model's replicas share in its stub: the guard of hooks, and the process's end."""
+    """Parts that a model's replicas share in its stub: ways to Triton, the guard of hooks, and the process's end."""
 
-    def __init__(self, responses: Responses, guard: HookGuard | None = None) -> None:
+    def __init__(self, tensors: Tensors, responses: Responses, guard: HookGuard | None = None) -> None:
         """`guard` is shared with the other models of the process; None: there is no other."""
+        self.tensors = tensors
+        self.responses = responses
         self.guard = guard or HookGuard()
         #: those of all replicas
         self.sessions: list[Session] = []
         #: devices on which the model is to start although it is cold
         self.wanted: set[int] = set()
         self.end = DrainAndExit(self._stop, responses)
-        self.responses = responses
         #: replicas that the model is to have
         self.devices = 1
         #: requests that wait for a runtime
@@ -100,15 +101,10 @@ class ModelReplica(ABC, Generic[W]):
     _hook_threads = 0
 
     def __init__(
-        self,
-        tensors: Tensors,
-        session: Session,
-        process: StubProcess,
-        pack: Callable[[Sequence[Any]], bytes],
-        threads: int,
+        self, session: Session, process: StubProcess, pack: Callable[[Sequence[Any]], bytes], threads: int
     ) -> None:
         """`process` is shared with the model's other replicas; `pack` and `threads` are as in `DeferredReplies`."""
-        self._tensors = tensors
+        self._tensors = process.tensors
         self._responses = process.responses
         self.session = session
         self._process = process

@@ -11,7 +11,7 @@ from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, plac
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.connections import ChannelFactory
+from rsrv_gateway.connections import PROBE_S, ChannelFactory
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
@@ -77,14 +77,12 @@ class GatewayLoop:
         planner: Planner,
         make_proxy: Callable[["GatewayLoop"], Proxy | Picker],
         *,
-        pause: float,
         drain: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the parts without starting them.
 
-        `probes` receives the callback for new views. `pause`: greatest number of seconds between two rounds.
-        `drain`: seconds for the requests in flight at the end.
+        `probes` receives the callback for new views. `drain`: seconds for the requests in flight at the end.
         """
         self._stirred = asyncio.Event()
         self.members = members
@@ -97,7 +95,6 @@ class GatewayLoop:
         self.devices: ServerDevices = {}
         self._planned: Table | None = None
         self._routes: Table = {}
-        self._pause = pause
         self._drain = drain
         self.clock = clock
         self._rounded = asyncio.Event()
@@ -238,7 +235,7 @@ class GatewayLoop:
     async def _rounds(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._pause):
+                async with asyncio.timeout(PROBE_S):
                     await self._stirred.wait()
             except TimeoutError:
                 pass

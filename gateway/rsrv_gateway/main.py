@@ -88,7 +88,6 @@ async def serve(settings: Settings, picker: str | None) -> None:
             partial(Probes, lambda worker: GrpcProber(worker, contacts, PROBE_TIMEOUT_S), PROBE_S),
             Planner(PlannerOptions.of(settings.placement, settings.models, mode=section.mode)),
             partial(Proxy, section) if picker is None else partial(Picker, picker, section),
-            pause=PROBE_S,
             drain=section.drain_s,
         )
         await _serve_operators(stack, settings, gateway, directory)

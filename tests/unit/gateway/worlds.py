@@ -149,7 +149,6 @@ class World:
             lambda seen: Probes(lambda worker: WorldProber(self, worker), PROBE_S, seen),
             self.planner,
             lambda brain: self.proxy,
-            pause=PROBE_S,
             drain=7,
             clock=lambda: asyncio.get_running_loop().time(),
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.loop import Loop
 from rsrv.settings import load_settings
 from rsrv.wire.paths import SOCKET, runtime_directory
@@ -38,5 +38,5 @@ def bare_runtime() -> Iterator[tuple[Path, int]]:
 
 def _serve(path: Path) -> None:
     settings = load_settings()
-    platform = settings.runtime.platform
-    Loop(listen(path), os.getppid(), settings, lambda: JaxDevice(platform, WORK / "xla")).run()
+    platform, sources = settings.runtime.platform, ExecutableSources(WORK / "xla")
+    Loop(listen(path), os.getppid(), settings, lambda: JaxDevice(platform, sources)).run()

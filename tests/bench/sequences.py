@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv.gpu.runtimes import private_bytes
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.stub.connection import greet
 from rsrv.wire.frames import END, START
 from rsrv.wire.socket import connect
@@ -78,7 +78,7 @@ def _one_client(client: SequenceClient, twin: SequenceClient, bundle: Path) -> N
 
 def _module_alone(bundle: Path) -> Callable[[], object]:
     """Return one step of one sequence in this process."""
-    device, found = JaxDevice("cpu", WORK / "xla"), read_bundle(bundle)
+    device, found = JaxDevice("cpu", ExecutableSources(WORK / "xla")), read_bundle(bundle)
     signature = check_signatures(found)[0, 1]
     executable = device.compile(read_module(found, (0, 1), signature), signature)
     assert found.manifest.state is not None

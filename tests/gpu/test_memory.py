@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.runtime import jax_device
 from rsrv.runtime.device import Array, DeviceError, OutOfMemory
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.precision import product
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu, settings_here
@@ -127,7 +127,7 @@ def test_an_execution_without_room_is_refused_at_once(gpu: FakeGpu, widening: Pa
 def build_on_a_full_device(cache: Path | None) -> tuple[float, list[str]]:
     """Return the seconds of a compilation and the log; with a cache, an earlier one had memory."""
     lines = logged()
-    device = JaxDevice("cuda", cache)
+    device = JaxDevice("cuda", ExecutableSources(cache))
     if cache is not None:
         device.compile(*product(1024))
         assert device.cache_counts.compiled == 1

@@ -8,6 +8,7 @@ from subprocess import CalledProcessError
 import numpy as np
 import pytest
 
+from rsrv.runtime.cuda import MemoryShare
 from rsrv.runtime.jax_device import JaxDevice
 from tests.gpu.fake_gpu import INSTALLED, MIB, ROOT, FakeGpu
 from tests.gpu.install import install_newest
@@ -52,7 +53,7 @@ def take_more_than_allowed(preallocate: bool) -> int | None:
     """Return the limit of half of the card, which jax must refuse to exceed."""
     import jax
 
-    device = JaxDevice("cuda", memory_fraction=0.5, preallocate=preallocate)
+    device = JaxDevice("cuda", memory=MemoryShare(0.5, preallocate))
     limit = device.memory_limit
     assert limit is not None
     device.free(device.upload([np.zeros(limit // 2, np.uint8)]))

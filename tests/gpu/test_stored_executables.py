@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables
@@ -47,7 +47,7 @@ def start_with_state(repository: Path, cache: Path) -> tuple[int, int]:
 
 
 def started(repository: Path, name: str, cache: Path) -> tuple[JaxDevice, CompiledModel]:
-    device = JaxDevice("cuda", cache, repository=repository)
+    device = JaxDevice("cuda", ExecutableSources(cache, repository))
     # Not executed: the fake cuBLAS multiplies nothing.
     for module, signature in probes("auto"):
         device.compile(module, signature)

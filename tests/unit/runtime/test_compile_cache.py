@@ -26,13 +26,13 @@ import json, logging, resource, sys
 from pathlib import Path
 import numpy as np
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from tests.unit.runtime.conftest import build_here
 from tests.unit.bundle.forge import seal
 logging.basicConfig(level=logging.WARNING)
 if len(sys.argv) > 3:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-device = JaxDevice("cpu", Path(sys.argv[1]))
+device = JaxDevice("cpu", ExecutableSources(Path(sys.argv[1])))
 model = build_here(sys.argv[2], device)
 for (_, size), executable in model.executables.items():
     x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import cuda
-from rsrv.runtime.cuda import CopyStream, CudaError, Driver, client_options, find_card
+from rsrv.runtime.cuda import CopyStream, CudaError, Driver, MemoryShare, client_options, find_card
 from tests.unit.runtime.fake_cuda import FakeCuda
 
 
@@ -81,7 +81,7 @@ def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch
 )
 def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str, object]) -> None:
     """jax's environment variables take precedence over the options; transfers are never staged."""
-    options = client_options(0.8, True, environment)
+    options = client_options(MemoryShare(0.8), environment)
 
     assert options == {"should_stage_host_to_device_transfers": False, **expected}
 

@@ -17,7 +17,7 @@ import pytest
 from rsrv.runtime import cuda
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, DeviceRows, Executable, OutOfMemory, run
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
@@ -31,7 +31,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
     os.chmod(tmp_path / "cache", 0o777)
 
     with pytest.raises(DeviceError, match="be writable by no other user, who could run code"):
-        JaxDevice("cpu", tmp_path / "cache")
+        JaxDevice("cpu", ExecutableSources(tmp_path / "cache"))
 
 
 def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_a_warning(

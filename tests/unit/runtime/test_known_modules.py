@@ -26,7 +26,7 @@ import numpy as np
 from jax._src import compilation_cache
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_compiler import lower_placeholder
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.state_pool import SequenceTensors, SlotRow
 from rsrv_bundle import modules
@@ -36,7 +36,7 @@ cache, doubling, tripling, sums = map(Path, sys.argv[1:])
 
 def counts():
     compilation_cache.reset_cache()
-    device = JaxDevice("cpu", cache, known=KnownModules(cache / "known"))
+    device = JaxDevice("cpu", ExecutableSources(cache, known=KnownModules(cache / "known")))
     models = [(2, build_here(doubling, device))]
     if modules.as_exported is None:
         # What a load leaves that fails after XLA has loaded the executable.

@@ -203,9 +203,9 @@ import json, sys
 from pathlib import Path
 import numpy as np
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from tests.unit.runtime.conftest import build_here
-device = JaxDevice("cpu", repository=Path(sys.argv[1]))
+device = JaxDevice("cpu", ExecutableSources(repository=Path(sys.argv[1])))
 model = build_here(sys.argv[2], device)
 for (_, size), executable in model.executables.items():
     x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)

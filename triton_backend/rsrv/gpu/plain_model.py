@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.runtime.cuda import MemoryShare
 from rsrv.runtime.device import run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.stub.tensors import Tensors
@@ -30,9 +31,8 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         bundle = read_bundle(Path(parameters["bundle"]["string_value"]))
         # The runtime of the other side is on the same device.
-        self._device = JaxDevice(
-            parameters["platform"]["string_value"], memory_fraction=0.4, preallocate=False
-        )
+        memory = MemoryShare(0.4, preallocate=False)
+        self._device = JaxDevice(parameters["platform"]["string_value"], memory=memory)
         self._executables = {
             key[1]: self._device.compile(read_module(bundle, key, signature), signature)
             for key, signature in sorted(check_signatures(bundle, signature_of).items())

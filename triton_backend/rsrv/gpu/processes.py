@@ -23,9 +23,10 @@ _LEAVE_S = 10.0
 
 
 def describe(tell: Callable[[DeviceFacts], None], platform: str) -> None:
+    from rsrv.runtime.cuda import MemoryShare
     from rsrv.runtime.jax_device import JaxDevice
 
-    device = JaxDevice(platform, preallocate=False)
+    device = JaxDevice(platform, memory=MemoryShare(preallocate=False))
     hardware, target = device.hardware, device.target
     tell(DeviceFacts(target.card, hardware.platform, hardware.has_tf32, device.memory_limit, target.versions))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rsrv.gpu.report import Finding, PartInput, Tell, check
 from rsrv.runtime.allocation import aligned_copy
-from rsrv.runtime.cuda import Driver
+from rsrv.runtime.cuda import Driver, MemoryShare
 from rsrv.runtime.device import Array, Buffer, Executable, Launched
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.text import amount, duration, percent
@@ -26,7 +26,7 @@ _SHARE = 0.5
 
 def bandwidth(given: PartInput, tell: Tell) -> None:
     """Move the same bytes as weights are loaded and outputs are read, and, on CUDA, by the driver alone."""
-    device = JaxDevice(given.device.platform, preallocate=False)
+    device = JaxDevice(given.device.platform, memory=MemoryShare(preallocate=False))
     memory = aligned_copy(np.arange(given.amounts.transfer // 4, dtype=np.uint32))
     arrays = np.split(memory[: len(memory) // _TENSORS // 16 * _TENSORS * 16], _TENSORS)
     nbytes = sum(array.nbytes for array in arrays)

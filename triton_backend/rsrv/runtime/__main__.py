@@ -100,9 +100,10 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
         from rsrv.runtime.child_processes import end_orphans
         from rsrv.runtime.crash_history import BlackBox
+        from rsrv.runtime.cuda import MemoryShare
         from rsrv.runtime.device import DeviceError
         from rsrv.runtime.handover import Handover
-        from rsrv.runtime.jax_device import JaxDevice
+        from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
         from rsrv.runtime.known_modules import KnownModules
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.server_devices import (
@@ -188,11 +189,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             found = JaxDevice(
                 platform,
-                settings.runtime.compilation_cache_dir,
-                memory_fraction=settings.runtime.memory_fraction,
+                ExecutableSources(settings.runtime.compilation_cache_dir, options.settings.parent, known),
+                memory=MemoryShare(settings.runtime.memory_fraction),
                 numerics=settings.runtime.numerics,
-                repository=options.settings.parent,
-                known=known,
                 lost=end_without_device,
             )
             note.unlink(missing_ok=True)

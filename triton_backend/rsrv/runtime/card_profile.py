@@ -14,6 +14,7 @@ from pathlib import Path
 from rsrv.cards import CardProfile, write_profile
 from rsrv.command import put
 from rsrv.runtime.compile_for import models_of, settings_of
+from rsrv.runtime.cuda import MemoryShare
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.settings import SettingsError
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_dump_autotune_results_to={results}"
         try:
-            device = JaxDevice("cuda", preallocate=False, numerics=settings.runtime.numerics)
+            device = JaxDevice(
+                "cuda", memory=MemoryShare(preallocate=False), numerics=settings.runtime.numerics
+            )
             target = device.card()
         except DeviceError as error:
             _complain(str(error))

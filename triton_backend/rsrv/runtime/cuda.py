@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import glob
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -81,9 +81,15 @@ def explain_no_gpu(reason: str, *, plugin: bool, card: str | None, refusal: str 
     return f"{why}. To serve from the CPU, set runtime.platform to cpu"
 
 
-def client_options(
-    memory_fraction: float, preallocate: bool, environment: Mapping[str, str]
-) -> dict[str, float | bool]:
+class MemoryShare(NamedTuple):
+    """A GPU's memory that jax may take."""
+
+    fraction: float = 0.9
+    #: whether it takes all of that at its start
+    preallocate: bool = True
+
+
+def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[str, float | bool]:
     """Return the options of jax's client for a CUDA device; jax's memory variables in `environment` take precedence.
 
     Without staging, XLA passes host memory to the driver as it is: page-locked memory goes to the device by DMA, and
@@ -92,9 +98,9 @@ def client_options(
     """
     options: dict[str, float | bool] = {"should_stage_host_to_device_transfers": False}
     if not ({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environment.keys()):
-        options["memory_fraction"] = memory_fraction
+        options["memory_fraction"] = share.fraction
     if "XLA_PYTHON_CLIENT_PREALLOCATE" not in environment:
-        options["preallocate"] = preallocate
+        options["preallocate"] = share.preallocate
     return options
 
 

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -29,6 +29,7 @@ from rsrv.runtime.cuda import (
     CopyStream,
     CudaError,
     Driver,
+    MemoryShare,
     client_options,
     explain_no_gpu,
     find_card,
@@ -112,27 +113,36 @@ class _SlotPools:
     pieces: Sequence[int]
 
 
+class ExecutableSources(NamedTuple):
+    """Sources of executables that need not be compiled."""
+
+    #: directory of the compilation cache
+    cache: Path | None = None
+    #: model repository whose files of executables may have some for the device
+    repository: Path | None = None
+    #: modules whose entries in the cache are known, so that they need not be lowered
+    known: KnownModules | None = None
+
+
+_NO_SOURCES, _MOST_MEMORY = ExecutableSources(), MemoryShare()
+
+
 class JaxDevice:
     """First device of a platform of jax. Importing jax takes seconds, so a worker thread creates it.
 
     A CPU executes within `launch`; with `asynchronous_cpu` it executes like a GPU. jax decides that once per
-    process, at its first use. jax may take `memory_fraction` of a GPU's memory, with `preallocate` at the start; jax's
-    own environment variables take precedence. `numerics` applies to CUDA's libraries and to functions traced in this
-    process; models' modules are compiled as they are. Executables that a file in `repository` has for this device are
-    not compiled, and those of `known` modules come from the cache without lowering the module. `lost` is called, on the thread that uses the device, with an error of CUDA after which the process can
-    do nothing more with the device.
+    process, at its first use. jax's own environment variables take precedence over `memory`. `numerics` applies to
+    CUDA's libraries and to functions traced in this process; models' modules are compiled as they are. `lost` is called,
+    on the thread that uses the device, with an error of CUDA after which the process can do nothing more with the device.
     """
 
     def __init__(
         self,
         platform: str = "auto",
-        cache_dir: Path | None = None,
+        sources: ExecutableSources = _NO_SOURCES,
         *,
-        memory_fraction: float = 0.9,
-        preallocate: bool = True,
+        memory: MemoryShare = _MOST_MEMORY,
         numerics: Numerics = "auto",
-        repository: Path | None = None,
-        known: KnownModules | None = None,
         asynchronous_cpu: bool = False,
         lost: Callable[[str], object] = lambda reason: None,
     ) -> None:
@@ -145,7 +155,7 @@ class JaxDevice:
         self._lost = lost
         self._preallocates = False
         if platform == "cuda" or (platform == "auto" and has_plugin()):
-            options = client_options(memory_fraction, preallocate, os.environ)
+            options = client_options(memory, os.environ)
             self._preallocates = options.get("preallocate") is True
             jax.config.update("jax_pjrt_client_create_options", options)
         if numerics == "f32":
@@ -159,9 +169,9 @@ class JaxDevice:
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         directory = None
-        if cache_dir is not None:
+        if sources.cache is not None:
             try:
-                directory = prepare_cache_directory(cache_dir)
+                directory = prepare_cache_directory(sources.cache)
             except CompileCacheError as error:
                 raise DeviceError(str(error)) from None
         #: executables in use, by the module's digest and its signature
@@ -202,9 +212,11 @@ class JaxDevice:
         self._lock = Lock()
         #: what an executable must have been compiled for
         self.target = target_of(self._device.device_kind, self.hardware.capability)
-        self._stored = None if repository is None else find_executables(repository, self.target)
+        self._stored = None
+        if sources.repository is not None:
+            self._stored = find_executables(sources.repository, self.target)
         self._cache = CompileCache(directory)
-        self._known = KnownModules() if known is None else known
+        self._known = KnownModules() if sources.known is None else sources.known
         self._circumstances = repr((self.target, self._device.client.platform_version, numerics))
         #: True if jax reads a cache on disk
         self._caches = False

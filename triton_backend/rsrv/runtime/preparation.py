@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rsrv.runtime.device import Executable
-from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.models import modules_of
 from rsrv.settings import Settings
@@ -46,9 +46,8 @@ def prepare(
     if devices[number] != "cpu" or runtime.platform not in ("auto", "cpu"):
         return None
     known = KnownModules(directory / paths.MODULES)
-    device = JaxDevice(
-        "cpu", runtime.compilation_cache_dir, numerics=runtime.numerics, repository=repository, known=known
-    )
+    sources = ExecutableSources(runtime.compilation_cache_dir, repository, known)
+    device = JaxDevice("cpu", sources, numerics=runtime.numerics)
     made = Preparation(settings, device, [])
 
     def look(blob: bytes, _: str) -> Signature:

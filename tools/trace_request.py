@@ -31,7 +31,7 @@ import numpy as np
 
 import rsrv
 from rsrv.hooks.loader import Hooks
-from rsrv.runtime.loop import Loop
+from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
 from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
@@ -112,7 +112,7 @@ def running_engine(folder: Path) -> Iterator[Engine]:
     device = FakeDevice(double)
     path = folder / "socket"
     with listen(path) as listener:
-        loop = Loop(listener, os.getpid(), settings, lambda: device)
+        loop = Loop(listener, ServerProcess(os.getpid()), settings, lambda: device)
         thread = threading.Thread(target=loop.run, name="loop")
         thread.start()
         try:

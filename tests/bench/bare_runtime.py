@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
-from rsrv.runtime.loop import Loop
+from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
 from rsrv.wire.paths import SOCKET, runtime_directory
 from rsrv.wire.socket import listen
@@ -39,4 +39,5 @@ def bare_runtime() -> Iterator[tuple[Path, int]]:
 def _serve(path: Path) -> None:
     settings = load_settings()
     platform, sources = settings.runtime.platform, ExecutableSources(WORK / "xla")
-    Loop(listen(path), os.getppid(), settings, lambda: JaxDevice(platform, sources)).run()
+    server = ServerProcess(os.getppid())
+    Loop(listen(path), server, settings, lambda: JaxDevice(platform, sources)).run()

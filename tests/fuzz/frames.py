@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.runtime.device import Array
-from rsrv.runtime.loop import Loop
+from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, Rejected, RuntimeConnection, greet
 from rsrv.wire import frames
@@ -75,7 +75,7 @@ class _Served:
         settings = load_settings("traces: {endpoint: 'http://nowhere'}")
         device = FakeDevice(_compute)
         listener = listen(self._path)
-        self._loop = Loop(listener, os.getpid(), settings, lambda: device)
+        self._loop = Loop(listener, ServerProcess(os.getpid()), settings, lambda: device)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
         self._witness = self._lane()

@@ -21,7 +21,7 @@ from rsrv.runtime.device import Array, Device
 from rsrv.runtime.handover import Handover
 from rsrv.runtime.host_memory import HostMemory
 from rsrv.runtime.host_weights import HostStore
-from rsrv.runtime.loop import Loop
+from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.runtime.models import CompiledModel, compile_model, warm_up
 from rsrv.runtime.weight_mover import DeviceWeights
 from rsrv.settings import Settings, load_settings
@@ -133,12 +133,11 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         device = FakeDevice(compute, asynchronous=asynchronous)
         loop = Loop(
             listener,
-            os.getpid(),
+            ServerProcess(os.getpid(), devices),
             settings,
             lambda: device,
             blackbox=blackbox,
             inspector=inspector,
-            devices=devices,
         )
 
         if handover is not None:

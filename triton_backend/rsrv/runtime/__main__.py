@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.handover import Handover
         from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
         from rsrv.runtime.known_modules import KnownModules
-        from rsrv.runtime.loop import Loop
+        from rsrv.runtime.loop import Loop, ServerProcess
         from rsrv.runtime.server_devices import (
             CARD_TIMEOUT_S,
             SHARING_FRACTION,
@@ -212,12 +212,11 @@ def main(argv: list[str] | None = None) -> int:
 
     loop = Loop(
         listener,
-        options.server_pid,
+        ServerProcess(options.server_pid, len(devices)),
         settings,
         make_device,
         blackbox=box,
         inspector=Inspector(known),
-        devices=len(devices),
     )
 
     def follow_the_server() -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.catalog import Catalog, StateFeed
@@ -68,20 +68,26 @@ _MAX_WAIT_S = 3600.0
 _HANDOVER_S, _FIRST_HANDOVER_S = 5.0, 30.0
 
 
+class ServerProcess(NamedTuple):
+    """The tritonserver whose models the runtime executes."""
+
+    pid: int
+    #: how many it has; each has a runtime, and stubs register with all of them
+    devices: int = 1
+
+
 class Loop:
-    """Serves the stubs of tritonserver `server_pid` that connect to `listener`."""
+    """Serves the stubs of `server` that connect to `listener`."""
 
     def __init__(
         self,
         listener: socket.socket,
-        server_pid: int,
+        server: ServerProcess,
         settings: Settings,
         make_device: Callable[[], Device],
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
-        devices: int = 1,
     ) -> None:
-        """`devices`: how many the server has; each has a runtime, and stubs register with all of them."""
         self._clock = time.monotonic
         self._started = self._clock()
         #: when the last request ended; the device sleeps `runtime.idle.server` seconds later
@@ -90,8 +96,7 @@ class Loop:
         self._handover_at = inf
         #: when models are looked for that fall back to cold
         self._look_at = self._started
-        self._server_pid = server_pid
-        self._devices = devices
+        self._server = server
         self._traced = settings.traced
         self._serving = True
         #: live stubs that have connected: pid -> pidfd
@@ -194,14 +199,14 @@ class Loop:
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
-        if self._devices > 1:
+        if self._server.devices > 1:
             self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
         if self._ended is not None or executor.short is not None or requests.answering:
             # Connections that ended late in the last round may have left answers.
             timeout = 0.0
         else:
             # While the device is free, publish every BEAT_S: stubs with several devices take an old beat for a stopped runtime.
-            timeout = BEAT_S if self._devices > 1 and ahead is None else _MAX_WAIT_S
+            timeout = BEAT_S if self._server.devices > 1 and ahead is None else _MAX_WAIT_S
             due = min(
                 self._last_request_ended + sleeps_after, self._handover_at, self._weights.copies.review_at
             )
@@ -312,16 +317,16 @@ class Loop:
 
     def _greet(self, connection: PeerConnection) -> None:
         if connection.peer not in self.stubs:
-            stub = open_stub(connection.peer, self._server_pid)
+            stub = open_stub(connection.peer, self._server.pid)
             if stub is not None:
                 self.stubs[connection.peer] = stub
         greeting = {
             "magic": MAGIC,
             "version": PROTOCOL_VERSION,
             "pid": os.getpid(),
-            "devices": self._devices,
+            "devices": self._server.devices,
         }
-        connection.send(pack_json(Kind.WELCOME, greeting, self._devices), (self._board.fd,))
+        connection.send(pack_json(Kind.WELCOME, greeting, self._server.devices), (self._board.fd,))
 
     def _on_frame(
         self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview, fds: list[int]

@@ -24,7 +24,7 @@ from rsrv.stub.direct import DirectRun
 from rsrv.stub.replies import RequestFailure, invalid, untag
 from rsrv.stub.request import RUN, RUN_DEVICE
 from rsrv.stub.session import UNLOADED
-from rsrv.stub.tensors import Array, Tensors, as_array, encode_strings
+from rsrv.stub.tensors import Array, Tensors, as_array, strings_encoded
 from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import Status
@@ -426,8 +426,8 @@ class ThroughTriton:
         """Call a model outside of the runtime. Triton checks the inputs."""
         arrays = {key: as_array(value) for key, value in inputs.items()}
         for key, array in arrays.items():
-            strings = encode_strings(array) if array.dtype.kind in "SUO" else None
-            arrays[key] = array if strings is None else strings
+            if array.dtype.kind in "SUO":
+                arrays[key] = strings_encoded(array)
         return _TritonCall(self._start(name, arrays), {})
 
     def internal(

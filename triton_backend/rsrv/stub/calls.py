@@ -23,7 +23,7 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
 from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.session import Remote
-from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, as_array, encode_strings
+from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, as_array, strings_encoded
 from rsrv.wire.frames import Status
 
 #: names of the outputs that stay on the device; True: all of them
@@ -234,8 +234,7 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if array is None:
             raise invalid(f"input {wire.name!r} is missing")
         if wire.dtype == BYTES and not isinstance(array, Elsewhere):
-            strings = encode_strings(array)
-            array = arrays[wire.name] = array if strings is None else strings
+            array = arrays[wire.name] = strings_encoded(array)
         if array.dtype != CLIENT_DTYPES[wire.dtype]:
             raise invalid(f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
         if not fits(wire.dims, array.shape):

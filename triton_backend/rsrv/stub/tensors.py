@@ -166,6 +166,12 @@ def encode_strings(array: Array) -> Array | None:
     return encoded.reshape(array.shape)
 
 
+def strings_encoded(array: Array) -> Array:
+    """Return `encode_strings` of an array, or the array as it is if an element is neither bytes nor text."""
+    strings = encode_strings(array)
+    return array if strings is None else strings
+
+
 def size_of(array: Array) -> int:
     """Return the bytes of an array, with those of its strings."""
     return array.nbytes + (sum(map(len, array.flat)) if array.dtype == object else 0)

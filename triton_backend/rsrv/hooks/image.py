@@ -49,11 +49,15 @@ _UPRIGHT = {
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """Decode JPEG, PNG and WebP files to pixels, u8 [h, w, channels] each, upright by EXIF's orientation.
 
-    files: strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
-    there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
-    is decoded; of one picture never more than Pillow's own limit, 179 million. A pixel takes `channels` bytes, and while its row is
-    decoded 10 to 14 in all: what is decoded, turned, converted and copied; each thread that decodes needs that much. Raises BadInput
-    for other files, damaged or too large ones; but a WebP file that was cut off is decoded with the zeros behind it.
+    `files` are strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes], one file a row with zeros behind it.
+    Transparency is dropped, 16 bits become 8, and an animation gives its first picture. The arrays are read-only.
+
+    `most_pixels` limits all rows together, by the files' headers, before anything is decoded; Pillow limits one picture to
+    179 million. A pixel takes `channels` bytes, and 10 to 14 in all while its row is decoded, turned, converted and copied;
+    each thread that decodes needs that much.
+
+    Raises BadInput for other files, damaged or too large ones; but a WebP file that was cut off is decoded with the zeros
+    behind it.
     """
     rows: Iterable[Array]
     if files.dtype == object and files.size == len(files):

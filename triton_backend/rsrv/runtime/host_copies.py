@@ -75,8 +75,6 @@ class HostCopies:
         self._wanting: dict[str, None] = {}
         #: whether copies are being dropped, and whether one is being made: one decision at a time
         self._drops = self._makes = False
-        #: key of the model of which the latest copy was made
-        self._latest = ""
         #: whether the next measurement is for a look at all copies
         self._reviews = False
         #: when to measure again
@@ -100,10 +98,11 @@ class HostCopies:
         """
         lacking = 0
         self._drops = self._drops and not isinstance(message, CopiesDropped)
-        self._makes = self._makes and not isinstance(message, CopyMade)
-        made = self._catalog.entries.get(self._latest)
-        if isinstance(message, CopyMade) and made and made.model is not None and made.model.host.kept:
-            self.tell(made.model)
+        if isinstance(message, CopyMade):
+            self._makes = False
+            made = self._catalog.entries.get(message.model)
+            if made is not None and made.model is not None and made.model.host.kept:
+                self.tell(made.model)
         if self._reviews:
             self._reviews = False
             lacking = self._review(message.spare, now)
@@ -199,7 +198,7 @@ class HostCopies:
                 return
             del self._wanting[key]
             if model is not None and not lacking:
-                self._makes, self._latest = True, key
+                self._makes = True
                 self._mover.make_copy(model)
 
     def _drop(self, models: Sequence[str]) -> None:

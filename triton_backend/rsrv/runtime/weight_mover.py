@@ -165,6 +165,9 @@ class CopiesDropped(HostMemoryMeasured):
 class CopyMade(HostMemoryMeasured):
     """A host copy was made, or could not be."""
 
+    #: key of its model
+    model: str
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryFreed:
@@ -299,7 +302,7 @@ class WeightMover:
     def make_copy(self, model: CompiledModel) -> None:
         """Make the host copy of a model if its residency says so. Ends in `CopyMade`."""
         self._disk_thread.put(partial(_follow_residency, model))
-        self._disk_thread.put(partial(self._measure, CopyMade))
+        self._disk_thread.put(partial(self._measure, partial(CopyMade, model=model.key)))
 
     def end_read_ahead(self, weights: HostWeights) -> None:
         """Free the weights that were read for a load."""
@@ -318,7 +321,7 @@ class WeightMover:
         """Look how much memory the host can spare. Ends in `HostMemoryMeasured`."""
         self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
-    def _measure(self, message: type[HostMemoryMeasured]) -> None:
+    def _measure(self, message: Callable[[int], HostMemoryMeasured]) -> None:
         # Reading the kernel's files takes milliseconds: never on the loop.
         self._inbox.post(message(spare_memory()))
 

@@ -503,7 +503,7 @@ class Executor:
         started = self._clock()
         ended = self._execute(dispatch, device, self._activity.short)
         now = self._clock()
-        if now - started > SLOW_S and self.bans.executed(dispatch.model.key, now - started, now):
+        if self.bans.executed(dispatch.model.key, now - started, now):
             log.warning(
                 "%s: slow executions took more than %.0f ms within %.0f s, though less than 1 ms was expected of each. A thread "
                 "executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are overloaded",

@@ -146,7 +146,7 @@ class Requests:
             raise ProtocolError("GENERATE before REGISTERED, or of a model that does not generate")
         ask = read_generate(wanted)
         id = self._new_id(connection, ask.request)
-        mark = connection.marks.pop(ask.request, None) if connection.marks else None
+        mark = connection.marks.pop(ask.request, None)
         if problem := find_problem(ask, spec):
             self._complete(connection, Completion(ask.request, Status.INVALID, text=problem))
             return
@@ -184,7 +184,7 @@ class Requests:
         self._outbox.append(ev.RunsAsked(tuple(asked)))
 
     def call(self, connection: PeerConnection, call: Call) -> None:
-        mark = connection.marks.pop(call.request, None) if connection.marks else None
+        mark = connection.marks.pop(call.request, None)
         run = self.runs.of(connection, call.run)
         if run is None:
             # It was not admitted; its stub has the answer by now.
@@ -205,12 +205,11 @@ class Requests:
         targets, keep = find_targets(run, connection, call, variant.outputs)
         id = self._new_id(connection, call.request)
         self.pending[id] = CallSlice(connection, call.request, call.rows, run, sources, targets, keep)
-        limit = self._weights.kept_limit
         if keep:
             promised = {
                 number: variant.outputs.tensors[index].nbytes(call.rows) for index, number in keep.items()
             }
-            held, more = self.runs.kept_bytes, sum(promised.values())
+            held, more, limit = self.runs.kept_bytes, sum(promised.values()), self._weights.kept_limit
             if limit is not None and held + more > limit:
                 text = (
                     f"running meta models keep {held} bytes on the device, the limit is {limit}, and this call would "

@@ -5,14 +5,21 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from dns.asyncresolver import Resolver
+from dns.exception import DNSException, Timeout
+from dns.message import Message
+from dns.name import Name, root
+from dns.rdataclass import IN
+from dns.rdatatype import AAAA, SRV, A
 from pydantic import ValidationError
 from watchfiles import awatch
 
 from rsrv.address import Address, bare, parse_address
 from rsrv.explain import YamlError, explain, parse_yaml
 from rsrv.placement.contract import Worker
-from rsrv.settings_fleet import GatewaySection, WorkerEntry
+from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -33,9 +40,16 @@ class Members:
     """Current list of workers. A source that cannot be read keeps its last workers, which probes check in any case."""
 
     def __init__(
-        self, section: GatewaySection, resolve: Resolve | None = None, pause: float = READ_PAUSE_S
+        self,
+        section: GatewaySection,
+        resolve: Resolve | None = None,
+        pause: float = READ_PAUSE_S,
+        resolver: Callable[[], Resolver] = Resolver,
     ) -> None:
-        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers."""
+        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers.
+
+        `resolver` is for SRV names, and made for each look, as the machine's name servers may change.
+        """
         if not section.workers and section.workers_dns is None and section.workers_file is None:
             raise MembersError(
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
@@ -43,6 +57,7 @@ class Members:
         self._section = section
         self._pause = pause
         self._resolve = resolve or addresses_of
+        self._resolver = resolver
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
@@ -88,16 +103,39 @@ class Members:
         name = self._section.workers_dns
         if name is None:
             return
+        ask = self._ask_srv if name.startswith("_") else self._ask_addresses
         try:
             async with asyncio.timeout(_DNS_TIMEOUT_S):
-                addresses = await self._resolve(name)
-        except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
-            self._say("dns", f"gateway.workers_dns: {name}: {error or 'no answer in time'}")
-            return
+                trouble = await ask(name)
+        except (OSError, ValueError) as error:  # also a timeout, and a name or a resolv.conf that cannot be
+            trouble = str(error) or "no answer in time"
+        self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
+
+    async def _ask_addresses(self, name: str) -> str:
         ports = self._section.workers_ports.model_dump()
-        entries = (WorkerEntry(host=address, **ports) for address in sorted(set(addresses)))
+        entries = [WorkerEntry(host=host, **ports) for host in sorted(set(await self._resolve(name)))]
         self._found = _by_name(map(worker_of, entries))
-        self._say("dns", "")
+        return ""
+
+    async def _ask_srv(self, name: str) -> str:
+        """Take the servers of a name's SRV records. Return why one of them has no address: it stays where it was.
+
+        Raises OSError, ValueError.
+        """
+        # In a thread: requests would wait 0.1 s while 1,000 records are read.
+        servers = await asyncio.to_thread(lambda: asyncio.run(_servers_of(name, self._resolver)))
+        found: dict[str, Worker] = {}
+        trouble = ""
+        for server, (port, address) in servers.items():
+            if isinstance(address, str):
+                ports = _ports_beside(port, self._section.workers_ports)
+                found[server] = worker_of(WorkerEntry(host=address, name=server, **ports))
+                continue
+            trouble = trouble or f"{server}: {_reason(address)}"
+            if server in self._found:
+                found[server] = self._found[server]
+        self._found = found
+        return trouble
 
     async def _read(self) -> None:
         path = self._section.workers_file
@@ -165,16 +203,15 @@ def parse_workers(text: str) -> list[WorkerEntry]:
             address = parse_address(part)
         except ValueError as error:
             raise MembersError(f"--workers: {error}; name gRPC ports, as server1:8001,server2:8001") from None
-        grpc = address.port
-        entries.append(
-            WorkerEntry(
-                host=address.host,
-                grpc_port=grpc,
-                http_port=grpc - 1 or None,
-                metrics_port=None if grpc == 65535 else grpc + 1,
-            )
-        )
+        entries.append(WorkerEntry(host=address.host, **_ports_beside(address.port, WorkerPorts())))
     return entries
+
+
+def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
+    """Return the ports of a server: the others are as far from its gRPC port as in `ports`; None: not a port."""
+    offset = grpc_port - ports.grpc_port
+    moved = {key: port and int(port) + offset for key, port in ports.model_dump().items()}
+    return {key: port if port and 0 < port < 65536 else None for key, port in moved.items()}
 
 
 def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
@@ -192,6 +229,52 @@ async def addresses_of(name: str) -> Iterable[str]:
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return dict.fromkeys(str(address[0]) for *_, address in found)
+
+
+async def _servers_of(
+    name: str, make_resolver: Callable[[], Resolver]
+) -> dict[str, tuple[int, str | BaseException]]:
+    """Return the port of each server in a name's SRV records, and its address or why it has none, by TARGET:PORT.
+
+    Raises OSError, ValueError.
+    """
+    try:
+        resolver = make_resolver()
+        answer = await resolver.resolve(name, SRV, search=True)
+    except DNSException as error:
+        raise OSError(_reason(error)) from None
+    records = {
+        str(Address(one.target.canonicalize().to_text(omit_final_dot=True), one.port)): one
+        for one in answer
+        if one.port and one.target != root  # else there is no server (RFC 2782)
+    }
+    servers = sorted(records)
+    addresses = await asyncio.gather(
+        *(_address_of(records[server].target, answer.response, resolver) for server in servers),
+        return_exceptions=True,
+    )
+    return {
+        server: (records[server].port, address) for server, address in zip(servers, addresses, strict=True)
+    }
+
+
+async def _address_of(host: Name, response: Message, resolver: Resolver) -> str:
+    """Return an IPv4 address of a host, or else an IPv6 address, from the response that names it or from the DNS.
+
+    The same address each time, as several are one server. Raises DNSException, OSError.
+    """
+    for kind in (A, AAAA):
+        records = response.get_rrset(response.additional, host, IN, kind) or await resolver.resolve(
+            host, kind, raise_on_no_answer=False
+        )
+        if addresses := [str(one.address) for one in records]:
+            return min(addresses)
+    raise OSError("it has no address")
+
+
+def _reason(error: BaseException) -> str:
+    # The text of a timeout has the seconds, which differ each time, and would be logged each time.
+    return "no answer in time" if isinstance(error, Timeout) else str(error).rstrip(".")
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:

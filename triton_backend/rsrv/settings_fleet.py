@@ -107,14 +107,15 @@ class GatewaySection(Section):
     )
     workers_dns: str | None = Field(
         None,
-        description="DNS name with the addresses of tritonservers, resolved every 5 s.",
+        description="DNS name with the addresses of tritonservers or, if it begins with `_`, SRV records; resolved every 5 s.",
     )
     workers_file: Path | None = Field(
         None, description="YAML file with a list as in `workers`. It is watched."
     )
     workers_ports: WorkerPorts = Field(
         WorkerPorts(),
-        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
+        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT. The gRPC port of an SRV "
+        "record moves the others.",
     )
     mode: GatewayMode = Field(
         "lpt_packing",

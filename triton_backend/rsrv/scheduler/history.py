@@ -51,7 +51,8 @@ class History:
         #: number of records and changes so far, which keeps those of one moment in order.
         self._added = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
-        self._changes: deque[tuple[int, float, str, Details]] = deque(maxlen=CHANGES_LENGTH)
+        # Changes are few and rare: a list of some takes 100 bytes, a deque 760.
+        self._changes: list[tuple[int, float, str, Details]] = []
 
     def add(self, now: float, what: str, details: Details = "") -> None:
         self._added += 1
@@ -61,6 +62,7 @@ class History:
         """Add a change of state."""
         self._added += 1
         self._changes.append((self._added, now, state, details))
+        del self._changes[:-CHANGES_LENGTH]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
         """Return from when to when the weights could not be executed on, and the eviction that these began with.

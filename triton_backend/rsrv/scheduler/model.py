@@ -1,6 +1,5 @@
 """The scheduler's record of one model."""
 
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf, isfinite
@@ -115,7 +114,7 @@ class ModelState:
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
         #: from when to when it was held, the latest time last; an end that has not come is inf.
-        self.holds: deque[tuple[float, float]] = deque(maxlen=_HOLDS)
+        self.holds: list[tuple[float, float]] = []
         if self.held:
             self.holds.append((-inf, inf))
         #: runs of meta models whose calls are accepted while it drains: the runs in progress when that began.
@@ -177,6 +176,7 @@ class ModelState:
         self.paused = mode
         if self.held:
             self.holds.append((now, inf))
+            del self.holds[:-_HOLDS]
 
     @property
     def held(self) -> bool:

@@ -103,10 +103,11 @@ class Receiver:
     Receivers may share one `buffer` of MAX_FRAME bytes; a frame is valid until any of them receives the next.
     """
 
-    def __init__(self, sock: socket.socket, buffer: bytearray | None = None) -> None:
+    __slots__ = ("_buffer", "_sock")
+
+    def __init__(self, sock: socket.socket, buffer: memoryview | None = None) -> None:
         self._sock = sock
-        self._buffer = bytearray(MAX_FRAME) if buffer is None else buffer
-        self._view = memoryview(self._buffer)
+        self._buffer = memoryview(bytearray(MAX_FRAME)) if buffer is None else buffer
 
     def receive(self) -> tuple[memoryview, list[int]]:
         """Return one frame, valid until the next call, and its descriptors, which the caller owns.
@@ -128,7 +129,7 @@ class Receiver:
             raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
         if not size:
             raise Closed("end of stream")
-        return self._view[:size], fds
+        return self._buffer[:size], fds
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -13,11 +13,10 @@ from rsrv_gateway import metrics
 from rsrv_gateway.brain import GatewayLoop
 from rsrv_gateway.connections import listen
 from rsrv_gateway.live import Workers
+from rsrv_gateway.probes import METRICS_TIMEOUT_S
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds for a worker's metrics; Prometheus itself waits ten by default
-_SCRAPE_TIMEOUT_S = 2.0
 #: workers scraped at a time
 _SCRAPES_MAX = 64
 
@@ -48,7 +47,7 @@ class Admin:
         await self._runner.setup()
         assert self._runner.server is not None
         self._listener, self.port = await listen(self._runner.server, address, "gateway.admin", None)
-        self._session = ClientSession(timeout=ClientTimeout(total=_SCRAPE_TIMEOUT_S), trust_env=False)
+        self._session = ClientSession(timeout=ClientTimeout(total=METRICS_TIMEOUT_S), trust_env=False)
 
     async def stop(self) -> None:
         if self._listener is not None:

@@ -11,7 +11,7 @@ from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, plac
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.connections import PROBE_S, ChannelFactory
+from rsrv_gateway.connections import PROBE_S, ChannelFactory, cancel
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
@@ -228,9 +228,7 @@ class GatewayLoop:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancel(tasks)
 
     async def _rounds(self) -> None:
         while True:

@@ -198,9 +198,7 @@ class WorkerChannels:
     async def close(self) -> None:
         """Cancel all calls."""
         retiring = dict(self._retiring)
-        for task in retiring:
-            task.cancel()
-        await asyncio.gather(*retiring, return_exceptions=True)
+        await cancel(retiring)
         for link in (*self._links, *retiring.values()):
             await link.channel.close()
 
@@ -256,6 +254,14 @@ def is_cancelled() -> bool:
     """Return true, after a CancelledError, if this task was cancelled, and not the worker's channel closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks, and return when they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:

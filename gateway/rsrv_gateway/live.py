@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from rsrv.control import page_calls
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import PageError
-from rsrv_gateway.connections import ControlClient, is_cancelled
+from rsrv_gateway.connections import ControlClient, cancel, is_cancelled
 from rsrv_gateway.probes import Probes
 
 #: seconds between two checks of the list of workers, and between two attempts to connect
@@ -49,7 +49,7 @@ class Workers:
                 while loop.time() < until and (event := await _next(queue, until)) is not None:
                     yield event
         finally:
-            await _end(following.values())
+            await cancel(following.values())
 
     async def _changes(
         self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
@@ -61,7 +61,7 @@ class Workers:
         left = sorted(following.keys() - workers.keys())
         if not left:
             return []
-        await _end([following.pop(name) for name in left])
+        await cancel([following.pop(name) for name in left])
         # Their queued events come first.
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         return [*waiting, *((name, "gone", "null") for name in left)]
@@ -138,10 +138,3 @@ def _said(error: Any) -> str:
     if isinstance(error, grpc.RpcError):
         return f"{_code(error)}: {error.details() or 'no reason given'}"
     return _CLOSED if isinstance(error, grpc.aio.UsageError) else str(error)
-
-
-async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)

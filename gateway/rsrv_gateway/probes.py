@@ -17,14 +17,14 @@ from tritonclient.grpc import service_pb2
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
-from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient
+from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient, cancel
 
 log = logging.getLogger("rsrv.gateway")
 
 #: least seconds between two probes of a worker, however often requests to it fail
 _PROBE_MIN_S = 0.05
 #: seconds for a worker's metrics; Prometheus itself waits ten by default
-_METRICS_TIMEOUT_S = 2.0
+METRICS_TIMEOUT_S = 2.0
 #: seconds for a control service to accept a request
 _ACTION_TIMEOUT_S = 10.0
 #: upper bound of plausible durations, seconds: decades
@@ -166,8 +166,7 @@ class _WorkerProbe:
         await future
 
     async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await cancel([self._task])
         self._release(self._waiting)
         await self.prober.close()
 
@@ -246,10 +245,7 @@ class ActionQueue:
 
     async def close(self) -> None:
         """Cancel all actions."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel(self._tasks)
 
 
 class PlacementSender:
@@ -291,10 +287,7 @@ class PlacementSender:
 
     async def close(self) -> None:
         """Cancel all calls."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks.values())
 
 
 class GrpcProber:
@@ -378,7 +371,7 @@ class GrpcProber:
     async def metrics(self) -> str | None:
         if self._control is None:
             return None
-        answer = await _answer(self._control.call("GetMetrics", pb.GetMetricsRequest(), _METRICS_TIMEOUT_S))
+        answer = await _answer(self._control.call("GetMetrics", pb.GetMetricsRequest(), METRICS_TIMEOUT_S))
         # None: the answer could not be parsed.
         return None if answer is None or isinstance(answer, grpc.RpcError) else str(answer.text)
 

@@ -70,7 +70,7 @@ SEEN = """(() => {
     const found = channels(getComputedStyle(element).backgroundColor);
     return (found[3] ?? 1) > 0 ? luminance(found) : ground(element.parentElement);
   };
-  const texts = ['#headline', '#findings span', '#facts', 'dt', 'figcaption', '.device h3 span', 'td.name button', '#curl', 'a'];
+  const texts = ['#headline', '#findings span', '#facts', 'dt', 'figcaption', '.device h3 span', 'td.name button', 'td.number', '.facts dd', '#curl', 'a'];
   const faint = texts.filter((text) => {
     const element = document.querySelector(text);
     const [low, high] = [luminance(channels(getComputedStyle(element).color)), ground(element)].sort((a, b) => a - b);
@@ -140,6 +140,17 @@ def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
         asyncio.run(look(url))
 
 
+#: the longest line of a generating model's panel
+ANSWERS = "1.23 k; on average 23.4 tokens in, 123 tokens out, 12.3 ms to the first, 1.23 ms to each next"
+#: what the table tells of tokens: whether it hides their column, and the cells of a model without and one with any
+TOKENS = """(() => {
+  const titles = [...document.querySelectorAll('#columns th')];
+  const at = titles.findIndex((one) => one.textContent === 'tokens/s');
+  const cell = (name) => document.querySelector(`tr[data-model=${name}]`).children[at].textContent;
+  return [titles[at].hidden, cell('model-000'), cell('model-019')];
+})()"""
+
+
 class FakeEvents:
     """Sends the events in `told`, and records commands."""
 
@@ -158,7 +169,7 @@ class FakeEvents:
         return {
             "history": [f"{model} at {server}", "<img src=x onerror=alert(1)>"],
             "slowest": ["<b>slow"],
-            "facts": [["requests", "3 answered"]],
+            "facts": [["requests", "3 answered"], ["answers", ANSWERS]],
             "executables": [["0", "8", "4", "2 ms"]],
             "inputs": inputs,
             "latency": [[0.005, 3], [None, 1]],
@@ -223,6 +234,7 @@ def state(second: int, models: int, *devices: dict[str, Any]) -> dict[str, Any]:
                 "requests": second * (number + 1),
                 "errors": 0,
                 "device_s": second * 0.9 / models,
+                "tokens": 400 * second if number == models - 1 else 0,
                 "bytes": 1e8 * (1 + number % 9),
                 "loads": second,
                 "load_s": 0.02,
@@ -454,6 +466,7 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) 
             await show(page, url)
             await page.until(f"{ROWS} === 20 && {PAINTED}.every((share) => share > 0)")
             await page.value("document.querySelector('#headline').click()")
+            assert await page.value(TOKENS) == [False, "", "400"]
             await page.value("document.querySelector('#models button').click()")
             await page.until("document.querySelector('#curl') !== null")
             root = "document.documentElement"
@@ -496,6 +509,7 @@ def test_the_page_sends_commands_with_the_token() -> None:
             await page.until("document.querySelector('#history-lines').textContent.includes('<img src=x')")
             told = await page.value("document.querySelector('#panel-parts').textContent")
             assert "requests3 answered" in told
+            assert f"answers{ANSWERS}" in told
             assert "<b>slow" in told
             curl = await page.value("document.querySelector('#curl').textContent")
             echoed = shell(curl.partition(" | curl")[0])

@@ -87,6 +87,10 @@ def entry(name: str, **differs: Any) -> ModelVersion:
     return ModelVersion(**{**common, **differs})  # type: ignore[typeddict-item]
 
 
+#: sums over a model's generations
+GENERATED = {"answers": 2, "tokens_in": 22, "tokens_out": 80, "first_token_s": 0.006, "token_s": 0.156}
+
+
 def model_status(**differs: Any) -> dict[str, Any]:
     """Return what STATUS answers about a model."""
     return {
@@ -112,6 +116,7 @@ def model_status(**differs: Any) -> dict[str, Any]:
         "sizes": {"0/8": 4},
         "sequences": {"waiting": 0, "idle": 3, "stepping": 1, "stored": 0},
         "generations": 1,
+        "generated": GENERATED,
         "costs": {"0/1": 0.001, "0/8": 0.002, "0/16": 0.003},
         "precisions": {"0/8": {"f32": 5, "pinned": 4, "ungovernable": {"cholesky": 1}}},
         **differs,

@@ -364,6 +364,7 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
                 "starting",
                 "sequences",
                 "generations",
+                "generated",
             ),
             "devices",
         }

@@ -43,6 +43,7 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
             4,
             0.5,
         )
+        assert (a.generated["answers"], a.generated["token_s"]) == (4, 0.312)
         assert (a.weights, a.weights_state, a.device_bytes) == (pb.WEIGHTS_RESIDENT, "evicting", 1000)
         assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
             (1, 0, 0.001),

@@ -15,7 +15,7 @@ from rsrv.runtime.device import DeviceError
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.generation import Generate, pack_generate
-from rsrv.wire.socket import Closed, send
+from rsrv.wire.socket import Closed, read_status, send
 from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.counting import BROKEN, CONTEXT, MAX_TOKENS, count, expected, export_counting
@@ -195,7 +195,11 @@ def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     assert (counts["active"], counts["tokens"]["prompt"]) == (0, 29)
     shown: Any = operate("overview")["models"]
     assert counts["tokens"]["answer"] == shown["counting"][8] == sum(map(len, answers))
-    assert sum(counts["first"][2:]) == sum(bool(answer) for answer in answers)
+    begun = sum(bool(answer) for answer in answers)
+    assert sum(counts["first"][2:]) == begun
+    sums: Any = read_status(os.getpid())["models"]["counting"]["generated"]
+    assert (sums["answers"], sums["tokens_in"], sums["tokens_out"]) == (begun, 29, sum(map(len, answers)))
+    assert (sums["first_token_s"], sums["token_s"]) == (counts["first"][0], counts["between"][0])
 
 
 @pytest.mark.parametrize(

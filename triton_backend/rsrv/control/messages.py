@@ -37,7 +37,7 @@ _SUMS = frozenset(
         *("evictions", "waiting", "running", "calls", "kept_bytes", "generations"),
     )
 )
-_COUNTS = frozenset({"outcomes", "sizes", "sequences"})
+_COUNTS = frozenset({"outcomes", "sizes", "sequences", "generated"})
 #: Precedence among the states of a model's weights on several devices.
 _WEIGHT_STATES = (
     *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk"),

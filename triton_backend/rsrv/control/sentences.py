@@ -225,6 +225,7 @@ def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
     return [
         ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
         *([("sequences", _sequences(model))] if model.sequences else []),
+        *([("answers", _answers(model.generated))] if model.generated.get("answers") else []),
         (
             "executions",
             (
@@ -255,6 +256,18 @@ def meta_facts(meta: pb.MetaStatus) -> list[tuple[str, str]]:
 def _sequences(model: pb.ModelStatus) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in sorted(model.sequences.items()) if count)
     return (counts or "none") + (f"; {model.generations} of them generations" if model.generations else "")
+
+
+def _answers(sums: Mapping[str, float]) -> str:
+    """Return the number of a model's answers, and the means of their tokens and times."""
+    count, out = sums["answers"], sums["tokens_out"]
+    tokens = [
+        f"{amount(number / count, '')} tokens {way}"
+        for number, way in ((sums["tokens_in"], "in"), (out, "out"))
+    ]
+    times = [f"{duration(sums['first_token_s'] / count)} to the first"]
+    times += [f"{duration(sums['token_s'] / (out - count))} to each next"] if out > count else []
+    return f"{amount(count, '')}; on average {', '.join(tokens + times)}"
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:

@@ -89,6 +89,16 @@ class GenerationCounts:
             "between": self.between.to_json(),
         }
 
+    def sums(self) -> dict[str, float]:
+        """Return what means are made of: answers that have a token, their tokens, and seconds."""
+        return {
+            "answers": sum(self.first.counts),
+            "tokens_in": self.tokens_in,
+            "tokens_out": self.tokens_out,
+            "first_token_s": self.first.sum,
+            "token_s": self.between.sum,
+        }
+
 
 class Chunk(NamedTuple):
     """The input of one step: tokens of one sequence, for the variant that has room for them."""

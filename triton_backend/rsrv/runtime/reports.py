@@ -259,10 +259,12 @@ class Reports:
         }
 
     def _state_status(self, entry: ModelEntry) -> dict[str, Any]:
-        """Return the sequences of a model by their state, and its generations in progress, which are among them."""
+        """Return the sequences of a model by their state, its generations, which are among them, and their sums."""
         counts = {state.value: count for state, count in self._sequences.count(entry.key).items()}
         generations = self._generations.get(entry.name)
-        return {"sequences": counts, "generations": 0 if generations is None else generations.active}
+        if generations is None:
+            return {"sequences": counts, "generations": 0, "generated": {}}
+        return {"sequences": counts, "generations": generations.active, "generated": generations.sums()}
 
     def load(self, since: int) -> dict[str, Any]:
         """Return the figures for placing requests on devices; polled often.

@@ -288,7 +288,7 @@ class Scheduler(_message.Message):
     def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations")
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations", "generated")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,13 @@ class ModelStatus(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class GeneratedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +335,7 @@ class ModelStatus(_message.Message):
     STARTING_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     residency: Residency
@@ -353,7 +361,8 @@ class ModelStatus(_message.Message):
     starting: str
     sequences: _containers.ScalarMap[str, int]
     generations: int
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ...) -> None: ...
+    generated: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ..., generated: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ModelOnDevice(_message.Message):
     __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")

@@ -1,8 +1,8 @@
 """`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
 
-It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread sleeps until
-RSRV_BENCH_EXECUTION_MS have passed since the execution's start, and RSRV_BENCH_ROW_MS for each of its rows. A compilation
-takes RSRV_BENCH_COMPILE_MS more.
+It stands for an accelerator that works beside the CPU: jax computes the answer, and whoever reads it waits until
+RSRV_BENCH_EXECUTION_MS have passed since the launch, or since the end of the execution before, and RSRV_BENCH_ROW_MS for
+each row. A compilation takes RSRV_BENCH_COMPILE_MS more.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rsrv.runtime import jax_device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.device import Array, Buffer, Executable, Launched, Pools
 from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
@@ -25,34 +24,29 @@ COMPILE_SECONDS = float(os.environ.get("RSRV_BENCH_COMPILE_MS", "0")) / 1e3
 
 
 def pace(arrays: Sequence[Any]) -> float:
-    """Return the seconds of an execution with these inputs or outputs."""
+    """Return the seconds of an execution with these outputs."""
     rows: int = math.prod(arrays[0].shape[:1])
     return SECONDS + ROW_SECONDS * rows
 
 
 class PacedDevice(JaxDevice):
-    """jax's device, slowed down."""
+    """jax's device, slowed down. Like a GPU, it executes beside its launcher, one execution after another."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, asynchronous_cpu=True, **options)
 
     def _compile(self, *arguments: Any, **options: Any) -> Any:
         time.sleep(COMPILE_SECONDS)
         return super()._compile(*arguments, **options)
 
-    def launch(
-        self,
-        executable: Executable,
-        weights: Sequence[Buffer],
-        inputs: Sequence[Array | Buffer],
-        unread: Collection[int] = (),
-        pools: Pools | None = None,
-    ) -> Launched:
-        started = time.perf_counter()
-        launched = super().launch(executable, weights, inputs, unread, pools)
-        time.sleep(max(0.0, started + pace(inputs) - time.perf_counter()))
-        return launched
-
-    def read(self, launched: Launched) -> tuple[list[Array], float]:
-        outputs, seconds = super().read(launched)
-        return outputs, max(pace(outputs), seconds)
+    def _wait(self, execution: Any) -> float:
+        # Read these before `ready`: a thread that empties them has set `ready` before.
+        outputs, previous = execution.outputs, execution.previous
+        if execution.ready is None:
+            free = execution.started if previous is None else max(execution.started, self._wait(previous))
+            self._jax.block_until_ready(outputs)
+            time.sleep(max(0.0, free + pace(outputs) - time.perf_counter()))
+        return super()._wait(execution)
 
 
 if __name__ == "__main__":

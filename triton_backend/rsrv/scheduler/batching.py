@@ -64,25 +64,22 @@ class VariantCosts:
         """Learn from one measured execution; ignore a sample that is not a positive duration."""
         if not (isfinite(sample) and sample > 0.0):
             return
-        seconds, seeds = self.seconds, self._seeds
         measured = self.sizes.index(size)
-        old = seconds[measured]
-        new = old + ALPHA * (min(sample, OUTLIER_FACTOR * old) - old)
-        seconds[measured] = new
-        ratio = new / seeds[measured]
-        for other, seed in enumerate(seeds):
-            excess = seconds[other] - seed * ratio
-            if other != measured and excess > 0.0:
-                seconds[other] -= RELAX * excess
-        self.best_index = self._cheapest(None)
+        old = self.seconds[measured]
+        new = self.seconds[measured] = old + ALPHA * (min(sample, OUTLIER_FACTOR * old) - old)
+        self._sink(new / self._seeds[measured])
 
     def relax(self) -> None:
         """Lower estimates above their seeds a little, after a request was shed because of them.
 
         If all requests are shed nothing is measured; so the estimates sink until a request is tried and measured.
         """
+        self._sink(1.0)
+
+    def _sink(self, ratio: float) -> None:
+        """Lower estimates above `ratio` times their seeds a little."""
         for index, seed in enumerate(self._seeds):
-            excess = self.seconds[index] - seed
+            excess = self.seconds[index] - seed * ratio
             if excess > 0.0:
                 self.seconds[index] -= RELAX * excess
         self.best_index = self._cheapest(None)

@@ -247,7 +247,8 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(scheduler._queues.exclusive == queued, "exclusive requests are not counted (16)")
     if not (running or scheduler._kept_exclusive or compaction.active or scheduler._is_closed):
         for state in states:
-            dispatchable = state.ready and state.dispatchable_at <= scheduler._now
+            ready = state.has_work and state.weights.state in RUNNABLE
+            dispatchable = ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
 
 

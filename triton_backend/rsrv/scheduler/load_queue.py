@@ -184,14 +184,9 @@ class LoadQueue:
         if model.weights.state is WeightState.READING:
             return  # the end of the read says the same
         model.weights.on_disk = not present
-        before, after = (
-            (self.demand_for_disk, self.demand_for_link)
-            if present
-            else (self.demand_for_link, self.demand_for_disk)
-        )
-        rank = before.pop(model.name, None)
+        rank = (self.demand_for_disk if present else self.demand_for_link).pop(model.name, None)
         if rank is not None:
-            after.set(model.name, rank)
+            self.demand(model, rank)
         self.requeue(model)
         self.unblock()
 
@@ -321,9 +316,7 @@ class LoadQueue:
         )
 
     def plan(self, now: float) -> PlannedLoad | None:
-        """Choose the load that starts now, and the evictions before it; None: no load."""
-        if self.accounts.loading is not None:
-            return None
+        """Choose the load that starts now, while none runs, and the evictions before it; None: no load."""
         name = self.head() if self.required or self.demand_for_link else None
         if name is None:
             self._blocked_head = None

@@ -10,7 +10,7 @@ from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Pr
 from rsrv.scheduler.slowest import SlowestRequests
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
-from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, WeightState
+from rsrv.scheduler.weight_states import ON_DEVICE, WeightState
 from rsrv.scheduler.weights import ModelWeights
 
 #: number of pauses of mode HOLD that a model remembers.
@@ -145,11 +145,6 @@ class ModelState:
         self.weight = program.weight
 
     @property
-    def ready(self) -> bool:
-        """True if it has work that the device can take now, or as soon as it is not delayed."""
-        return self.has_work and self.weights.state in RUNNABLE
-
-    @property
     def committed(self) -> bool:
         """True if a sub-call of a running meta model waits for it, which goes before all other requests."""
         return self.place is not None and self.place[0] == COMMITTED_LEVEL
@@ -211,12 +206,13 @@ class ModelState:
                 backlog += queue.seconds(coalesce=coalesce)
                 if first is None or place < first:
                     front, first = queue, place
+        assert front is not None, "a queued request is in a queue"
         self.has_work, self.front, self.place, self.backlog_seconds = True, front, first, backlog
         # The next execution has the size that is cheapest when full, unless fewer rows wait.
-        self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best_index]
+        self.batch_seconds = front.costs.seconds[front.costs.best_index]
         self.turn_seconds = min(backlog, self.batch_seconds)
         self.dispatchable_at = self.blocked_until
-        if self.program.max_delay and front is not None:
+        if self.program.max_delay:
             self.dispatchable_at = max(self.dispatchable_at, self._delay_ends(front))
 
     def _delay_ends(self, front: VariantQueue) -> float:

@@ -211,8 +211,7 @@ class RequestQueues:
         for request in requests:
             entry = self.live.get(request)
             if entry is not None and entry.queue is not None:
-                model = self._take_out(entry, entry.queue)
-                self.ended.append(EndedWait(model, entry, Outcome.CANCELLED))
+                model = self._take_out(entry, entry.queue, Outcome.CANCELLED)
                 model.totals.counts.cancelled += 1
                 model.history.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
@@ -220,8 +219,7 @@ class RequestQueues:
     def expire(self, now: float, out: list[Instruction]) -> None:
         """End waiting requests whose deadline is `now` or earlier."""
         for entry, queue in self.deadlines.due(now):
-            model = self._take_out(entry, queue)
-            self.ended.append(EndedWait(model, entry, Outcome.EXPIRED))
+            model = self._take_out(entry, queue, Outcome.EXPIRED)
             model.totals.counts.expired += 1
             model.totals.miss(model.stage)
             model.history.add(now, "expired", (entry.request.id,))
@@ -229,8 +227,7 @@ class RequestQueues:
 
     def shed(self, entry: LiveRequest, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
         """End a waiting request whose deadline cannot be met any more."""
-        model = self._take_out(entry, queue)
-        self.ended.append(EndedWait(model, entry, Outcome.SHED))
+        model = self._take_out(entry, queue, Outcome.SHED)
         if not model.held:
             queue.costs.relax()
         model.totals.counts.shed += 1
@@ -310,7 +307,8 @@ class RequestQueues:
         """Return the model of a waiting request."""
         return self._models[entry.request.model]
 
-    def _take_out(self, entry: LiveRequest, queue: VariantQueue) -> ModelState:
+    def _take_out(self, entry: LiveRequest, queue: VariantQueue, outcome: Outcome) -> ModelState:
+        """Take out a waiting request that ends without an execution; return its model."""
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
@@ -318,6 +316,7 @@ class RequestQueues:
         model = self._models[entry.request.model]
         model.queued -= 1
         self.dirty[model] = None
+        self.ended.append(EndedWait(model, entry, outcome))
         if entry.request.run:
             self._promote((entry,))
         return model
@@ -348,8 +347,7 @@ class RequestQueues:
         waiting = [(entry, queue) for queue in model.queues.values() for entry in queue.entries]
         waiting.sort(key=lambda item: item[0].place[2])
         for entry, queue in waiting:
-            self._take_out(entry, queue)
-            self.ended.append(EndedWait(model, entry, outcome))
+            self._take_out(entry, queue, outcome)
         return [entry.request.id for entry, _ in waiting]
 
 
@@ -403,8 +401,7 @@ def late_requests(
     for entry, queue in late_checks.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline
-        if deadline is None:
-            continue
+        assert deadline is not None, "others are never checked"
         latest = deadline - queue.costs.request_seconds(entry.rows, coalesce=model.program.coalesce)
         loaded = now + accounts.expected_wait(model.weights)
         if max(free, loaded) > latest + SLACK:

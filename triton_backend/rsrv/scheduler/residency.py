@@ -492,7 +492,7 @@ class DeviceResidency:
         if self.loads.backing_off:
             self.loads.end_due_backoffs(now)
         # The budget may have fallen, or models may have been pinned.
-        if self.accounts.budget is not None and self.accounts.bytes > self.accounts.budget:
+        if self.accounts.over_budget > 0:
             overdue = self.loads.victims_over_budget(now)
             for model in overdue:
                 self.evict(model, Cause.BUDGET, now, out)
@@ -575,12 +575,8 @@ class DeviceResidency:
 
         `returns`: they load back as soon as there is room, and requests wait for that.
         """
-        if loading_for is None:
-            evict = self.accounts.evict(model.weights, why=cause.value)
-        else:
-            evict = self.accounts.evict(
-                model.weights, loading_for.name, why=cause.value, family=loading_for.family
-            )
+        name, family = (None, "") if loading_for is None else (loading_for.name, loading_for.family)
+        evict = self.accounts.evict(model.weights, name, why=cause.value, family=family)
         model.totals.evict(cause)
         self.evictions.pop(model, None)
         out.append(evict)

@@ -43,8 +43,8 @@ def test_a_request_waits_for_weights_that_were_evicted_for_another_model(machine
     slow = slowest(machine, "a")
     assert (slow.ending.outcome, slow.request.rows, slow.wait.arrived) == (Outcome.ANSWERED, 3, 2.0)
     assert parts(slow) == (0.5, 0.0, 0.0, 0.004)
-    assert slow.evicted is not None
-    assert (slow.evicted.at, slow.evicted.details["model"]) == (1.0, "b")
+    assert slow.wait.evicted is not None
+    assert (slow.wait.evicted.at, slow.wait.evicted.details["model"]) == (1.0, "b")
     assert slow.ending.execute is not None
     assert slow.ending.execute.rows == 3
 
@@ -61,7 +61,7 @@ def test_a_request_waits_behind_another_model(machine: Driver) -> None:
     slow = slowest(machine, "a")
     assert (slow.seconds, slow.ending.behind) == (0.875, ("b",))
     assert parts(slow) == (0.0, 0.0, 0.75, 0.125)
-    assert slow.evicted is None
+    assert slow.wait.evicted is None
     assert slowest(machine, "b").ending.behind == ()
 
 

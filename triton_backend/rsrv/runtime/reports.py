@@ -519,8 +519,8 @@ def _model_status(entry: ModelEntry, model: ModelSnapshot, residency: str) -> di
 
 
 def _slow_request(slow: SlowRequest) -> dict[str, Any]:
-    request, wait, execute, evicted = slow.request, slow.wait, slow.ending.execute, slow.evicted
-    before, after = slow.front or (None, None)
+    request, wait, execute = slow.request, slow.wait, slow.ending.execute
+    (before, after), evicted = slow.front or (None, None), wait.evicted
     state = "waiting" if execute is None else "executing"
     return {
         "number": request_number(request.id),

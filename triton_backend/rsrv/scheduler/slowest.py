@@ -33,6 +33,8 @@ class Wait(NamedTuple):
     peers: float
     #: on the device; 0 if it never executed.
     executing: float
+    #: the latest eviction of the weights that it waited for; None: it did not wait for weights.
+    evicted: HistoryRecord | None
 
     @property
     def others(self) -> float:
@@ -80,22 +82,14 @@ class SlowRequest(NamedTuple):
     def wait(self) -> Wait:
         """Parts of its time."""
         end, arrived = self.ending, self.arrived
-        paused, weights = _blocked(end, arrived)
+        # The weights may be absent while the model is held.
+        both = [(max(a, c), min(b, d)) for a, b in end.absences for c, d in end.holds]
+        paused = _overlap(end.holds, arrived, end.started)
+        weights = _overlap(end.absences, arrived, end.started) - _overlap(both, arrived, end.started)
         peers = max(0.0, min(end.held_until, end.started) - arrived - paused - weights)
         executing = min(end.seconds, end.at - end.started)
-        return Wait(arrived, self.seconds, paused, weights, peers, executing)
-
-    @property
-    def evicted(self) -> HistoryRecord | None:
-        """The latest eviction of the weights that it waited for; None: it did not wait for weights."""
-        return self.ending.evicted if _blocked(self.ending, self.arrived)[1] else None
-
-
-def _blocked(end: Ending, arrived: float) -> tuple[float, float]:
-    """Return a request's seconds in which its model was held, and those of the rest in which its weights were absent."""
-    both = [(max(a, c), min(b, d)) for a, b in end.absences for c, d in end.holds]
-    absent = _overlap(end.absences, arrived, end.started) - _overlap(both, arrived, end.started)
-    return _overlap(end.holds, arrived, end.started), absent
+        evicted = end.evicted if weights else None
+        return Wait(arrived, self.seconds, paused, weights, peers, executing, evicted)
 
 
 def _overlap(periods: Periods, since: float, until: float) -> float:

@@ -123,7 +123,7 @@ class RuntimeSection(Section):
         le=1,
         description="Share of a GPU's memory for weights and executions, taken when the runtime starts, unless "
         "XLA_PYTHON_CLIENT_PREALLOCATE=false. Two servers with at most 0.5 each may share a GPU. jax's variable "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
+        "XLA_CLIENT_MEM_FRACTION wins.",
     )
     start: Start = Field(
         "eager",

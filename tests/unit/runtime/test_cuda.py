@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import cuda
-from rsrv.runtime.cuda import CopyStream, CudaError, Driver, MemoryShare, client_options, find_card
+from rsrv.runtime.cuda import (
+    CopyStream,
+    CudaError,
+    Driver,
+    MemoryShare,
+    client_options,
+    find_card,
+    memory_fraction,
+)
 from tests.unit.runtime.fake_cuda import FakeCuda
 
 
@@ -77,6 +85,10 @@ def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch
         ({}, {"memory_fraction": 0.8, "preallocate": True}),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, {"preallocate": True}),
         ({"XLA_CLIENT_MEM_FRACTION": ".5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {}),
+        (
+            {"XLA_CLIENT_MEM_FRACTION": "", "XLA_PYTHON_CLIENT_PREALLOCATE": ""},
+            {"memory_fraction": 0.8, "preallocate": True},
+        ),
     ],
 )
 def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str, object]) -> None:
@@ -84,6 +96,20 @@ def test_jaxs_own_variables_win(environment: dict[str, str], expected: dict[str,
     options = client_options(MemoryShare(0.8), environment)
 
     assert options == {"should_stage_host_to_device_transfers": False, **expected}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 0.8),
+        ({"XLA_CLIENT_MEM_FRACTION": ".4"}, 0.4),
+        ({"XLA_CLIENT_MEM_FRACTION": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}, 0.3),
+        ({"XLA_CLIENT_MEM_FRACTION": "half"}, 0.8),
+    ],
+)
+def test_two_servers_share_a_card_by_jaxs_variables(environment: dict[str, str], expected: float) -> None:
+    """Either of them counts; an empty one is not set, and jax will refuse one that is no number."""
+    assert memory_fraction(0.8, environment) == expected
 
 
 @pytest.mark.parametrize(

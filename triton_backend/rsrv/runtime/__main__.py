@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.activity import ActivitySlot, Task, Watchdog, describe
         from rsrv.runtime.child_processes import end_orphans
         from rsrv.runtime.crash_history import BlackBox
-        from rsrv.runtime.cuda import MemoryShare
+        from rsrv.runtime.cuda import MemoryShare, memory_fraction
         from rsrv.runtime.device import DeviceError
         from rsrv.runtime.handover import Handover
         from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
             base,
             device,
             f"tritonserver {options.server_pid} ({options.settings.parent})",
-            share=_memory_fraction(settings.runtime.memory_fraction) <= SHARING_FRACTION,
+            share=memory_fraction(settings.runtime.memory_fraction, environment) <= SHARING_FRACTION,
             # The first attempt has waited: stubs wait for each further one.
             timeout_s=0.0 if (options.directory / paths.FAILURE).exists() else CARD_TIMEOUT_S,
         )
@@ -322,14 +322,6 @@ def _start_others(count: int, options: argparse.Namespace, environment: Mapping[
             logging.getLogger("rsrv.runtime").warning("device %d: %s", number, error)
     for one in starting:
         one.wait()  # it forks the runtime and ends
-
-
-def _memory_fraction(setting: float) -> float:
-    """Return the share of a card's memory that jax takes: its own variable takes precedence over the setting."""
-    try:
-        return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", setting))
-    except ValueError:
-        return setting
 
 
 def _explain(error: Exception) -> str:

@@ -89,6 +89,20 @@ class MemoryShare(NamedTuple):
     preallocate: bool = True
 
 
+def _jaxs_fraction(environment: Mapping[str, str]) -> str:
+    """Return the share of a GPU's memory that jax's variables set, of which jax refuses two at once; empty: none does."""
+    variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return next(filter(None, map(environment.get, variables)), "")
+
+
+def memory_fraction(setting: float, environment: Mapping[str, str]) -> float:
+    """Return the share of a GPU's memory that jax takes, by its own variables or else by the setting."""
+    try:
+        return float(_jaxs_fraction(environment) or setting)
+    except ValueError:  # jax will refuse it
+        return setting
+
+
 def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[str, float | bool]:
     """Return the options of jax's client for a CUDA device; jax's memory variables in `environment` take precedence.
 
@@ -97,9 +111,9 @@ def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[s
     call of XLA that jax does not offer (docs/scheduler.md has the sources).
     """
     options: dict[str, float | bool] = {"should_stage_host_to_device_transfers": False}
-    if not ({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environment.keys()):
+    if not _jaxs_fraction(environment):
         options["memory_fraction"] = share.fraction
-    if "XLA_PYTHON_CLIENT_PREALLOCATE" not in environment:
+    if not environment.get("XLA_PYTHON_CLIENT_PREALLOCATE"):
         options["preallocate"] = share.preallocate
     return options
 

@@ -251,6 +251,19 @@ async def test_cold_models_are_counted_and_listed_on_request(
 
 
 @looped
+async def test_a_model_waits_for_the_import_of_its_model_py(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not resident for clients, though its weights are on the device."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.runtime.starting = {"a": "importing model.py"}
+
+        said = await rsrv("status", "a")
+
+        assert "state       starting, importing model.py" in said.out
+
+
+@looped
 async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rsrv status MODEL` prints its versions, executables and policy."""
     async with shell(tmp_path, capsys) as rsrv:

@@ -249,7 +249,10 @@ def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: 
 def test_an_import_counts_until_its_connection_says_otherwise(
     runtime: Runtime, doublings: dict[str, Path]
 ) -> None:
-    """A stub reports the seconds and the line of an import of model.py on a connection, and then none, or closes it."""
+    """A stub reports the seconds and the line of an import of model.py on a connection, and then none, or closes it.
+
+    Until then, the status says that the model waits for it.
+    """
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment
     assert attachment is not None
@@ -261,10 +264,12 @@ def test_an_import_counts_until_its_connection_says_otherwise(
     ((name, (seconds, line)),) = metrics(runtime)["importing"].items()
     assert (name, line) == ("a", 3)
     assert seconds >= 45.0
+    assert read_status(os.getpid())["starting"] == {"a": "importing model.py"}
     lanes[1].report(Meters().take(), 10)
     assert metrics(runtime)["importing"]["a"][1] == 2
     lanes[0].close()
     wait_until(lambda: metrics(runtime)["importing"] == {})
+    assert read_status(os.getpid())["starting"] == {}
     lanes[1].close()
     engine.close()
 

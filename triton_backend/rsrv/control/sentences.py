@@ -208,7 +208,8 @@ def life(state: str, weights: str, step: str = "") -> str:
         weights: their state; empty of a meta model.
         step: what its start waits for, if that is known.
     """
-    if state == "loading":
+    # Its weights may be on the device before its stub has imported model.py and takes requests.
+    if state == "loading" or step == "importing model.py":
         return f"starting, {step}" if step else "starting"
     if state != "ready" or not weights:
         return state

@@ -80,7 +80,15 @@ class Registry:
             **dict.fromkeys(reading, "reading"),
             **steps,
             **dict.fromkeys(self._builder.waiting(), "waits for its turn"),
+            **dict.fromkeys(self._unserved(), "importing model.py"),
         }
+
+    def _unserved(self) -> set[str]:
+        """Return the models that no stub serves before it has imported their model.py."""
+        registered = [(one, one.group.name) for one in self._transport.connections if one.group is not None]
+        busy = {one.peer for one, _ in registered if one.importing is not None}
+        served = {name for one, name in registered if one.peer not in busy}
+        return {name for one, name in registered if one.importing is not None} - served
 
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""

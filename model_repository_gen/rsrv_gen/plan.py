@@ -197,7 +197,9 @@ def missing_library() -> str:
     """Return why no model can have the native front; empty: models can."""
     if LIBRARY.is_file():
         return ""
-    return f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run tools/native_front.py of a clone"
+    return (
+        f"{LIBRARY} is missing; install rsrv's wheel for Linux on x86-64, or run `make native` in a checkout"
+    )
 
 
 def without_caches(plan: ModelPlan) -> ModelPlan:

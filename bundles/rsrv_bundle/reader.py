@@ -188,45 +188,44 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     Links must stay inside the bundle. Devices and pipes are refused: opening one can block for ever. Raises
     BundleError if there are too many files.
     """
-    root = directory.resolve()
     files: dict[str, Path] = {}
-    folders = [directory]
-    entries = 0
+    folders = [""]
+    count = 0
     while folders:
         folder = folders.pop()
         try:
-            with os.scandir(folder) as found:
+            with os.scandir(directory / folder) as found:
                 # One more than allowed is too many: no need to count the others.
-                paths = [Path(entry.path) for entry in islice(found, _MAX_ENTRIES - entries + 1)]
+                entries = [*islice(found, _MAX_ENTRIES - count + 1)]
         except OSError as e:
-            problems.add(folder.relative_to(directory).as_posix(), "", f"cannot be listed: {e.strerror}")
+            problems.add(folder or ".", "", f"cannot be listed: {e.strerror}")
             continue
-        entries += len(paths)
-        if entries > _MAX_ENTRIES:
+        count += len(entries)
+        if count > _MAX_ENTRIES:
             problems.add(directory.name, "", f"holds more than {_MAX_ENTRIES} files and directories")
             raise BundleError(problems.lines)
-        for path in sorted(paths):
-            relative = path.relative_to(directory).as_posix()
-            rule, mode = _wrong_file(path, relative, root)
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            relative = f"{folder}/{entry.name}" if folder else entry.name
+            rule, mode = _wrong_file(entry, relative, directory)
             if rule:
                 problems.add(relative, "", rule)
             elif stat.S_ISREG(mode):
-                files[relative] = path
-            elif path.name != "__pycache__":
-                folders.append(path)
+                files[relative] = Path(entry.path)
+            elif entry.name != "__pycache__":
+                folders.append(relative)
     return files
 
 
-def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
+def _wrong_file(entry: os.DirEntry[str], relative: str, root: Path) -> tuple[str, int]:
     """Return the rule that a directory entry breaks, empty if none; and its mode."""
     if not relative.isprintable():
         return "has a name that cannot be printed; rename it", 0
     if relative.count("/") > _MAX_DEPTH:
         return f"lies more than {_MAX_DEPTH} directories deep", 0
     try:
-        found = path.stat()
-        if path.is_symlink():
-            if not path.resolve(strict=True).is_relative_to(root):
+        found = entry.stat()
+        if entry.is_symlink():
+            if not Path(entry.path).resolve(strict=True).is_relative_to(root.resolve()):
                 return "is a link that leaves the bundle; put the file itself here", 0
             if stat.S_ISDIR(found.st_mode):
                 return "is a link to a directory; put the directory itself here", 0
@@ -234,7 +233,7 @@ def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
             if stat.S_ISDIR(found.st_mode):
                 return "", found.st_mode
             return "is neither a file nor a directory; remove it", 0
-        if found.st_size > _MAX_HOLES and _holes(path, found.st_size) > _MAX_HOLES:
+        if found.st_size > _MAX_HOLES and _holes(entry.path, found.st_size) > _MAX_HOLES:
             return (
                 f"is a sparse file with more than {_MAX_HOLES} bytes of holes; copy it with --sparse=never",
                 0,
@@ -244,7 +243,7 @@ def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
     return "", found.st_mode
 
 
-def _holes(path: Path, size: int) -> int:
+def _holes(path: str, size: int) -> int:
     """Return the bytes of holes in a file, counted up to the limit.
 
     A hole costs its writer nothing, and its reader as much as other bytes.

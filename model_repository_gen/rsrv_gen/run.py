@@ -239,7 +239,7 @@ class _Generator:
                 self.failed.add(name)
                 _complain(f"{name} is skipped: it changed while it was read{step.note}")
             case "new" | "changed" if plan is not None:
-                self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
+                self._change(step.verb, name, lambda writer: writer.put(name, plan), step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):
                 self._say("kept", name, " (a meta model that shall carry it could not be written)")
             case "removed":

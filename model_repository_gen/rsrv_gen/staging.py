@@ -111,14 +111,18 @@ class SwapFolder:
 
     def install(self, name: str, repository: Path) -> Replaced:
         """Exchange the complete directory `name` in this folder with the model."""
-        new, target = self.path / name, repository / name
-        version = version_of(new)
+        version = version_of(self.path / name)
         (self.path / _RECORD).write_text(json.dumps([name, version]))
+        self.swap(name, repository)
+        return Replaced(repository, name, self, version)
+
+    def swap(self, name: str, repository: Path) -> None:
+        """As `install`, without a record: what a crash leaves in this folder is removed."""
+        new, target = self.path / name, repository / name
         if target.exists():
             exchange(new, target)
         else:
             new.rename(target)
-        return Replaced(repository, name, self, version)
 
     def remove(self) -> None:
         # First: with the record, the part that a crash leaves would count as a model.

@@ -333,7 +333,7 @@ def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_tha
     try:
         # Opened for each: a large model may take minutes to copy, and another rsrv-gen waits meanwhile.
         with open_repository(repository, link) as writer:
-            done.put[name] = writer.put(name, plan, later_than)
+            done.put[name] = writer.put_undoably(name, plan, later_than)
     except (OSError, ValueError) as error:
         done.failed[name] = f"could not be written: {error}"
 

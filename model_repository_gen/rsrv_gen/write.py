@@ -118,10 +118,13 @@ def touch(folder: Path, later_than: int = 0) -> int:
     """Make Triton load an unchanged model again. Returns the new time of one of its files, nanoseconds.
 
     Triton loads a model again if its newest file is newer than the newest one was. So model.py, or the mark of the
-    native front, gets a time after all
-    of these and after `later_than`, even if the clock is behind.
+    native front, gets a time after all of these and after `later_than`, even if the clock is behind.
     """
-    stamp = max(time.time_ns(), later_than + 1, newest(folder) + 1)
+    return _stamp(folder, max(later_than, newest(folder)))
+
+
+def _stamp(folder: Path, later_than: int) -> int:
+    stamp = max(time.time_ns(), later_than + 1)
     native = folder / NATIVE_MARK
     os.utime(native if native.exists() else folder / VERSION / "model.py", ns=(stamp, stamp))
     return stamp
@@ -141,42 +144,53 @@ def newest(folder: Path) -> int:
 class RepositoryWriter:
     """Writer of one repository. Made by `open_repository`, which holds the lock."""
 
-    def __init__(self, repository: Path, mode: LinkMode, aside: Path, lost: Sequence[str]) -> None:
+    def __init__(self, repository: Path, mode: LinkMode, aside: SwapFolder, lost: Sequence[str]) -> None:
         self._repository = repository
         self._mode: LinkMode = mode
         self._aside = aside
         #: models that a server was loading when it ended, and that lost their previous version
         self.lost = lost
 
-    def put(self, name: str, plan: ModelPlan, later_than: int = 0) -> Replaced:
-        """Create a model, or replace one that rsrv-gen made. Its newest file is later than `later_than`; see `touch`."""
-        target = self._own(name)
+    def put(self, name: str, plan: ModelPlan) -> None:
+        """Create a model, or replace one that rsrv-gen made."""
+        try:
+            self._build(self._aside, name, plan, 0)
+            self._aside.swap(name, self._repository)
+        finally:
+            shutil.rmtree(self._aside.path / name, ignore_errors=True)
+
+    def put_undoably(self, name: str, plan: ModelPlan, later_than: int) -> Replaced:
+        """As `put`, and keep the version that is replaced. The newest file is later than `later_than`; see `touch`."""
         kept = SwapFolder.new(self._repository)
         try:
-            new = kept.path / name
-            for path, content in plan.items():
-                self._write(new / path, content)
-            # Linked files have times of their own. A file that is younger than this one was rewritten later.
-            config = new / CONFIG_FILE
-            written = max(config.stat().st_mtime_ns, newest(new))
-            os.utime(config, ns=(written, written))
-            touch(new, max(later_than, newest(target)))
+            self._build(kept, name, plan, later_than)
             return kept.install(name, self._repository)
         except BaseException:
             kept.remove()
             raise
 
+    def _build(self, folder: SwapFolder, name: str, plan: ModelPlan, later_than: int) -> None:
+        target, new = self._own(name), folder.path / name
+        for parent in {(new / path).parent for path in plan}:
+            parent.mkdir(parents=True, exist_ok=True)
+        for path, content in plan.items():
+            self._write(new / path, content)
+        # Linked files have times of their own. A file that is younger than this one was rewritten later.
+        written = newest(new)
+        os.utime(new / CONFIG_FILE, ns=(written, written))
+        _stamp(new, max(later_than, written, newest(target)))
+
     def remove(self, name: str) -> None:
         """Remove a model that rsrv-gen made."""
         target = self._own(name)
         # Moved away in one step, so that Triton never sees half of it.
-        gone = self._aside / name
+        gone = self._aside.path / name
         target.rename(gone)
         shutil.rmtree(gone)
 
     def put_file(self, name: str, text: str) -> None:
         """Create or replace a file in the repository's root."""
-        new = self._aside / name
+        new = self._aside.path / name
         new.write_text(text, encoding="utf-8")
         new.replace(self._repository / name)
 
@@ -187,7 +201,6 @@ class RepositoryWriter:
         return target
 
     def _write(self, target: Path, content: Content) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
         match content:
             case bytes():
                 target.write_bytes(content)
@@ -195,8 +208,7 @@ class RepositoryWriter:
                 target.symlink_to(source)
             case SourceFile(source):
                 # A bundle may hold links to its own files; here they become the files.
-                source = source.resolve()
-                if not (_may_link(source, self._mode) and _hard_link(source, target)):
+                if not (_may_link(source, self._mode) and _hard_link(source.resolve(), target)):
                     shutil.copy2(source, target)
             case SharedFile(source):
                 if not _hard_link(self._shared(source), target):
@@ -206,7 +218,7 @@ class RepositoryWriter:
         """Return the repository's copy of a file: its links have one inode, so that a library is loaded once."""
         copy = self._repository / source.name
         if not (copy.is_file() and _is_same(source, copy)):
-            new = self._aside / source.name
+            new = self._aside.path / source.name
             shutil.copy(source, new)
             new.replace(copy)
         return copy
@@ -225,7 +237,7 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
         lost = leave_open(repository, clear_away(repository))
         aside = SwapFolder.new(repository)
         stack.callback(aside.remove)
-        yield RepositoryWriter(repository, mode, aside.path, lost)
+        yield RepositoryWriter(repository, mode, aside, lost)
 
 
 def being_written(repository: Path) -> bool:

@@ -162,6 +162,6 @@ def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, 
         case "foreign":
             failed[step.name] = "was not made by rsrv: move it away, or rename the bundle"
         case "new" | "changed" if step.plan is not None:
-            writer.put(step.name, step.plan).forget()
+            writer.put(step.name, step.plan)
         case "removed" if failed.keys().isdisjoint(step.carriers):
             writer.remove(step.name)

@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 import grpc
 from tritonclient.grpc import service_pb2
 
+from rsrv.control.load_messages import view_of
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
+from rsrv.placement.contract import Act, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
 from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient, cancel
 
@@ -32,8 +33,6 @@ _PLAUSIBLE_MAX_S = 1e9
 
 #: Triton's error for a call without the right key, with the name of this key
 _RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
-
-_WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
 
 #: the views of a server that does not answer, and whose devices are unknown
 DEAD: tuple[WorkerView, ...] = (WorkerView(alive=False),)
@@ -333,7 +332,7 @@ class GrpcProber:
             and all(map(_is_sane, load.devices))
         ):
             self._views = {
-                device.number: _view(self._ready, device, load, self._views.get(device.number))
+                device.number: view_of(device, load, self._ready, self._views.get(device.number))
                 for device in load.devices
             }
             self._positions = [
@@ -464,42 +463,3 @@ def _is_sane(load: pb.DeviceLoad) -> bool:
     for model in load.models:
         numbers += model.cost_s, model.device_seconds
     return all(0 <= number <= _PLAUSIBLE_MAX_S for number in numbers)
-
-
-def _view(
-    ready: frozenset[str], load: pb.DeviceLoad, server: pb.GetLoadResponse, before: WorkerView | None
-) -> WorkerView:
-    """Return the view of a device. `before`: its last one, which has the models that have not changed since."""
-    known = before.models if before is not None and load.since else {}
-    changed = {model.name: _model(model) for model in load.models}
-    return WorkerView(
-        # Without its runtime the server's other devices serve its models.
-        alive=bool(load.instance),
-        ready=ready,
-        device=load.number,
-        instance=load.instance or None,
-        budget_bytes=load.budget_bytes if load.HasField("budget_bytes") else None,
-        free_bytes=load.free_bytes if load.HasField("free_bytes") else None,
-        backlog_s=load.backlog_s,
-        models={**known, **changed} if changed else known,
-        calls={meta.name: frozenset(meta.models) for meta in server.metas},
-        aliases=dict(server.aliases),
-        measurement=1 if before is None else before.measurement + 1,
-    )
-
-
-def _model(load: pb.ModelLoad) -> ModelView:
-    has_batch_axis = load.HasField("batch_input")
-    return ModelView(
-        bytes=load.bytes,
-        weights=_WEIGHTS.get(load.weights, WeightsView.ABSENT),
-        pinned=load.pinned,
-        item_s=load.cost_s if load.HasField("cost_s") else None,
-        queued=load.queued,
-        executing=load.executing,
-        requests=load.requests,
-        items=load.rows,
-        device_seconds=load.device_seconds,
-        max_items=load.max_rows if has_batch_axis else 0,
-        batch_input=(load.batch_input.name, load.batch_input.axis) if has_batch_axis else None,
-    )

@@ -15,7 +15,7 @@ from rsrv.control.protocols import ModelVersion
 from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.settings import Settings, Shares
+from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
 #: Versions of one model by key, in the order of their registration.
@@ -238,58 +238,6 @@ def given(message: Message) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields()}
 
 
-def load(
-    devices: Iterable[int], said: Mapping[int, Json], placement_mode: str, aliases: Mapping[str, Shares]
-) -> pb.GetLoadResponse:
-    """`devices`: the numbers of all; `said`: the loads of those whose runtimes answer."""
-    metas = {name: models for one in said.values() for name, models in one["metas"].items()}
-    return pb.GetLoadResponse(
-        devices=[
-            _device_load(number, said[number]) if number in said else pb.DeviceLoad(number=number)
-            for number in devices
-        ],
-        metas=[pb.MetaLoad(name=name, models=models) for name, models in metas.items()],
-        placement_mode=placement_mode,
-        aliases={name: _heaviest(shares) for name, shares in aliases.items()},
-    )
-
-
-def _heaviest(shares: Shares) -> str:
-    return max(shares, key=lambda name: -1.0 if shares[name] == "shadow" else float(shares[name]))
-
-
-def _device_load(number: int, said: Json) -> pb.DeviceLoad:
-    # Called many times a second: spelled out for speed.
-    return pb.DeviceLoad(
-        number=number,
-        instance=said["instance"],
-        backlog_s=said["backlog_s"],
-        free_bytes=said["free_bytes"],
-        budget_bytes=said["budget_bytes"],
-        since=said["since"],
-        next=said["next"],
-        models=[
-            pb.ModelLoad(
-                name=name,
-                queued=model["queued"],
-                executing=model["executing"],
-                weights=member(pb.Weights, model["weights"]),
-                bytes=model["bytes"],
-                cost_s=model["cost_s"],
-                misses=model["misses"],
-                device_seconds=model["device_seconds"],
-                rows=model["rows"],
-                requests=model["requests"],
-                pinned=model["pinned"],
-                max_rows=model["max_rows"],
-                batch_input=_batch_input(model["batch_input"]),
-                sequences=model["sequences"],
-            )
-            for name, model in said["models"].items()
-        ],
-    )
-
-
 def memory_use(number: int, said: Json, settings: Settings) -> pb.MemoryUse:
     """Return the memory of a device, by its runtime's answer to the command `memory`."""
     memory = said["memory"]
@@ -331,10 +279,6 @@ def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementRespon
         ],
         warnings=status.warnings,
     )
-
-
-def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
-    return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
 def _positions(said: Mapping[int, Json]) -> list[pb.TimelinePosition]:

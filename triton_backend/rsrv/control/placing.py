@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from rsrv.control import load_messages
 from rsrv.control.grpc_service import InvalidArgument, StatusError
-from rsrv.control.runtimes import Runtimes
+from rsrv.control.runtimes import Positions, Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
 from rsrv.placement.device_choice import PINNED
@@ -38,7 +39,6 @@ _ARRIVAL_S = 5.0
 #: least pause between two looks that changes of the runtimes cause
 _HURRY_S = 0.1
 
-_WEIGHTS = {one.value: one for one in WeightsView}
 _DEAD = WorkerView(alive=False)
 
 
@@ -74,7 +74,9 @@ class Placing:
         # Stubs count the work themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._pinned = _pinned(settings)
-        self._loads = [_LoadReader(number) for number, _ in enumerate(runtimes.links)]
+        #: last views of the devices, and the positions that their next loads build on
+        self._seen: dict[int, WorkerView] = {}
+        self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
         #: names of the ready models of each device, when `_arriving` was made
         self._ready: list[frozenset[str]] = []
@@ -191,21 +193,23 @@ class Placing:
 
     async def _look_at_all(self) -> dict[str, WorkerView]:
         try:
-            since = {number: one.position for number, one in enumerate(self._loads)}
-            said = await self._runtimes.read_on("load", since)
+            said = await self._runtimes.read_on("load", self._positions)
         except StatusError:
             said = {}
         links = self._runtimes.links
         ready = {number: links[number].ready for number in said}
         arriving = self._arrivals(list(ready.values()))
-        return {
-            str(number): self._loads[number].read(
-                said[number], ready[number] - arriving if arriving else ready[number]
+        server = load_messages.load(range(len(links)), said, self.mode, {})
+        self._positions = {number: (one["instance"], one["next"]) for number, one in said.items()}
+        self._seen = {
+            device.number: load_messages.view_of(
+                device, server, ready[device.number] - arriving, self._seen.get(device.number)
             )
-            if number in said
+            if device.number in said
             else _DEAD
-            for number in range(len(links))
+            for device in server.devices
         }
+        return {str(number): view for number, view in self._seen.items()}
 
     def _arrivals(self, ready: list[frozenset[str]]) -> set[str]:
         """Return the new models that are still on their way to some device. `ready`: the ready models of each device."""
@@ -275,56 +279,6 @@ class Placing:
         self.generation = self._writer.write(masks)
         self._written = masks
         self._runtimes.placement = {name: some for name, some in devices.items() if some}
-
-
-class _LoadReader:
-    """Turns the loads of one runtime into views. What has not changed stays the same object."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._view = _DEAD
-        #: of the next question; see `rsrv.control.runtimes.Positions`
-        self.position = ("", 0)
-
-    def read(self, said: Mapping[str, Any], ready: frozenset[str]) -> WorkerView:
-        """Read the answer to the command `load`."""
-        before = self._view
-        old = before.models
-        found = {name: _model(model) for name, model in said["models"].items()}
-        changed = {name: view for name, view in found.items() if old.get(name) != view}
-        if said["since"]:
-            models = {**old, **changed} if changed else old
-        else:
-            models = {name: changed.get(name) or old[name] for name in found}
-        calls = {name: frozenset(called) for name, called in said["metas"].items()}
-        self.position = said["instance"], said["next"]
-        self._view = WorkerView(
-            alive=True,
-            ready=before.ready if ready == before.ready else ready,
-            instance=said["instance"],
-            budget_bytes=said["budget_bytes"],
-            backlog_s=said["backlog_s"],
-            models=models,
-            calls=before.calls if calls == before.calls else calls,
-            device=self._device,
-            free_bytes=said["free_bytes"],
-            measurement=before.measurement + 1,
-        )
-        return self._view
-
-
-def _model(said: Mapping[str, Any]) -> ModelView:
-    return ModelView(
-        bytes=said["bytes"],
-        weights=_WEIGHTS.get(said["weights"], WeightsView.ABSENT),
-        pinned=said["pinned"],
-        item_s=said["cost_s"],
-        queued=said["queued"],
-        executing=said["executing"],
-        requests=said["requests"],
-        items=said["rows"],
-        device_seconds=said["device_seconds"],
-    )
 
 
 def _changed(view: WorkerView, without: Collection[str], added: Sequence[pb.AddedModel]) -> WorkerView:

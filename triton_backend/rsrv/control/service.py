@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rsrv
-from rsrv.control import messages
+from rsrv.control import load_messages, messages
 from rsrv.control.card_memory import Cards
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
@@ -171,7 +171,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         said = await self._runtimes.read_on("load", _positions(request))
-        return messages.load(
+        return load_messages.load(
             range(len(self._runtimes.links)), said, self._placing.mode, self._lifecycle.aliases
         )
 

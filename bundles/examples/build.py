@@ -45,7 +45,7 @@ MODELS = (
     "vit_tiny",
 )
 #: With a state for each sequence; small, too.
-STATEFUL = ("forecast", "glossary", "tagger")
+STATEFUL = ("forecast", "glossary", "glossary_bytes", "tagger")
 NAMES = (*SMALL, *MODELS, *STATEFUL)
 #: Built only if they are named: half a gigabyte.
 LARGE = ("smollm2",)

@@ -58,7 +58,7 @@ def test_tags_follow_quotation_marks_comments_and_lines() -> None:
 
 def test_tokens_read_in_chunks_have_the_logits_of_one_chunk() -> None:
     """Rows of different lengths, of which only `lengths` tokens count, end where each row alone ends."""
-    params = gru.initial(256, 16, glossary.WIDTH, 256)
+    params = glossary.initial()
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (ROWS, 20)).astype(np.int32)
     state = {"hidden": jnp.zeros((ROWS, glossary.WIDTH))}

@@ -271,11 +271,10 @@ class WeightsFile:
     def __init__(self, bundle: Bundle) -> None:
         """Open the file. Raises BundleError if it is gone or has changed since the bundle was read."""
         self._weights = bundle.weights
+        self._stamp = bundle.weights_stamp
         self._reverse = bundle.manifest.format_version == "2.0"
         self._sum = bundle.manifest.sha256.get(FILE)
         self._fd = -1
-        #: how the weights follow from the file: the manifest's checksum, and the order of their bytes
-        self.form = f"{self._sum} {'reversed' if self._reverse else 'as stored'}"
         self.path = bundle.weights_file
         #: names the content, as far as the file system tells; None: the file has changed a moment ago, and another change
         #: may show no trace
@@ -285,21 +284,26 @@ class WeightsFile:
         last = max(weight.offset + weight.nbytes for weight in bundle.weights)
         try:
             self._fd = os.open(bundle.weights_file, os.O_RDONLY | os.O_CLOEXEC)
-            self._opened = os.fstat(self._fd)
+            opened = os.fstat(self._fd)
         except OSError as e:
             self.close()
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
-        size = self._opened.st_size
+        size = self._size = opened.st_size
         if size < last:
             self.close()
             raise BundleError(
                 f"{FILE}: changed since the bundle was read: {size} bytes, {last} were expected"
             )
-        if stamp(self._opened) != bundle.weights_stamp:
+        if stamp(opened) != self._stamp:
             self.close()
             # The tensors may have moved, and other modules may belong to them.
             raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
-        self.version = _version(self._opened)
+        self.version = _version(opened)
+
+    @property
+    def form(self) -> str:
+        """Return how the weights follow from the file: the manifest's checksum, and the order of their bytes."""
+        return f"{self._sum} {'reversed' if self._reverse else 'as stored'}"
 
     @staticmethod
     def version_of(path: str) -> str | None:
@@ -329,7 +333,7 @@ class WeightsFile:
                 yield index, raw
                 hashed.result()
                 position = weight.offset + weight.nbytes
-        self._skip(whole.update, position, self._opened.st_size)
+        self._skip(whole.update, position, self._size)
         if whole.hexdigest() != self._sum:
             raise BundleError(mismatch(FILE))
 
@@ -374,10 +378,9 @@ class WeightsFile:
         except OSError as e:
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
         # Checked after the reading: earlier and concurrent writes show.
-        then = self._opened
         if rest:
             raise changed_since_loaded()
-        return (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
+        return stamp(now) == self._stamp
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""

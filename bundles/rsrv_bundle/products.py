@@ -59,7 +59,7 @@ class Precision:
     #: with a TF32 algorithm removed
     stripped: int = 0
     #: operations on f32 in a library, by name and target: the module does not set their precision
-    ungovernable: Mapping[str, int] = field(default_factory=dict)
+    ungovernable: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         """Return the counts above 0 with their names, for people."""

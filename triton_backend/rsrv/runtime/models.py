@@ -2,9 +2,11 @@
 
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ _MIN_COST_S = 1e-7
 _INITIAL_COST_S = 1e-3
 #: expected duration of a compilation; the watchdog allows a hundred times as much. XLA may time kernels for minutes
 _COMPILATION_S = 18.0
+#: values that models share if they are equal, of each kind
+_SHARED = 1024
+_NOTHING: Mapping[Any, Any] = {}
 #: what stubs are told of a generation
 _OF_GENERATION = ("context", "stop", "max_tokens", "tokenizer", "template")
 
@@ -158,7 +163,7 @@ def compile_model(
     for done, key in enumerate(wanted, 1):
         began = time.perf_counter()
         module, precision = _treated(bundle, key, signatures[key], how)
-        products = precisions["{}/{}".format(*key)] = asdict(precision)
+        products = precisions[sys.intern("{}/{}".format(*key))] = _described(precision)
         slot.begin(Phase.BUILDING, own["version"], key[1], _COMPILATION_S)
         executables[key] = device.compile(module, signatures[key])
         slot.begin(Phase.BUILDING, own["version"], expected=inf)
@@ -187,7 +192,7 @@ def compile_model(
     pool = None if state is None else StatePool(own["version"], state)
     nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
-    interface = describe(bundle, {key: signatures[key] for key in wanted})
+    interface = _shared(describe(bundle, {key: signatures[key] for key in wanted}))
     # Open them last: after a failure of the steps above, no code would close them.
     weights = host.open(bundle, keep=of_model.residency == "system")
     known = device.known_costs(own["version"])
@@ -223,7 +228,7 @@ def compile_model(
     return CompiledModel(
         program.model,
         name,
-        bundle,
+        _lean(bundle),
         interface,
         program,
         executables,
@@ -235,6 +240,24 @@ def compile_model(
         measured,
         pool=pool,
     )
+
+
+def _lean(bundle: Bundle) -> Bundle:
+    """Return a bundle without what only its build needs, or people: kilobytes of each model."""
+    manifest = replace(bundle.manifest, provenance=_NOTHING, numerics=_NOTHING, sha256=_NOTHING)
+    return replace(bundle, manifest=manifest, modules=_NOTHING)
+
+
+@lru_cache(_SHARED)
+def _shared(interface: Interface) -> Interface:
+    """Return the equal interface of an earlier model, if there is one: fine-tunes have one in common."""
+    return interface
+
+
+@lru_cache(_SHARED)
+def _described(precision: Precision) -> Mapping[str, Any]:
+    """Return a precision in the form of the status, once for all that are equal."""
+    return asdict(precision)
 
 
 def modules_of(

@@ -134,8 +134,8 @@ _KEEPALIVE = (
     ("grpc.service_config_disable_resolution", 1),
 )
 
-#: seconds for which a renewed connection is not suspected again
-_RENEW_MIN_S = 5.0
+#: seconds for which renewed connections are not suspected again
+RENEW_MIN_S = 5.0
 
 
 class WorkerConnection:
@@ -166,7 +166,7 @@ class WorkerChannels:
         self._contacts = contacts
         self._links = [self._open() for _ in range(number)]
         self._turns = count()
-        self._renewed_at: float | None = None
+        self._renewed_at = -inf
         self._retiring: dict[asyncio.Task[None], WorkerConnection] = {}
 
     def link(self) -> WorkerConnection:
@@ -181,9 +181,8 @@ class WorkerChannels:
         no call was answered since, the connection may be half open: the next calls use a new one, and calls
         in flight continue.
         """
-        if link.answers != answers or link not in self._links:
-            return False
-        if self._renewed_at is not None and now - self._renewed_at < _RENEW_MIN_S:
+        recently = now - self._renewed_at < RENEW_MIN_S
+        if recently or link.answers != answers or link not in self._links:
             return False
         self._renewed_at = now
         self._links[self._links.index(link)] = self._open()

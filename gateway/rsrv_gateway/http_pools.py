@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from dataclasses import dataclass
+from math import inf
 
 from aiohttp import (
     ClientConnectorError,
@@ -19,7 +20,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.connections import PROBE_TIMEOUT_S
+from rsrv_gateway.connections import PROBE_TIMEOUT_S, RENEW_MIN_S
 from rsrv_gateway.http_protocol import http_refusal
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
@@ -45,8 +46,6 @@ _CONNECTION_HEADERS = frozenset(
 )
 #: seconds until an idle connection is closed
 _IDLE_S = 60.0
-#: seconds for which renewed connections are not suspected again
-_RENEW_MIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Pool:
         self._tls = tls
         self._connections = self._open()
         self._retiring: dict[asyncio.Task[None], _Connections] = {}
-        self._renewed_at: float | None = None
+        self._renewed_at = -inf
         #: number of answers that have begun
         self.answers = 0
 
@@ -176,9 +175,7 @@ class Pool:
         came since, all connections may be half open: the next requests use new ones, and requests in flight
         continue.
         """
-        if self.answers != answers or (
-            self._renewed_at is not None and now - self._renewed_at < _RENEW_MIN_S
-        ):
+        if self.answers != answers or now - self._renewed_at < RENEW_MIN_S:
             return False
         self._renewed_at = now
         self.retire()

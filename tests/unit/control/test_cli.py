@@ -256,11 +256,14 @@ async def test_a_model_waits_for_the_import_of_its_model_py(
 ) -> None:
     """It is not resident for clients, though its weights are on the device."""
     async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtime.starting = {"a": "importing model.py"}
+        rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
+        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
+        rsrv.server.runtime.starting = dict.fromkeys("am", "importing model.py")
 
         said = await rsrv("status", "a")
-
         assert "state       starting, importing model.py" in said.out
+        lines = [line.split() for line in (await rsrv("status")).out.splitlines()]
+        assert ["m", "starting,", "importing", "model.py"] in [line[:4] for line in lines]
 
 
 @looped

@@ -75,7 +75,7 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
         answer.metas,
         {
             "META MODEL": lambda one: one.name,
-            "STATE": lambda one: life(_state(one.versions), ""),
+            "STATE": lambda one: life(_state(one.versions), "", one.starting),
             "STUBS": _stubs,
             "QUEUED": lambda one: str(one.waiting),
             "RUNNING": lambda one: str(one.running),
@@ -146,7 +146,7 @@ def reasons(answer: pb.GetStatusResponse) -> list[str]:
     named = {one.name for one in answer.failures}
     for model in (*answer.models, *answer.metas):
         version = model.versions[-1] if model.versions else None
-        state = life(_state(model.versions), "")
+        state = life(_state(model.versions), "", model.starting)
         if model.name in named or state == "cold":
             continue
         if version is None:

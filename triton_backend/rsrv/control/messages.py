@@ -119,12 +119,16 @@ def model_status(
     )
 
 
-def meta_status(name: str, statuses: Iterable[Json], versions: Versions) -> pb.MetaStatus:
-    """Return the status of a meta model; `statuses`: its parts of the runtimes' statuses, those that a stub serves."""
+def meta_status(name: str, statuses: Iterable[Json], versions: Versions, starting: str) -> pb.MetaStatus:
+    """Return the status of a meta model; `statuses`: its parts of the runtimes' statuses, those that a stub serves.
+
+    `starting` as in `model_status`.
+    """
     found = list(versions.values())
     return pb.MetaStatus(
         name=name,
         versions=version_list(versions),
+        starting=starting,
         paused=member(pb.Pause, found[-1]["paused"] if found else None),
         **_same(pb.MetaStatus, _sum(list(statuses))),
     )

@@ -148,7 +148,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 for name in wanted(names["model"])
             ],
             metas=[
-                messages.meta_status(name, told("metas", name).values(), versions.get(name, {}))
+                messages.meta_status(
+                    name, told("metas", name).values(), versions.get(name, {}), starting.get(name, "")
+                )
                 for name in wanted(names["meta"])
             ],
             failures=[messages.failure(name, failures[name]) for name in wanted(failures)],

@@ -51,7 +51,7 @@ class Known:
     def __init__(self, repository: Path | None = None, *, linked: bool = True) -> None:
         """`repository`: None remembers for as long as the process lives. `linked`: the repository has hard links."""
         self._repository = repository
-        self._linked = linked
+        self.linked = linked
         self._notes = _Notes(_program())
         self._changed = False
         if repository is not None:
@@ -61,7 +61,7 @@ class Known:
                 self._notes = found if same else _Notes(_program(), places=found.places)
 
     def sign(self, bundle: Path) -> Signature:
-        return sign(bundle, linked=self._linked)
+        return sign(bundle, linked=self.linked)
 
     def facts(self, bundle: Path, signed: Signature) -> BundleFacts | None:
         """Return what is known of a bundle with this signature."""
@@ -83,7 +83,7 @@ class Known:
     def is_current(self, folder: Path, recipe: str) -> bool:
         """Return whether a model's directory is known to be what this recipe makes."""
         known, same = self._notes.models.get(folder.name, ("", ""))
-        return recipe != "" and known == recipe and same == sign(folder, linked=self._linked)
+        return recipe != "" and known == recipe and same == sign(folder, linked=self.linked)
 
     def place(self, name: str) -> str | None:
         """Return the path of a model's last valid bundle, if it is known."""
@@ -91,7 +91,7 @@ class Known:
 
     def made(self, folder: Path, recipe: str) -> None:
         """Note that a model's directory is what the recipe makes."""
-        signed = sign(folder, linked=self._linked)
+        signed = sign(folder, linked=self.linked)
         if recipe and signed is not None:
             self._notes.models[folder.name] = recipe, signed
             self._changed = True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -15,7 +16,7 @@ from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_gen import config
 from rsrv_gen.metas import BundleFacts, callers
-from rsrv_gen.signatures import Signature
+from rsrv_gen.signatures import Signature, sign
 
 CONFIG_FILE = "config.pbtxt"
 VERSION = "1"
@@ -71,10 +72,14 @@ class SourceBundle:
     #: of its files before they were read; None if they changed a moment before
     signature: Signature
     facts: BundleFacts
+    #: the bundle that was read with this signature, pickled into a fifth of its memory; may be empty
+    packed: bytes = field(default=b"", repr=False)
+    #: as in `sign`, for the signature
+    linked: bool = True
 
     def read(self) -> Bundle:
-        """Read the bundle. Raises BundleError."""
-        return _read(self.path) if self.signature is None else _read_once(self.path, self.signature)
+        """Read the bundle, unless it was read with these files. Raises BundleError."""
+        return _read(self.path) if self.signature is None else _read_once(self)
 
 
 def _read(path: Path) -> Bundle:
@@ -83,9 +88,12 @@ def _read(path: Path) -> Bundle:
 
 
 @lru_cache(maxsize=8)
-def _read_once(path: Path, _: Signature) -> Bundle:
+def _read_once(source: SourceBundle) -> Bundle:
     """Read a bundle for its plan and for its verification, which follows."""
-    return _read(path)
+    if source.packed and sign(source.path, linked=source.linked) == source.signature:
+        bundle: Bundle = pickle.loads(source.packed)
+        return bundle
+    return _read(source.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from rsrv_gen.plan import SourceBundle
 
 #: file with the settings beside the models
 SETTINGS_FILE = "rsrv.yaml"
+#: bytes of new bundles that are kept from their check to their plan
+_PACKED_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -67,9 +70,11 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         for bundle in found:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)
+    room = _PACKED_BYTES
     for name, same in sorted(places.items()):
         try:
-            sources.good[name] = _read(name, same, known)
+            sources.good[name] = _read(name, same, known, room)
+            room -= len(sources.good[name].packed)
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
     bundles = {name: source.facts for name, source in sources.good.items()}
@@ -79,19 +84,20 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
     return sources
 
 
-def _read(name: str, places: Sequence[Path], known: Known) -> SourceBundle:
+def _read(name: str, places: Sequence[Path], known: Known, room: int) -> SourceBundle:
     if name in (SETTINGS_FILE, LIBRARY.name):
         raise BundleError(f"{name} is the name of a file of the repository; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
-    signed = known.sign(places[0])
+    signed, packed = known.sign(places[0]), b""
     if (facts := known.facts(places[0], signed)) is None:
-        facts = _check(places[0])
-        signed = known.learn(places[0], signed, facts)
-    return SourceBundle(places[0], signed, facts)
+        bundle, facts = _check(places[0])
+        if (signed := known.learn(places[0], signed, facts)) is not None and room > 0:
+            packed = pickle.dumps(bundle)
+    return SourceBundle(places[0], signed, facts, packed, known.linked)
 
 
-def _check(path: Path) -> BundleFacts:
+def _check(path: Path) -> tuple[Bundle, BundleFacts]:
     """Read a bundle whole, but for its weights and modules. Raises BundleError, ConfigError, OSError."""
     bundle = read_bundle(path, digest=False)
     if bundle.hooks is not None:
@@ -99,7 +105,7 @@ def _check(path: Path) -> BundleFacts:
     # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
     manifest = bundle.manifest
-    return BundleFacts(
+    return bundle, BundleFacts(
         meta=manifest.kind == "meta",
         internal=manifest.internal,
         hooks=bundle.hooks is not None,

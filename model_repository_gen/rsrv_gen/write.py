@@ -171,10 +171,11 @@ class RepositoryWriter:
 
     def _build(self, folder: SwapFolder, name: str, plan: ModelPlan, later_than: int) -> None:
         target, new = self._own(name), folder.path / name
-        for parent in {(new / path).parent for path in plan}:
+        files = {new / path: content for path, content in plan.items()}
+        for parent in {file.parent for file in files}:
             parent.mkdir(parents=True, exist_ok=True)
-        for path, content in plan.items():
-            self._write(new / path, content)
+        for file, content in files.items():
+            self._write(file, content)
         # Linked files have times of their own. A file that is younger than this one was rewritten later.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))

@@ -6,16 +6,17 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rsrv_bundle import read_bundle as read_whole
-from rsrv_gen import known, plan, sources
+from rsrv_gen import known, plan, run, sources
 from rsrv_gen.cli import main
 from rsrv_gen.write import our_models
-from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta
 
 NAMES = [f"m{number:02d}" for number in range(20)]
 
@@ -247,13 +248,31 @@ def test_a_bundle_that_goes_while_it_is_read_is_named(runs: Runs, monkeypatch: p
     """A bundle that disappears between its check and its plan fails alone, and its model stays."""
     write_bundle(runs.bundles / "m14", "v2")
     write_bundle(runs.bundles / "m15", "v2")
-
-    def read_bundle(path: Path, **options: Any) -> object:
-        if path.name == "m14":
-            shutil.rmtree(path, ignore_errors=True)
-        return read_whole(path, **options)
-
-    monkeypatch.setattr(plan, "read_bundle", read_bundle)
+    after_checks(monkeypatch, lambda: shutil.rmtree(runs.bundles / "m14"))
     assert runs.run(status=1)[0] == {"m15": "changed"}
     assert "m14 is skipped: it changed while it was read" in runs.complaints
     assert (runs.gen / "m14/1/bundle/model.b1.mlir").read_text() == "v1 1"
+
+
+def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's configuration and files are those of one version of the bundle, though the check read another."""
+    bundle = runs.bundles / "m15"
+    write_bundle(bundle, "v2")
+    wider = {"manifest.yaml": MANIFEST.replace("c: 2", "c: 3")}
+    after_checks(monkeypatch, lambda: write_bundle(bundle, "v3", files=wider))
+    assert runs.run()[0] == {"m15": "changed"}
+    assert "dims: 3" in (runs.gen / "m15/config.pbtxt").read_text()
+    assert (runs.gen / "m15/1/bundle/model.b1.mlir").read_text() == "v3 1"
+
+
+def after_checks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let something happen between the check of all bundles and their plan."""
+
+    def read_sources(*arguments: Any) -> sources.Sources:
+        found = sources.read_sources(*arguments)
+        act()
+        return found
+
+    monkeypatch.setattr(run, "read_sources", read_sources)

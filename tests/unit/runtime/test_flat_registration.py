@@ -1,7 +1,10 @@
 """Registrations in flat form, which the native front asks for."""
 
+import gc
 import os
 import shutil
+import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,32 @@ def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> 
     assert frames.read_header(frame)[0] is Kind.REGISTERED
     assert document.startswith(b"FLAT")
     greeted.sock.close()
+
+
+def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) -> None:
+    """Thousands of small models fit beside each other: what only a model's build needs is not kept."""
+
+    def register(name: str) -> socket.socket:
+        greeted = runtime.open()
+        send(
+            greeted.sock,
+            frames.pack_json(Kind.REGISTER, {"model": name, "bundle": str(doubling), "flat": True}),
+        )
+        _, (fd,) = greeted.receiver.receive()
+        os.close(fd)
+        return greeted.sock
+
+    some = [register(f"some{number}") for number in range(3)]
+    tracemalloc.start()
+    try:
+        some += [register(f"more{number}") for number in range(20)]
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 20 * 26_000
+    for sock in some:
+        sock.close()
 
 
 def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, Literal, NamedTuple
 
 from rsrv.runtime.model_states import (
@@ -83,7 +83,7 @@ class ModelEntry:
 
     def note(self, why: str, now: float) -> None:
         """Note its state, which is new."""
-        self.history.append(HistoryRecord(now, f"model {self.state}", {"why": why}))
+        self.history.append(HistoryRecord(now, *_told(self.state, why)))
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
         """Move to the state that the table names.
@@ -97,6 +97,12 @@ class ModelEntry:
             raise LifecycleError(f"model {self.key} is {self.state}, and cannot be {event} now{history}")
         self.state = state
         self.note(event.value, now)
+
+
+@cache
+def _told(state: LifecycleState, why: str) -> tuple[str, Mapping[str, str]]:
+    """Return the record of a change of state, which all models share, but for its time."""
+    return f"model {state}", {"why": why}
 
 
 class FeedEntry(NamedTuple):

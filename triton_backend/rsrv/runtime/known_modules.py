@@ -33,7 +33,7 @@ class KnownModules(MutableMapping[str, Signature]):
         #: (SHA-256 of a module, circumstances of its compilation) -> the cache's key
         self._entries: dict[tuple[str, str], str] = {}
         #: (key of a model, circumstances) -> seconds of an execution of each (variant, size)
-        self._costs: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+        self._costs: dict[tuple[str, str], Mapping[tuple[int, int], float]] = {}
         #: (key of a model, circumstances) -> seconds of its shortest start
         self._starts: dict[tuple[str, str], float] = {}
         try:
@@ -103,7 +103,7 @@ class KnownModules(MutableMapping[str, Signature]):
         known = self.costs(model, circumstances)
         # The first figures do as well as later ones, of which each would take a line.
         if known is None or known.keys() != costs.keys():
-            self._costs[model, circumstances] = dict(costs)
+            self._costs[model, circumstances] = costs
             rows = [[*key, seconds] for key, seconds in costs.items()]
             self._write({"model": model, "circumstances": circumstances, "costs": rows})
 

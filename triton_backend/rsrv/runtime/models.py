@@ -312,7 +312,8 @@ def warm_up(
     slot = slot or ActivitySlot()
     started = time.perf_counter()
     costs = {}
-    for (variant, size), executable in model.executables.items():
+    for key, executable in model.executables.items():
+        variant, size = key
         block = model.interface.variants[variant].inputs
         inputs = [np.zeros(one.shape(size), numpy_dtype(one.dtype)) for one in block.tensors]
         seconds = []
@@ -324,7 +325,7 @@ def warm_up(
                     launched, losses = model.pool.launch(device, executable, weights, inputs, size)
                     _, took = model.pool.read(device, launched, losses)
                 seconds.append(took)
-        costs[variant, size] = max(min(seconds[1:]), _MIN_COST_S)
+        costs[key] = max(min(seconds[1:]), _MIN_COST_S)
     _smooth(costs)
     took = time.perf_counter() - started
     log.info(

@@ -12,14 +12,19 @@ import native_front
 from local_triton import INSTALLATION
 from rsrv.cli.main import main
 from tests.unit.runtime.conftest import export_doubling
+from tests.unit.runtime.counting import export_counting
 
 
 @pytest.mark.long
 def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Correct answers pass; the table and the file have each finding; a bundle that cannot be read fails alone."""
+    """Correct answers pass; the table and the file have each finding; a bundle that cannot be read fails alone.
+
+    A model with state is skipped: its requests are steps of sequences.
+    """
     export_doubling(tmp_path / "bundles" / "doubling", w=[1, 1, 1])
+    export_counting(tmp_path / "bundles" / "counting")
     (tmp_path / "bundles" / "broken").mkdir()
     (tmp_path / "bundles" / "broken" / "manifest.yaml").write_text("{}")
     file = tmp_path / "found.json"
@@ -28,8 +33,9 @@ def test_the_answers_of_a_bundle_are_compared_on_the_cpu(
         ["gpu", "first-hour", str(tmp_path / "bundles"), "--cpu", "--parts", "correctness", f"--json={file}"]
     )
 
-    broken, doubling = json.loads(file.read_text())["parts"]["correctness"]["findings"]
+    broken, counting, doubling = json.loads(file.read_text())["parts"]["correctness"]["findings"]
     assert (broken["what"], broken["verdict"]) == ("broken", "FAIL")
+    assert (counting["what"], counting["verdict"]) == ("counting, numerics auto", "SKIPPED")
     assert (doubling["what"], doubling["verdict"]) == ("doubling, numerics auto", "PASS")
     assert doubling["value"] == "3 modules, largest error 0"
     assert status == 1

@@ -56,6 +56,11 @@ def _policy(
             if bundle.manifest.kind == "meta":
                 tell(Finding(what, "SKIPPED", reason="a meta model has no modules: its callees have"))
                 continue
+            if bundle.manifest.state is not None:
+                tell(
+                    Finding(what, "SKIPPED", reason="requests for a model with state are steps of sequences")
+                )
+                continue
             judge = Judge(bundle, tolerance, "the CPU's answer")
             try:
                 with (

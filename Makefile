@@ -77,7 +77,7 @@ native: $(NATIVE)
 bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
 
-demo: $(SERVING) $(TRITON) ## serve six small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
+demo: $(SERVING) $(TRITON) ## serve seven small models until Ctrl-C, and show what rsrv does with them (ARGS=--once: end then)
 	@$(BIN)/python tools/demo.py $(ARGS)
 
 serve: $(SERVING) $(TRITON) ## serve the demo's models until Ctrl-C, live page on 8004 (BUNDLES=build/bundles: these bundles)

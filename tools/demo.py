@@ -3,8 +3,8 @@
     python tools/demo.py [--once]
 
 Classifies digits that the model has never seen, one image a request from several clients at once, over gRPC and HTTP.
-Then shows what fine-tunes share, and how models that do not fit the weight budget together take turns. The server stays
-until Ctrl-C; with --once it is on free ports and ends. Exit status: 0; 1 if the server or an answer is wrong; 130 if
+Then streams a text, shows what fine-tunes share, and how models that do not fit the weight budget together take turns. The
+server stays until Ctrl-C; with --once it is on free ports and ends. Exit status: 0; 1 if the server or an answer is wrong; 130 if
 interrupted before the end.
 """
 
@@ -39,6 +39,7 @@ from rsrv.wire.socket import read_status
 
 #: keeps the copies of the bundles, so that users can change them
 FOLDER = Path("build/demo")
+LICENSE = Path(__file__).parents[1] / "LICENSE"
 CLIENTS = 8
 #: last line of the start-up view
 SERVES = "Stop with Ctrl-C"
@@ -48,6 +49,8 @@ ROUNDS = 3
 #: share of right answers below which something is wrong
 REQUIRED = {"digits": 0.97, "unet": 0.7}
 REQUIRED_FINE_TUNE = 0.92
+#: model that generates, and a term that it defines; its tokens are bytes, so that Triton's stubs need not carry text
+GENERATOR, TERM = "glossary_bytes", "Licensor"
 
 Array = npt.NDArray[Any]
 #: sends a batch of images to a model, and returns one of its outputs
@@ -70,7 +73,7 @@ class DemoServer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    parser = argparse.ArgumentParser(description="Show what rsrv does with six small models.")
+    parser = argparse.ArgumentParser(description="Show what rsrv does with seven small models.")
     parser.add_argument("--once", action="store_true", help="end after the demonstration; on free ports")
     once = parser.parse_args(argv).once
     try:
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with serving(folder, ports) as server:
                 if server is None or not complete(server, folder / demo.BUNDLES):
                     return 1
-                good = all([classify(server), share(server), evict(server)])
+                good = all([classify(server), stream(server), share(server), evict(server)])
                 if not once:
                     step(f"live page: {server.page}; the server runs until Ctrl-C")
                     try:
@@ -164,6 +167,36 @@ def classify(server: DemoServer) -> bool:
     return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
 
 
+def stream(server: DemoServer) -> bool:
+    """Show a text while its tokens come; return whether it is the license's."""
+    step(f"{GENERATOR} defines {TERM}, a token at a time")
+    print(f"   {TERM} ", end="")
+    text = ""
+    last: dict[str, Any] = {}
+    for last in tokens(server, TERM):
+        text += (piece := bytes(last["tokens"]).decode())
+        print(piece, end="", flush=True)
+    first_ms, each_ms = (1e3 * last[name] for name in ("first_token_s", "token_s"))
+    print(
+        f"\n   {last['completion_tokens']} tokens: the first after {first_ms:.1f} ms, then one in {each_ms:.1f} ms"
+    )
+    return right(GENERATOR, float(f'"{TERM}" {text}' in " ".join(LICENSE.read_text().split())), 1.0)
+
+
+def tokens(server: DemoServer, term: str, **parameters: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of an answer over HTTP, as curl shows them; the last one has its figures."""
+    connection = http.client.HTTPConnection(server.http_url, timeout=30)
+    asked = {"tokens": list(f'"{term}" '.encode()), **parameters}
+    connection.request("POST", f"/v2/models/{GENERATOR}/generate_stream", json.dumps(asked))
+    try:
+        for line in connection.getresponse():
+            if line.startswith(b"data: "):
+                part = json.loads(line.removeprefix(b"data: "))
+                yield {**part, "tokens": np.atleast_1d(part["tokens"]).tolist()}
+    finally:
+        connection.close()
+
+
 def share(server: DemoServer) -> bool:
     """Ask the fine-tunes, and show what they and their base take; return whether enough answers are right."""
     names = [name for name in server.status()["models"] if name.startswith("family_")]
@@ -197,6 +230,8 @@ def evict(server: DemoServer) -> bool:
                 if name == "unet":
                     shown, there = infer(name, known.images, "logits") > 0, known.pixels != 0
                     good &= right(name, float((shown & there).sum() / (shown | there).sum()), REQUIRED[name])
+                elif name == GENERATOR:
+                    list(tokens(server, TERM, max_tokens=1))
                 else:
                     infer(name, held_out(name)[0][:ROWS], "class")
     after = server.status()["models"]

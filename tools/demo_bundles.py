@@ -20,7 +20,7 @@ from examples import digits, family
 from rsrv.serve import demo
 
 FINE_TUNES = ("family_half", "family_large", "family_loop", "family_odd")
-NAMES = (demo.MODEL, *FINE_TUNES, "unet")
+NAMES = (demo.MODEL, *FINE_TUNES, "glossary_bytes", "unet")
 
 
 def main() -> int:

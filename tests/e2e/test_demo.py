@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_shows_its_points_and_ends() -> None:
-    """One command serves the ready-made models, and shows coalescing, sharing, loads and evictions, and what to try."""
+    """One command serves the ready-made models, and shows coalescing, a stream, sharing, loads and evictions, and what to try."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "demo.py"), "--once"],
         cwd=ROOT,
@@ -25,8 +25,9 @@ def test_the_demo_shows_its_points_and_ends() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "Serving 6 of 6 models" in done.stdout
+    assert "Serving 7 of 7 models" in done.stdout
     assert "/v2/models/digits/infer -d @" in done.stdout
     assert "coalesced: 720 requests took " in done.stdout
-    assert "267 kB if nothing were shared" in done.stdout
+    assert "   Licensor shall mean the copyright owner" in done.stdout
+    assert "330 kB if nothing were shared" in done.stdout
     assert "unet: loaded " in done.stdout

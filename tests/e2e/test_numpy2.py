@@ -14,12 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from examples import glossary
 from local_triton import numpy2_bin
+from rsrv.serve import demo
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES, LEAST_STEPS
 from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, caller, random_u32, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.e2e.stateful import Stream
 from tests.e2e.test_answers import varied
 
 #: Half a minute, for a pairing that Triton's image does not have.
@@ -57,7 +60,8 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
             hooks=HOOKS,
         )
     others = [bundles.ensure() / name for name in ("every_dtype", "exact", "axes", "elastic")]
-    repository = make_repository(folder, folder / "fresh", *others)
+    generator = demo.DATA / demo.BUNDLES / "glossary_bytes"
+    repository = make_repository(folder, folder / "fresh", generator, *others)
     path = f"{numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
     with running_triton(repository, folder / "server.log", env={"PATH": path}) as running:
         yield running
@@ -163,3 +167,10 @@ def test_strings_end_no_stub_with_numpy_2(numpy2: RunningTriton) -> None:
         check_matrix(call, np.random.default_rng(4))
         check_hooks(call, np.random.default_rng(5))
     assert numpy2.stub_pids() == stubs
+
+
+def test_text_streams_as_its_bytes(numpy2: RunningTriton) -> None:
+    """The demo's generator needs no text in the stubs: clients make it of tokens, the bytes of UTF-8."""
+    with Stream(numpy2, "glossary_bytes", tokens=list(b'"UTF-8" ')) as stream:
+        found = [token for part in stream for token in np.atleast_1d(part["tokens"]).tolist()]
+    assert bytes(found).decode() == glossary.definitions()["UTF-8"]

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import pytest
 
-from examples import digits, family, unet
+from examples import digits, family, glossary, glossary_bytes, unet
 from examples.unet.network import UNet
 from rsrv.explain import read_yaml
 from rsrv.serve import demo
@@ -36,6 +36,10 @@ def export(name: str, out_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         network = eqx.combine(restored(BUNDLES / name, weights), rest)
         monkeypatch.setattr(unet, "trained", lambda: network)
         unet.make(out_dir)
+    elif name == "glossary_bytes":
+        parameters = restored(BUNDLES / name, glossary.initial())
+        monkeypatch.setattr(glossary, "trained", lambda: parameters)
+        glossary_bytes.make(out_dir)
     else:
         maker = digits if name == "digits" else family
         params = digits.params_of(BUNDLES / name)

@@ -62,7 +62,7 @@ def test_the_demo_is_served_from_a_card(gpu: FakeGpu, tmp_path: Path) -> None:
     with serving(tmp_path, gpu=environment(gpu, tmp_path)) as terminal:
         # The first run compiles, and times kernels.
         terminal.wait_for("Stop with Ctrl-C", timeout=400)
-        assert "Serving 6 of 6 models" in terminal.text
+        assert "Serving 7 of 7 models" in terminal.text
         url = f"http://{LOOPBACK}:{terminal.grpc_port - 1}/v2/models/{demo.MODEL}/infer"
         with urlopen(Request(url, (demo.DATA / demo.REQUEST).read_bytes()), timeout=20) as reply:
             assert json.load(reply)["outputs"]  # any number: the card computes nothing

@@ -339,7 +339,7 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     what.add_argument(
         "--demo",
         action="store_true",
-        help="six small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
+        help="seven small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
     )
     serve.add_argument("--config", metavar="FILE", type=Path, help="settings (rsrv.yaml); default: none")
     serve.add_argument(

@@ -1,6 +1,7 @@
 """Models that are ready to serve: what `rsrv serve --demo` starts with.
 
-`bundles` has a classifier of handwritten digits, fine-tunes that share its backbone, and a segmentation network;
+`bundles` has a classifier of handwritten digits, fine-tunes that share its backbone, a segmentation network, and a
+generator of text;
 `demo.yaml` a weight budget that is too small for all of them; `digit.json` a request; `held_out.npz` the images that no
 model was trained on, with each model's right answers. `tools/demo_bundles.py` makes them.
 """

@@ -64,6 +64,18 @@ def test_a_request_without_an_id_is_refused(id: int | str) -> None:
     assert failed.value.status is Status.INVALID
 
 
+def test_an_id_that_is_not_utf8_is_the_clients_fault() -> None:
+    """Triton's stub decodes it when it is read, and HTTP lets any bytes through."""
+
+    class Hostile(FakeRequest):
+        def correlation_id(self) -> str:
+            return b"\xff".decode()
+
+    with pytest.raises(RequestFailure, match="sequence_id must be UTF-8") as failed:
+        read_step(Hostile({}))
+    assert failed.value.status is Status.INVALID
+
+
 def test_an_idle_sequence_is_forgotten() -> None:
     """Ends and long idleness free the entry; requests keep it."""
     homes = SequenceHomes(10.0)

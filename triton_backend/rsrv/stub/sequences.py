@@ -33,8 +33,11 @@ class SequenceStep(NamedTuple):
 
 
 def read_step(triton: Any) -> SequenceStep:
-    """Return what Triton's request says of its sequence. Raises RequestFailure if it has no id."""
-    id, flags = triton.correlation_id(), triton.flags()
+    """Return what Triton's request says of its sequence. Raises RequestFailure if it has no id, or one that is no text."""
+    try:
+        id, flags = triton.correlation_id(), triton.flags()
+    except UnicodeDecodeError:
+        raise invalid("the request's sequence_id must be UTF-8") from None
     if isinstance(id, str) and id:
         id = request_tag(id) or 1
     if not isinstance(id, int) or not id:

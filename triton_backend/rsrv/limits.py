@@ -25,13 +25,19 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def spare_memory(root: Path = Path("/")) -> int:
-    """Return about the bytes that can be taken now; memory of the kernel's file cache counts as free."""
+    """Return about the bytes that can be taken now.
+
+    Of the kernel's file cache, what was read once counts as free, and half of what was read again: programs are there, too.
+    """
     found = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
         used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
         statistics = _fields(group / "memory.stat")
-        cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-        found.append(limit - used + cached)
+        once, again = (
+            statistics.get(f"total_{name}", statistics.get(name, 0))
+            for name in ("inactive_file", "active_file")
+        )
+        found.append(limit - used + once + again // 2)
     return max(0, min(found))
 
 

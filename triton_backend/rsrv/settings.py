@@ -150,7 +150,7 @@ class RuntimeSection(Section):
         None,
         ge=0,
         description="Device bytes for weights; other weights stay on the host and are loaded on demand. null: what the "
-        "device's memory leaves; no limit on a CPU.",
+        "device's memory leaves; on a CPU, half of the host's.",
     )
     shared_host_weights: bool | None = Field(
         None,
@@ -532,12 +532,14 @@ class Settings(BaseSettings):
     def for_model(self, name: str) -> ModelSection:
         """Return a model's settings, with the runtime's `start` and `idle` where it has none of its own."""
         own = self.models.get(name, _NO_SETTINGS)
-        return own.model_copy(
-            update={"start": own.start or self.runtime.start, "idle": self.idle_limits(name)}
-        )
+        return own.model_copy(update={"start": self.start_of(name), "idle": self.idle_limits(name)})
+
+    def start_of(self, name: str) -> Start:
+        """Return when a model starts. Cheaper than `for_model`, for those who look at all models."""
+        return self.models.get(name, _NO_SETTINGS).start or self.runtime.start
 
     def idle_limits(self, name: str) -> IdleSection:
-        """Return a model's `idle`. Cheaper than `for_model`, for those who look at all models."""
+        """Return a model's `idle`, as cheaply as `start_of`."""
         own = self.models.get(name, _NO_SETTINGS).idle
         if not own.model_fields_set:
             return self.runtime.idle

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Arrays, HookError, Hooks
+from rsrv.limits import total_memory
+from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.start_queue import Urgency
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.cold import ColdModel, begin_model
@@ -401,6 +403,74 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     wait_until(lambda: len(models()) == 1)
     assert look_for_idle(runtime, 700.0) >= 1
     wait_until(lambda: models() == {})
+
+
+def relieve(runtime: Runtime) -> bool:
+    """Have the runtime free memory, as if it were short; return whether it will."""
+    answers: list[bool] = []
+    registry = runtime.loop._registry
+    runtime.loop._inbox.post(lambda: answers.append(registry.relieve(time.monotonic())))
+    wait_until(lambda: bool(answers))
+    return answers[0]
+
+
+def test_models_fall_back_one_after_another_while_memory_is_short(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
+) -> None:
+    """The least recently used first. Pinned models stay, those with requests, and those that start with the server."""
+    settings = "runtime: {start: lazy}\nmodels: {a: {residency: device}, b: {start: eager}}"
+    runtime = start_runtime(load_settings(settings))
+    stubs = {name: start_stub(runtime, doublings[name]) for name in "abcd"}
+    for name in "abdc":
+        assert stubs[name].ask().error is None
+    wait_until(lambda: all(stubs[name].engine._deferred.idle for name in "cd"))
+    runtime.device.gate.clear()
+    request = stubs["d"].send(1.0)
+    assert runtime.device.gate.waiting.wait(10)
+
+    assert relieve(runtime)
+    # Until that memory is free, no other one falls back.
+    assert relieve(runtime)
+    wait_until(lambda: models() == dict.fromkeys("abd", "ready"))
+    wait_until(lambda: not relieve(runtime))
+    runtime.device.gate.set()
+    assert request.answers.get(timeout=20).error is None
+    wait_until(lambda: relieve(runtime))
+
+    wait_until(lambda: models() == dict.fromkeys("ab", "ready"))
+    assert stubs["d"].ask(2.0).error is None
+
+
+def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
+    start_runtime: StartRuntime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Host copies leave first, then idle models, until twice as much is free as when it began."""
+    runtime = start_runtime(load_settings(LAZY))
+    begun = threading.Event()
+
+    def spare() -> int:
+        free = {3: 0.05, 2: 0.1}.get(len(runtime.loop._catalog.entries), 0.15)
+        return int(total_memory() * (free if begun.is_set() else 1))
+
+    for module in (weight_mover, host_weights):
+        monkeypatch.setattr(module, "spare_memory", spare)
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    stubs = [start_stub(runtime, doublings[name]) for name in "abc"]
+    for stub in stubs:
+        assert stub.ask().error is None
+    assert read_status(os.getpid())["memory"]["host"]["tensors"] == 3
+    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs))
+
+    begun.set()
+    wait_until(lambda: models() == {"c": "ready"})
+    wait_until(lambda: not runtime.loop._weights.copies.is_short)
+
+    assert read_status(os.getpid())["memory"]["host"]["tensors"] == 0
+    assert models() == {"c": "ready"}
+    assert stubs[0].ask(2.0).error is None
 
 
 def test_a_model_with_a_request_in_flight_does_not_fall_back(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from rsrv.limits import total_memory
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json
@@ -460,11 +461,15 @@ def test_a_load_can_be_asked_for_its_changes(start_runtime: StartRuntime, doubli
         engine.close()
 
 
-def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
-    """Without a limit, the free bytes and the budget are null."""
+def test_weights_on_a_cpu_take_half_of_the_hosts_memory(operator: Operator) -> None:
+    """By default, of what the server's processes leave."""
+    half = (total_memory() - (256 << 20)) // 2
+    # None while there is no device.
+    wait_until(lambda: operator.do("load")["budget_bytes"] is not None)
+
     load = operator.do("load")
 
-    assert (load["free_bytes"], load["budget_bytes"]) == (None, None)
+    assert (load["free_bytes"], load["budget_bytes"]) == (half, half)
     assert (load["backlog_s"], load["models"], load["metas"]) == (0, {}, {})
 
 

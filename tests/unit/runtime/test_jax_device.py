@@ -376,6 +376,21 @@ def test_a_launch_that_waits_for_memory_does_not_hold_up_others(monkeypatch: pyt
     assert held == [False, False, False]
 
 
+def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, the kernel would kill a process. Few bytes are not worth a look at the memory."""
+    device = JaxDevice("cpu")
+    monkeypatch.setattr("rsrv.runtime.jax_device.spare_memory", lambda: 1 << 20)
+
+    def upload(count: int) -> None:
+        array = np.zeros(count, np.float32)
+        device.free(device.upload([array], kinds=[(array.shape, array.dtype)]))
+
+    for count in (1, 1 << 18):
+        upload(count)
+    with pytest.raises(OutOfMemory, match="the host has 1048576"):
+        upload(1 << 19)
+
+
 def test_a_stored_executable_is_loaded_on_a_full_device(
     doubling: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from rsrv.runtime.spare import SpareKeeper, wait_for_call
+from rsrv.runtime.spare import SpareKeeper, has_room, wait_for_call
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.paths import SOCKET, asleep_since
@@ -68,6 +68,14 @@ def test_a_spare_imports_and_waits_for_an_end(
             assert spare.stdout is not None
             assert spare.stdout.read().startswith(told)
         runtime.kill()
+
+
+def test_a_spare_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it, a sixteenth of the memory stays free."""
+    monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 1600 << 20)
+    for free, expected in ((189, False), (191, True)):
+        monkeypatch.setattr("rsrv.runtime.spare.spare_memory", lambda free=free: free << 20)
+        assert has_room() is expected
 
 
 def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -> None:

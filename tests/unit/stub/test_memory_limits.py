@@ -27,10 +27,10 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
             {
                 "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
                 "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
-                "sys/fs/cgroup/memory.stat": f"anon {GIB}\ninactive_file {GIB}\n",
+                "sys/fs/cgroup/memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}\n",
             },
             4 * GIB,
-            2 * GIB,
+            2 * GIB + GIB // 2,
         ),
         (
             "0::/a/b\n",

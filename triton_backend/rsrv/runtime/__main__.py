@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.allocation import use_one_arena
-from rsrv.runtime.spare import SpareKeeper, wait_for_call, wait_for_turn
+from rsrv.runtime.spare import SpareKeeper, has_room, wait_for_call, wait_for_turn
 from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
 
@@ -251,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
             target=_start_others, args=(len(devices), options, environment), name="devices", daemon=True
         ).start()
     command = _command(options.directory, options, str(options.device), environment)
-    keeper = SpareKeeper(command, environment, listener.fileno(), options.directory, lambda: loop.building)
+    keeper = SpareKeeper(
+        command, environment, listener.fileno(), options.directory, lambda: loop.building or not has_room()
+    )
     loop.have_successor(keeper)
     loop.inherit(Handover(options.directory / paths.HANDOVER), slept=slept)
     if settings.runtime.spare:

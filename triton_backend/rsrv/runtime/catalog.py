@@ -320,6 +320,11 @@ class Catalog:
         """Return whether the stubs of a model or meta model may still be about to leave."""
         return self._clock() - self._dismissed.get(key, -_LEAVE_S) < _LEAVE_S
 
+    @property
+    def is_dismissing(self) -> bool:
+        """True if stubs of any model may still be about to leave."""
+        return any(map(self.is_dismissed, self._dismissed))
+
     def tell(self, key: str) -> None:
         """Update the feed's entry of a model."""
         self.feed.put(key, self._feed_entry(self.entries[key]))

@@ -1,4 +1,4 @@
-"""Limit of the host's memory for copies of weights: which models get a copy, and which lose theirs.
+"""Limit of the host's memory: which models get a copy of their weights, which lose theirs, and which fall back to cold.
 
 A model whose residency is `system` has a host copy if there is room. The least recently used copies make room for those of
 models that are loaded, and leave when the machine, or the container, is short of memory, or after `idle.host`. A model
@@ -6,11 +6,12 @@ without one stays ready: before each load, its file is read. What the host has i
 """
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.models import CompiledModel
@@ -20,8 +21,8 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.host")
 
-#: seconds between two looks at the memory
-REVIEW_S = 2.0
+#: seconds between two looks at the memory, and the least while it is short
+REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,41 @@ def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) 
     return [one.model for one in chosen], max(0, excess)
 
 
+class WarmModel(NamedTuple):
+    """Model or meta model that may fall back to cold."""
+
+    key: str
+    name: str
+    #: when it was last used, of a meta model the models that it calls; inf: requests wait
+    since: float
+    #: its `idle.executable`
+    limit: float
+    #: seconds for which it stays after its last use: its sequences would end with the connection
+    least: float
+    #: ids of its executables
+    executables: frozenset[int]
+
+
+def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) -> list[WarmModel]:
+    """Choose the least recently used models, at most `most`, that free memory.
+
+    `users`: how many of all models have each executable. Equal modules share one, so it is freed with the last of them. If
+    no choice frees one, models leave all the same: each takes some memory of its own.
+    """
+    left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
+    chosen: dict[str, WarmModel] = {}
+    every = sorted(idle, key=lambda one: (one.since, one.key))
+    for one in every:
+        if len(chosen) >= most:
+            break
+        left.subtract(one.executables)
+        for executable in one.executables:
+            sharers[executable].append(one)
+            if left[executable] <= 0:
+                chosen |= {other.key: other for other in sharers[executable]}
+    return (list(chosen.values()) or every)[:most]
+
+
 class HostCopies:
     """Decisions about the host copies of all models. Belongs to the loop; the weight mover carries them out."""
 
@@ -77,8 +113,10 @@ class HostCopies:
         self._drops = self._makes = False
         #: whether the next measurement is for a look at all copies
         self._reviews = False
-        #: when to measure again
-        self.review_at = inf
+        #: when to measure again, and when all copies were last looked at
+        self.review_at, self._reviewed = inf, -inf
+        #: memory is short although all copies have left that may
+        self.is_short = False
 
     def begin(self, mover: WeightMover) -> None:
         self._mover, self.review_at = mover, -inf
@@ -92,22 +130,26 @@ class HostCopies:
                 self._mover.measure()
 
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
-        """Take in the free memory, after copies were dropped, or one was made or could not be, or `measure`.
+        """Take in the free memory, after copies were dropped, one was made or could not be, or other things have changed.
 
-        Returns the bytes that sequences' state must give back, as copies do not suffice.
+        Returns the bytes that sequences' state must give back, as copies do not suffice; `is_short` tells the same of models.
         """
-        lacking = 0
+        assert self._mover is not None
+        host, lacking = self._mover.host, 0
+        spare = message.spare - host.promised
+        short = host.limit is not None and host.limit.lacking(spare, ends=self.is_short) > 0
+        self.is_short = self.is_short and short
         self._drops = self._drops and not isinstance(message, CopiesDropped)
         if isinstance(message, CopyMade):
             self._makes = False
             made = self._catalog.entries.get(message.model)
             if made is not None and made.model is not None and made.model.host.kept:
                 self.tell(made.model)
-        if self._reviews:
-            self._reviews = False
-            lacking = self._review(message.spare, now)
+        if self._reviews or (short and now >= self._reviewed + _SHORT_REVIEW_S):
+            self._reviews, self._reviewed = False, now
+            lacking = self._review(spare, now)
             self._tell_all()
-        self._make(message.spare)
+        self._make(spare)
         return lacking
 
     def _tell_all(self) -> None:
@@ -129,14 +171,19 @@ class HostCopies:
             self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
             self._catalog.moves.add(model.key)
 
+    def built(self) -> None:
+        """Have the memory measured, of which a model's executables have taken some."""
+        if self._mover is not None:
+            self._mover.measure()
+
     def measure(self, now: float, states: int) -> None:
-        """Have the memory measured, if there are copies to drop, or `states`: bytes of sequences' state in host memory."""
+        """Have the memory measured, if there are models, or `states`: bytes of sequences' state in host memory."""
         self.review_at = now + REVIEW_S
         mover = self._mover
         if mover is None:
             return
         mover.host.states = states
-        if mover.host.taken or mover.host.left:
+        if mover.host.taken or mover.host.left or self._catalog.entries:
             self._reviews = True
             mover.measure()
         else:
@@ -151,7 +198,8 @@ class HostCopies:
         if mover is None or self._drops:
             return 0
         limit, taken, left = mover.host.limit, mover.host.taken, mover.host.left
-        excess = 0 if limit is None else limit.excess(taken + left, spare)
+        short = 0 if limit is None else limit.lacking(spare, ends=self.is_short)
+        excess = 0 if limit is None else max(short, limit.excess(taken + left, spare))
         if excess > 0 and left:
             # No front has asked for their models since the last runtime.
             mover.forget_left(excess)
@@ -167,6 +215,7 @@ class HostCopies:
         if chosen:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
+        self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
         return lacking
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:

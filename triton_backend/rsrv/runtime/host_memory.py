@@ -33,11 +33,10 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 #: read-only: a file is not written after it is linked
 _FILE_MODE = 0o400
 #: share of all memory that copies may not take by default: for the processes, executables, requests, and the file cache
-#: through which weights are read. On a CPU, weights that are resident take memory a second time; the two shares below
-#: cover that
+#: through which weights are read
 _RESERVE = 0.25
-#: share of all memory that is free at least after each copy; with less, copies leave until twice as much is free. The
-#: kernel's killer comes later, and storms of reclaim do, too
+#: share of all memory with less of which copies, and then idle models, leave until twice as much is free, which each new
+#: copy leaves free, too. The kernel's killer comes later, and storms of reclaim do, too
 _SCARCE = 1 / 16
 #: tensors that a modest process shares: an eighth of its descriptors, of which each takes two, and of its mappings
 _MODEST_SHARE, _MAX_MODEST = 8, 8000
@@ -88,14 +87,16 @@ class MemoryLimit:
 
     def fits(self, copies: int, spare: int, nbytes: int) -> bool:
         """Tell whether another `nbytes` may be taken. `copies`: bytes that copies take already; `spare`: free bytes."""
-        return copies + nbytes <= self.copies and spare - nbytes >= self.total * _SCARCE
+        return copies + nbytes <= self.copies and spare - nbytes >= self.total * 2 * _SCARCE
 
     def excess(self, copies: int, spare: int, nbytes: int = 0) -> int:
         """Return the bytes that copies must give back, before another `nbytes` are taken; <= 0: none."""
-        over = copies + nbytes - self.copies
-        if spare - nbytes < self.total * _SCARCE:
-            over = max(over, int(self.total * 2 * _SCARCE) + nbytes - spare)
-        return over
+        return max(copies + nbytes - self.copies, self.lacking(spare - nbytes, ends=nbytes > 0))
+
+    def lacking(self, spare: int, *, ends: bool = False) -> int:
+        """Return the bytes to free while memory is short; 0: it is not. `ends`: it was, and ends when enough is free."""
+        enough = int(self.total * 2 * _SCARCE)
+        return max(0, enough - spare) if ends or spare < self.total * _SCARCE else 0
 
 
 def memory_limit(setting: int | None) -> MemoryLimit:

@@ -78,6 +78,8 @@ class HostStore:
         self.ahead = 0
         #: bytes of sequences' state in host memory, when the loop last looked
         self.states = 0
+        #: free bytes that weights will take on a device that is the host itself
+        self.promised = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
         """Identify every weight by its content, and keep a host copy if `keep` and there is room.
@@ -161,7 +163,7 @@ class HostStore:
 
     def _reserve(self, nbytes: int) -> bool:
         """Count bytes as taken until `_end_reserve`; return False if there is no room."""
-        spare = 0 if self.limit is None else spare_memory()
+        spare = 0 if self.limit is None else spare_memory() - self.promised
         with self._lock:
             fits = self.limit is None or self.limit.fits(self.taken, spare, nbytes)
             self._reading += nbytes if fits else 0

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from rsrv.histogram import LONG_SECONDS, Histogram
+from rsrv.limits import spare_memory
 from rsrv.runtime.allocation import Reuse
 from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, prepare_cache_directory
 from rsrv.runtime.cuda import (
@@ -82,6 +83,8 @@ _RELEASE_S = 10.0
 _LEAST_BYTES = 64 << 20
 #: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
 _TUNING_BYTES = 128 << 20
+#: bytes of weights on a CPU that the host must have room for; fewer are not worth a look
+_LARGE_BYTES = 1 << 20
 #: how XLA reports that it has no memory to time kernels
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
 #: array whose allocation ends that of an upload's arrays
@@ -456,6 +459,7 @@ class JaxDevice:
         kinds: Sequence[ArrayKind] | None = None,
     ) -> list[Buffer]:
         if self._copies is None:
+            _require_host(kinds or ())
             return self._upload_on_cpu(arrays, abandoned)
         if kinds is None:
             arrays = list(arrays)
@@ -776,6 +780,13 @@ def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
     along = [1] * base.ndim
     along[axis] = -1
     return jnp.where((rows >= 0).reshape(along), jnp.take(source, rows, axis=axis, mode="clip"), base)
+
+
+def _require_host(kinds: Sequence[ArrayKind]) -> None:
+    """Raise OutOfMemory if the host has no room for these arrays: the kernel would kill a process."""
+    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+    if needed >= _LARGE_BYTES and needed > (spare := spare_memory()):
+        raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
 
 
 def _bytes(aval: Any) -> int:

@@ -117,7 +117,7 @@ class Loop:
         self._executor = Executor(self._inbox, self.activity, self._clock)
         self._catalog = Catalog(Policy(settings), StateFeed(self._transport), self._clock)
         self._builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox, inspector)
-        self._weights = WeightManager(self._catalog, self._scheduler, self._outbox)
+        self._weights = WeightManager(self._catalog, self._scheduler, self._outbox, server.devices)
         self._registry = Registry(
             self._catalog, self._weights, self._builder, self._scheduler, self._transport, self._outbox
         )
@@ -293,7 +293,10 @@ class Loop:
             case MemoryFreed(instruction):
                 self._start(instruction)
             case HostMemoryMeasured():
-                self._requests.drop_states(self._weights.copies.measured(message, self._clock()))
+                now = self._clock()
+                lacking = self._weights.measured(message, now)
+                if not (self._weights.copies.is_short and self._registry.relieve(now)):
+                    self._requests.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)
             case BundlesRead():

@@ -1,7 +1,8 @@
 """Lives of models in the runtime: stubs register them, threads build them, they serve, drain and go."""
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rsrv.logs import fields
 from rsrv.runtime.catalog import Catalog, ModelEntry
 from rsrv.runtime.handover import Handover
+from rsrv.runtime.host_copies import WarmModel, choose_cold
 from rsrv.runtime.model_builder import (
     BundlesRead,
     ModelBuilder,
@@ -67,6 +69,8 @@ class Registry:
         self._held: dict[str, list[str]] = {}
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
+        #: when models last fell back because memory was short
+        self._relieved = -inf
         #: models of the runtime before this one
         self.handover = Handover()
 
@@ -150,7 +154,7 @@ class Registry:
 
     def _stays_cold(self, name: str) -> bool:
         """Return whether a model that nobody has asked for starts later. The next version of a warm one starts now."""
-        if self.catalog.policy.settings.for_model(name).start == "eager":
+        if self.catalog.policy.settings.start_of(name) == "eager":
             return False
         return not self.catalog.serves(name) and all(group.name != name for group in self.metas())
 
@@ -170,36 +174,71 @@ class Registry:
     def dismiss_idle(self, now: float) -> float:
         """Dismiss the models that no request has used for `idle.executable`; return when to look again.
 
-        A pinned model stays, and a meta model is as idle as the models that it calls. If many are idle, some fall back.
+        If many are idle, some fall back.
         """
-        policy, again, falls = self.catalog.policy, now + _MAX_LOOK_S, 0
+        again, falls = now + _MAX_LOOK_S, 0
+        for one in self._warm():
+            limit = max(one.limit, one.least)
+            due = min(now, one.since) + limit
+            if due <= now:
+                if not self.catalog.is_dismissed(one.key):
+                    if falls == _FALLS:
+                        return now + _NEXT_FALLS_S
+                    falls += 1
+                    self._fall_back(one, "idle")
+                due = now + limit
+            again = min(again, due)
+        return max(again, now + _MIN_LOOK_S)
+
+    def relieve(self, now: float) -> bool:
+        """Dismiss models because memory is short, the least recently used first; return whether memory becomes free.
+
+        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time: how much
+        memory that frees, only a measurement tells.
+        """
+        if self.catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
+            return True
+        start_of = self.catalog.policy.settings.start_of
+        idle = [
+            one
+            for one in self._warm()
+            if one.since + one.least <= now and (one.limit < inf or start_of(one.name) == "lazy")
+        ]
+        users = Counter(id(one) for model in self.catalog.models() for one in model.executables.values())
+        for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
+            self._relieved = now
+            self._fall_back(one, "memory is short")
+        return bool(idle)
+
+    def _fall_back(self, one: WarmModel, why: str) -> None:
+        log.info("%s: %s, so it falls back to cold", one.name, why, extra=fields(model=one.name))
+        self.dismiss(one.key)
+
+    def _warm(self) -> Iterator[WarmModel]:
+        """Yield the models and meta models that serve, and may fall back: those without a pinned model."""
+        policy = self.catalog.policy
         found = {group.key: (group.name, group.models) for group in self._groups().values()}
         found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
         for key, (name, models) in found.items():
-            limit = policy.settings.idle_limits(name).executable
             entries = [
                 entry
                 for one in models
                 if (entry := self.catalog.entries.get(one)) is not None and entry.ready
             ]
-            if limit == inf or len(entries) < len(models):
+            if len(entries) < len(models):
                 continue
             if any(policy.residency(entry.name) == "device" for entry in entries):
                 continue
-            # Its sequences would end with the connection.
-            pools = [entry.model.pool for entry in entries if entry.model is not None]
-            limit = max(limit, *(pool.spec.idle_timeout_s for pool in pools if pool is not None), 0.0)
-            due = min(now, max(map(self._scheduler.idle_since, models))) + limit
-            if due <= now:
-                if not self.catalog.is_dismissed(key):
-                    if falls == _FALLS:
-                        return now + _NEXT_FALLS_S
-                    falls += 1
-                    log.info("%s: idle, so it falls back to cold", name, extra=fields(model=name))
-                    self.dismiss(key)
-                due = now + limit
-            again = min(again, due)
-        return max(again, now + _MIN_LOOK_S)
+            compiled = [entry.model for entry in entries if entry.model is not None]
+            pools = [model.pool for model in compiled]
+            yield WarmModel(
+                key,
+                name,
+                max(map(self._scheduler.idle_since, models)),
+                policy.settings.idle_limits(name).executable,
+                max((pool.spec.idle_timeout_s for pool in pools if pool is not None), default=0.0),
+                frozenset(id(one) for model in compiled for one in model.executables.values()),
+            )
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
@@ -392,6 +431,7 @@ class Registry:
         """
         key, model = message.key, message.result
         entry = self.catalog.entries[key]
+        self.weights.copies.built()
         if isinstance(model, str):
             self._fail(entry, model)
             return

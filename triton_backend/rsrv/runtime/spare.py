@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rsrv.limits import spare_memory
 from rsrv.wire import paths
 from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.socket import readable
@@ -30,6 +31,8 @@ log = logging.getLogger("rsrv.runtime")
 _QUIET_S, _LOOK_S = 2.0, 0.5
 #: seconds between a spare's end and the start of the next one
 _PAUSE_S = 30.0
+#: memory of a spare
+_BYTES = 90 << 20
 #: niceness of the imports; only a thread of its own can have one for a time
 _NICENESS = 19
 #: what a spare says when it waits for its turn, without and with the version of the stubs that it can serve
@@ -48,6 +51,13 @@ _MODULES = (
     "safetensors",
     "scipy.linalg",
 )
+
+
+def has_room() -> bool:
+    """Return whether the host has memory for a spare, and is not short of it then."""
+    from rsrv.runtime.host_memory import memory_limit
+
+    return not memory_limit(None).lacking(spare_memory() - _BYTES)
 
 
 class Successor:

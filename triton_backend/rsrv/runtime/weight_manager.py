@@ -12,7 +12,7 @@ from rsrv.runtime.model_builder import DeviceReady
 from rsrv.runtime.models import CompiledModel, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.weight_mover import LoadEnded, ReadEnded, WeightMover
+from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, ReadEnded, WeightMover
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 
@@ -21,6 +21,9 @@ log = logging.getLogger("rsrv.placement")
 #: share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly;
 #: XLA's allocator splits its arena into chunks and does not move them
 SLACK_FRACTION = 0.1
+#: memory of the server's processes. On a CPU, weights take half of the rest by default, and at least an eighth of all: the
+#: other half is for executables, copies and requests
+_PROCESSES_BYTES = 256 << 20
 
 #: events that the loop passes to the scheduler next
 Outbox = deque[ev.Event]
@@ -81,7 +84,9 @@ def solve_budget(*, arena: int | None, slack: float, scratch: int, pinned: int, 
 class WeightManager:
     """Residency of models, and the budget of the device's memory. Belongs to the loop."""
 
-    def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: Outbox) -> None:
+    def __init__(self, catalog: Catalog, scheduler: Scheduler, outbox: Outbox, devices: int = 1) -> None:
+        """`devices`: how many the server has."""
+        self._devices = devices
         self._catalog = catalog
         self._scheduler = scheduler
         self._outbox = outbox
@@ -99,6 +104,8 @@ class WeightManager:
         self.computes: Computes | None = None
         #: bytes of the device that executions take beside weights
         self.scratch = 0
+        #: bytes of the host that the models' weights may take on a CPU
+        self._on_host = 0
 
     def device_ready(self, message: DeviceReady) -> None:
         self.device, self.mover, self.computes = message.device, message.weight_mover, message.computes
@@ -146,6 +153,16 @@ class WeightManager:
     def retry_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
         """Have a second try carried out when the memory of all evicted weights is free."""
         self._mover.post_when_freed(instruction)
+
+    def measured(self, message: HostMemoryMeasured, now: float) -> int:
+        """Take in the host's free memory, as `HostCopies.measured`."""
+        self._promise()
+        return self.copies.measured(message, now)
+
+    def _promise(self) -> None:
+        """Have copies leave memory for the weights that a CPU will load."""
+        if self.mover is not None:
+            self.mover.host.promised = max(0, self._on_host - self.mover.device.nbytes)
 
     def read_ended(self, message: ReadEnded) -> None:
         model, event = message.model, message.event
@@ -264,7 +281,11 @@ class WeightManager:
 
         `depth`: executions that the device has at once.
         """
-        runtime = self._catalog.policy.settings.runtime
+        limit = self._catalog.policy.settings.runtime.weight_budget_bytes
+        host = None if self.mover is None else self.mover.host.limit
+        on_cpu = self.device is not None and self.device.hardware.platform == "cpu"
+        if limit is None and on_cpu and host is not None:
+            limit = max(host.total // 8, (host.total - _PROCESSES_BYTES) // 2) // self._devices
         models = self._catalog.models()
         pinned = {key: size for m in models if m.residency == "device" for key, size in m.tensors.items()}
         # `depth` executions have their inputs, outputs and intermediate results there at once, and a warm-up has, too.
@@ -275,10 +296,15 @@ class WeightManager:
             slack=SLACK_FRACTION,
             scratch=self.scratch,
             pinned=sum(pinned.values()),
-            limit=runtime.weight_budget_bytes,
+            limit=limit,
         )
-        largest = max((sum(m.tensors.values()) for m in models if m.residency != "device"), default=0)
+        sizes = [(sum(m.tensors.values()), m.residency == "device") for m in models]
+        largest = max((size for size, is_pinned in sizes if not is_pinned), default=0)
         warning = budget.warning(largest)
+        # The largest is served alone, if it must.
+        room = max(budget.pool or 0, largest)
+        self._on_host = min(room, sum(size for size, _ in sizes)) if on_cpu else 0
+        self._promise()
         if warning and warning != self._warning:
             log.warning("%s", warning)
         self._warning = warning

@@ -337,6 +337,7 @@ class WeightMover:
         self._disk_thread.put(weights.close)
         # The thread runs it after the close, when no reference to the model is left.
         self._disk_thread.put(give_back)
+        self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
 
 
 def _read(

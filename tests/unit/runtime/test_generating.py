@@ -233,7 +233,7 @@ def held(client: Client, prompt: Sequence[int] = (1,), steps: int = 2, **more: o
     return number
 
 
-def operate(name: str, **fields: object) -> dict[str, object]:
+def operate(name: str, **fields: object) -> dict[str, Any]:
     return command(os.getpid(), {"command": name, **fields})
 
 
@@ -269,6 +269,14 @@ def test_an_operator_aborts_a_generation_by_its_clients_id(client: Client) -> No
     assert aborted == {"aborted": 1, "executing": 0}
     assert client.end(number) == (Status.CANCELLED, "the request was aborted")
     assert client.end(other)[0] is Status.OK
+
+
+def test_an_operator_finds_a_slow_step_by_its_number(client: Client) -> None:
+    """A step has no connection; its number says that it is one."""
+    client.generate([1, 2, 3])
+    (slowest, *_) = operate("slowest", model="counting")["requests"]
+    assert slowest["number"].startswith("step.")
+    assert operate("find", request=slowest["number"])["requests"] == [slowest]
 
 
 def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> None:

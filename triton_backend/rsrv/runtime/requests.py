@@ -502,8 +502,8 @@ class Requests:
 
 
 def request_number(id: int) -> str:
-    """Return the number by which operators name a request: its connection's, and its own there."""
-    return f"{id >> _ID_BITS}.{own_number(id)}"
+    """Return the number by which operators name a request: its connection's, and its own there; or a generation's step."""
+    return f"step.{-id}" if id < 0 else f"{id >> _ID_BITS}.{own_number(id)}"
 
 
 def own_number(id: int) -> int:
@@ -514,9 +514,11 @@ def own_number(id: int) -> int:
 def parse_number(text: str) -> int | None:
     """Return the global id that `request_number` names; None if the text is no such number."""
     connection, _, request = text.partition(".")
-    if not (len(text) <= _MAX_NUMBER and text.isascii() and connection.isdigit() and request.isdigit()):
+    if len(text) > _MAX_NUMBER or not (text.isascii() and request.isdigit()):
         return None
-    return int(connection) << _ID_BITS | int(request)
+    if connection == "step":
+        return -int(request)
+    return int(connection) << _ID_BITS | int(request) if connection.isdigit() else None
 
 
 def _global_id(connection: PeerConnection, id: int) -> int:

@@ -44,7 +44,7 @@ class Spans:
     def answer(self, command: dict[str, Any]) -> dict[str, Any] | None:
         match command["command"]:
             case "overview":
-                return {"models": {"a": model(histogram(0.002))}, "memory": MEMORY}
+                return {"models": {"a": model(histogram(0.002))}, "memory": MEMORY, "starting": {}}
             case "timeline":
                 since = command["since"]
                 some = self.spans[since : since + 2]
@@ -160,7 +160,7 @@ async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pyte
             if command["command"] != "overview":
                 return spans.answer(command)
             busy = histogram(*[0.002] * next(looks))
-            return {"models": dict.fromkeys("abc", model(busy)), "memory": MEMORY}
+            return {"models": dict.fromkeys("abc", model(busy)), "memory": MEMORY, "starting": {}}
 
         server.runtime.answers = answer
         async with aclosing(server.live.watch()) as events:

@@ -39,7 +39,7 @@ def model(request: list[float], *, executing: int = 2, size: int | None = 1000, 
 
 def figures(**models: list[Any]) -> dict[int, dict[str, Any]]:
     """Return the figures of device 0."""
-    return {0: {"models": models, "memory": MEMORY}}
+    return {0: {"models": models, "memory": MEMORY, "starting": {}}}
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
@@ -66,6 +66,20 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     assert 0.001 < a["p99_s"] <= 0.0025
     assert (m["kind"], m["executing"], m["bytes"], m["loads"], m["load_s"]) == ("meta", 4, None, 0, None)
     assert (n["state"], n["queued"], n["p99_s"], n["error"]) == ("loading", 0, None, None)
+
+
+def test_a_model_shows_what_its_start_waits_for() -> None:
+    """A model whose model.py a stub imports is not resident for clients, though its weights are on the device."""
+    overview, entries = Overview(), {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
+    said = figures(a=model(histogram()))
+    said[0]["starting"] = {"a": "importing model.py", "n": "compiling"}
+
+    shown = overview.take(said, entries, {}, {}, 0.0)
+    assert (shown["a"]["weights"], shown["n"]["weights"]) == (
+        "starting, importing model.py",
+        "starting, compiling",
+    )
+    assert overview.take(figures(a=model(histogram())), entries, {}, {}, 1.0)["a"]["weights"] == "resident"
 
 
 def test_figures_of_several_devices_are_added() -> None:

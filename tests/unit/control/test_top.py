@@ -233,7 +233,7 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
     """On a terminal, the table is shown until Ctrl-C, and the screen is restored."""
     async with served(tmp_path, models=["alpha"]) as server:
         server.runtime.answers = lambda command: (
-            {"models": {"alpha": model(histogram(0.002))}, "memory": MEMORY}
+            {"models": {"alpha": model(histogram(0.002))}, "memory": MEMORY, "starting": {}}
             if command["command"] == "overview"
             else {"instance": server.runtime.instance, "next": 0, "end": 0, "spans": []}
         )

@@ -251,7 +251,7 @@ def test_an_import_counts_until_its_connection_says_otherwise(
 ) -> None:
     """A stub reports the seconds and the line of an import of model.py on a connection, and then none, or closes it.
 
-    Until then, the status says that the model waits for it.
+    Until then, the status and the live page say that the model waits for it.
     """
     engine = make_engine(runtime, doublings["a"], name="a")
     attachment = engine.session.attachment
@@ -265,6 +265,8 @@ def test_an_import_counts_until_its_connection_says_otherwise(
     assert (name, line) == ("a", 3)
     assert seconds >= 45.0
     assert read_status(os.getpid())["starting"] == {"a": "importing model.py"}
+    with Operator(runtime) as operator:
+        assert operator.do("overview")["starting"] == {"a": "importing model.py"}
     lanes[1].report(Meters().take(), 10)
     assert metrics(runtime)["importing"]["a"][1] == 2
     lanes[0].close()

@@ -114,6 +114,7 @@ class Overview:
         """
         self.work, found = Work(), {}
         known = [(number, said["models"]) for number, said in figures.items()]
+        starting = {name: step for said in figures.values() for name, step in said["starting"].items()}
         for name, entry in served(entries.values()).items():
             one = self._shown.get(name) or _Shown()
             said = {number: models[name] for number, models in known if name in models}
@@ -122,11 +123,11 @@ class Overview:
                 one.looks.popleft()
             # The percentile of an idle model leaves with the window.
             changed |= len(one.looks) == 1 and one.json.get("p99_s") is not None
-            source = (entry, failures.get(name), on.get(name), list(said))
+            source = (entry, failures.get(name), on.get(name), starting.get(name), list(said))
             if changed or source != one.source:
                 one.source = source
                 one.json = {
-                    **_state(entry),
+                    **_state(entry, starting.get(name, "")),
                     **_picture([one.figures[number] for number in said]),
                     "p99_s": _p99(one.looks, now),
                     "error": failures.get(name) or entry["error"],
@@ -201,9 +202,9 @@ def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     return found
 
 
-def _state(entry: ModelVersion) -> dict[str, Any]:
+def _state(entry: ModelVersion, step: str) -> dict[str, Any]:
     kept = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
-    return {**kept, "weights": life(entry["state"], entry["weights"] or "")}
+    return {**kept, "weights": life(entry["state"], entry["weights"] or "", step)}
 
 
 def _picture(devices: Collection[_Figures]) -> dict[str, Any]:

@@ -383,7 +383,11 @@ class Reports:
             )
             for name, meta in self._meta_metrics(metas, reported).items()
         }
-        return {"models": {**models, **runs}, "memory": self._memory(load)}
+        return {
+            "models": {**models, **runs},
+            "memory": self._memory(load),
+            "starting": self._registry.starting(),
+        }
 
     def memory(self) -> dict[str, Any]:
         """Return what takes memory: each model's weights and state, and the tensors that models share."""

@@ -405,6 +405,17 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     wait_until(lambda: models() == {})
 
 
+def test_a_meta_model_without_calls_stays(
+    start_runtime: StartRuntime, start_stub: StartStub, tmp_path: Path
+) -> None:
+    """The runtime has nothing of it, and the look for idle models goes on."""
+    runtime = start_runtime(load_settings("runtime: {idle: {executable: 10m}}"))
+    start_stub(runtime, write_meta(tmp_path / "meta", "def run(inputs): ...", "", "other"), calls={})
+
+    assert look_for_idle(runtime, 700.0) > 1
+    assert not relieve(runtime)
+
+
 def relieve(runtime: Runtime) -> bool:
     """Have the runtime free memory, as if it were short; return whether it will."""
     answers: list[bool] = []
@@ -428,16 +439,12 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     request = stubs["d"].send(1.0)
     assert runtime.device.gate.waiting.wait(10)
 
-    assert relieve(runtime)
-    # Until that memory is free, no other one falls back.
-    assert relieve(runtime)
-    wait_until(lambda: models() == dict.fromkeys("abd", "ready"))
+    wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("abd", "ready"))
     wait_until(lambda: not relieve(runtime))
     runtime.device.gate.set()
     assert request.answers.get(timeout=20).error is None
-    wait_until(lambda: relieve(runtime))
 
-    wait_until(lambda: models() == dict.fromkeys("ab", "ready"))
+    wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("ab", "ready"))
     assert stubs["d"].ask(2.0).error is None
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -177,7 +177,8 @@ class Registry:
         If many are idle, some fall back.
         """
         again, falls = now + _MAX_LOOK_S, 0
-        for one in self._warm():
+        limits = self.catalog.policy.settings.idle_limits
+        for one in self._warm(lambda name: limits(name).executable < inf):
             limit = max(one.limit, one.least)
             due = min(now, one.since) + limit
             if due <= now:
@@ -198,15 +199,13 @@ class Registry:
         """
         if self.catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
             return True
-        start_of = self.catalog.policy.settings.start_of
-        idle = [
-            one
-            for one in self._warm()
-            if one.since + one.least <= now and (one.limit < inf or start_of(one.name) == "lazy")
-        ]
+        self._relieved, settings = now, self.catalog.policy.settings
+        warm = self._warm(
+            lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf
+        )
+        idle = [one for one in warm if one.since + one.least <= now]
         users = Counter(id(one) for model in self.catalog.models() for one in model.executables.values())
         for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
-            self._relieved = now
             self._fall_back(one, "memory is short")
         return bool(idle)
 
@@ -214,29 +213,29 @@ class Registry:
         log.info("%s: %s, so it falls back to cold", one.name, why, extra=fields(model=one.name))
         self.dismiss(one.key)
 
-    def _warm(self) -> Iterator[WarmModel]:
-        """Yield the models and meta models that serve, and may fall back: those without a pinned model."""
-        policy = self.catalog.policy
+    def _warm(self, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
+        """Yield the models and meta models that serve, and may fall back by their name: those without a pinned model."""
+        limits = self.catalog.policy.settings.idle_limits
         found = {group.key: (group.name, group.models) for group in self._groups().values()}
         found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
         for key, (name, models) in found.items():
-            entries = [
-                entry
-                for one in models
-                if (entry := self.catalog.entries.get(one)) is not None and entry.ready
+            entries = [self.catalog.entries.get(one) for one in models] if may_fall(name) else []
+            compiled = [
+                one.model for one in entries if one is not None and one.ready and one.model is not None
             ]
-            if len(entries) < len(models):
+            if not compiled or len(compiled) < len(models):
                 continue
-            if any(policy.residency(entry.name) == "device" for entry in entries):
+            if any(model.residency == "device" for model in compiled):
                 continue
-            compiled = [entry.model for entry in entries if entry.model is not None]
-            pools = [model.pool for model in compiled]
             yield WarmModel(
                 key,
                 name,
                 max(map(self._scheduler.idle_since, models)),
-                policy.settings.idle_limits(name).executable,
-                max((pool.spec.idle_timeout_s for pool in pools if pool is not None), default=0.0),
+                limits(name).executable,
+                max(
+                    (model.pool.spec.idle_timeout_s for model in compiled if model.pool is not None),
+                    default=0.0,
+                ),
                 frozenset(id(one) for model in compiled for one in model.executables.values()),
             )
 

@@ -135,6 +135,19 @@ def test_times_are_counted_from_the_arrival_and_from_token_to_token() -> None:
     assert (sum(counts.between.counts), counts.between.sum) == (2, 1.0)
 
 
+def test_means_are_of_answers_that_have_a_token() -> None:
+    """Prompts whose answer stops at once, or that are still read, make other prompts no longer."""
+    counts = GenerationCounts()
+    for prompt, token in ([3] * 10, 5), ([3] * 16, 0), ([3] * 128, 5):
+        generation = begin(Generate(1, prompt), counts)
+        generation.next_chunk(others_wait=True)
+        generation.step(token, 1.0)
+
+    sums = counts.sums()
+    assert (sums["answers"], sums["tokens_in"], sums["tokens_out"]) == (1, 10, 1)
+    assert counts.tokens_in == 42
+
+
 def test_each_token_is_due_by_the_rate_that_was_asked_for() -> None:
     """Times count from the arrival, so a late token makes up for nothing; steps of the prompt are due with the first token."""
     generation = Generation(Generate(1, [3] * 17, tokens_per_s=4.0), SPEC, CHUNKS, GenerationCounts(), 10.0)

@@ -77,6 +77,8 @@ class GenerationCounts:
     #: tokens of prompts that were read, and of answers that were sent
     tokens_in: int = 0
     tokens_out: int = 0
+    #: tokens of the prompts whose answers have a token: others were read in part, or stopped at once
+    answered_in: int = 0
     #: seconds from a generation's arrival to its first token, and from each token to the next
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     between: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -93,7 +95,7 @@ class GenerationCounts:
         """Return what means are made of: answers that have a token, their tokens, and seconds."""
         return {
             "answers": sum(self.first.counts),
-            "tokens_in": self.tokens_in,
+            "tokens_in": self.answered_in,
             "tokens_out": self.tokens_out,
             "first_token_s": self.first.sum,
             "token_s": self.between.sum,
@@ -236,6 +238,8 @@ class Generation:
             self._advance(E.PROMPT_READ)
         if token in self._stop:
             return False, End(Status.OK, "stop")
+        if not self.sent:
+            self._counts.answered_in += len(self._prompt)
         seconds = self._counts.between if self.sent else self._counts.first
         seconds.observe(now - self._last_at)
         self._last, self._last_at = token, now

@@ -30,6 +30,10 @@ Resolve = Callable[[str], Awaitable[Iterable[str]]]
 READ_PAUSE_S = 5.0
 #: seconds for an answer of the DNS
 _DNS_TIMEOUT_S = 10.0
+#: seconds for the addresses of all targets of SRV records; with dnspython's 5 s for the records, the answer is in time
+_TARGETS_TIMEOUT_S = 4.0
+#: targets asked for at a time: each question is an open file, and a burst of them overflows a name server
+_TARGETS_MAX = 200
 
 
 class MembersError(Exception):
@@ -122,16 +126,16 @@ class Members:
 
         Raises OSError, ValueError.
         """
+        ports = self._section.workers_ports
         # In a thread: requests would wait 0.1 s while 1,000 records are read.
-        servers = await asyncio.to_thread(lambda: asyncio.run(_servers_of(name, self._resolver)))
+        servers = await asyncio.to_thread(lambda: asyncio.run(_servers_of(name, ports, self._resolver)))
         found: dict[str, Worker] = {}
         trouble = ""
-        for server, (port, address) in servers.items():
-            if isinstance(address, str):
-                ports = _ports_beside(port, self._section.workers_ports)
-                found[server] = worker_of(WorkerEntry(host=address, name=server, **ports))
+        for server, worker in servers.items():
+            if isinstance(worker, Worker):
+                found[server] = worker
                 continue
-            trouble = trouble or f"{server}: {_reason(address)}"
+            trouble = trouble or f"{server}: {_reason(worker)}"
             if server in self._found:
                 found[server] = self._found[server]
         self._found = found
@@ -232,14 +236,16 @@ async def addresses_of(name: str) -> Iterable[str]:
 
 
 async def _servers_of(
-    name: str, make_resolver: Callable[[], Resolver]
-) -> dict[str, tuple[int, str | BaseException]]:
-    """Return the port of each server in a name's SRV records, and its address or why it has none, by TARGET:PORT.
+    name: str, ports: WorkerPorts, make_resolver: Callable[[], Resolver]
+) -> dict[str, Worker | BaseException]:
+    """Return the server of each of a name's SRV records, or why it has no address, by TARGET:PORT.
 
     Raises OSError, ValueError.
     """
     try:
         resolver = make_resolver()
+        # In turns, the text of an error would name the name servers in another order each time.
+        resolver.rotate = False
         answer = await resolver.resolve(name, SRV, search=True)
     except DNSException as error:
         raise OSError(_reason(error)) from None
@@ -248,14 +254,24 @@ async def _servers_of(
         for one in answer
         if one.port and one.target != root  # else there is no server (RFC 2782)
     }
-    servers = sorted(records)
-    addresses = await asyncio.gather(
-        *(_address_of(records[server].target, answer.response, resolver) for server in servers),
-        return_exceptions=True,
-    )
-    return {
-        server: (records[server].port, address) for server, address in zip(servers, addresses, strict=True)
-    }
+    limit = asyncio.get_running_loop().time() + _TARGETS_TIMEOUT_S
+    room = asyncio.Semaphore(_TARGETS_MAX)
+
+    async def address(target: Name) -> str:
+        async with asyncio.timeout_at(limit), room:
+            return await _address_of(target, answer.response, resolver)
+
+    targets = list(dict.fromkeys(one.target for one in records.values()))
+    found = await asyncio.gather(*map(address, targets), return_exceptions=True)
+    hosts = dict(zip(targets, found, strict=True))
+
+    def server(key: str) -> Worker | BaseException:
+        host, port = hosts[records[key].target], records[key].port
+        if isinstance(host, BaseException):
+            return host
+        return worker_of(WorkerEntry(host=host, name=key, **_ports_beside(port, ports)))
+
+    return {key: server(key) for key in sorted(records)}
 
 
 async def _address_of(host: Name, response: Message, resolver: Resolver) -> str:
@@ -274,7 +290,7 @@ async def _address_of(host: Name, response: Message, resolver: Resolver) -> str:
 
 def _reason(error: BaseException) -> str:
     # The text of a timeout has the seconds, which differ each time, and would be logged each time.
-    return "no answer in time" if isinstance(error, Timeout) else str(error).rstrip(".")
+    return "no answer in time" if isinstance(error, Timeout | TimeoutError) else str(error).rstrip(".")
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:

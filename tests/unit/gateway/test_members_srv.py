@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from inspect import cleandoc
 from typing import Any
 
@@ -16,14 +18,17 @@ import grpc
 import pytest
 from dns.asyncresolver import Resolver
 from dns.name import from_text as dns_name
+from dns.nameserver import Do53Nameserver
 from dns.rcode import NXDOMAIN, SERVFAIL
 from dns.rdatatype import AAAA, SRV, A
+from dns.rrset import RRset
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rsrv.placement.contract import Worker
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
 from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway import members as members_module
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import PROBE_S, PROBE_TIMEOUT_S, ChannelFactory
 from rsrv_gateway.members import Members
@@ -59,7 +64,7 @@ class DnsServer(asyncio.DatagramProtocol):
         if name in self.silent:
             return
         answer = dns.message.make_response(query)
-        records = dns.zonefile.read_rrsets(cleandoc(self.zone), default_ttl=5)
+        records = _records(self.zone)
         answer.answer = [
             one for one in records if one.name == question.name and one.rdtype == question.rdtype
         ]
@@ -71,17 +76,26 @@ class DnsServer(asyncio.DatagramProtocol):
             answer.additional = [one for one in records if one.rdtype in (A, AAAA)]
         self._transport.sendto(answer.to_wire(), addr)
 
+    @property
+    def port(self) -> int:
+        return int(self._transport.get_extra_info("sockname")[1])
+
     def resolver(self) -> Resolver:
         """Return a resolver that asks this server only, and gives up soon if a name is silent."""
         resolver = Resolver(configure=False)
         resolver.nameservers = ["127.0.0.1"]
-        resolver.port = self._transport.get_extra_info("sockname")[1]
+        resolver.port = self.port
         resolver.lifetime = 0.2 if self.silent else 10
         return resolver
 
     def members(self, **settings: Any) -> Members:
         section = GatewaySection.model_validate({"workers_dns": NAME, **settings})
         return Members(section, resolver=self.resolver)
+
+
+@lru_cache(maxsize=1)
+def _records(zone: str) -> list[RRset]:
+    return dns.zonefile.read_rrsets(cleandoc(zone), default_ttl=5)
 
 
 @asynccontextmanager
@@ -230,6 +244,61 @@ async def test_a_target_without_an_address_holds_back_no_other(caplog: pytest.Lo
         addresses = {name: worker.grpc for name, worker in members.workers().items()}
         assert addresses == {"one.test:8001": "10.0.0.1:8001", "three.test:8001": "10.0.0.3:8001"}
         assert "new.test:8001: it has no address" in caplog.text
+
+
+@looped
+async def test_a_target_without_an_answer_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers whose addresses are known are found, though a target's name server never answers."""
+    monkeypatch.setattr(members_module, "_TARGETS_TIMEOUT_S", 1.0)
+    async with dns_server(
+        f"{NAME}. SRV 0 0 8001 one.test.\n{NAME}. SRV 0 0 8001 two.test.\ntwo.test. A 10.0.0.2"
+    ) as server:
+        patient = server.resolver()
+        server.silent = {"one.test"}
+        members = Members(GatewaySection(workers_dns=NAME), resolver=lambda: patient)
+        await members.look()
+        assert list(members.workers()) == ["two.test:8001"]
+        assert "one.test:8001: no answer in time" in caplog.text
+
+
+@looped
+async def test_many_targets_leave_the_process_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More targets than the process may open files are found, and each is asked for once, however many servers it has."""
+    monkeypatch.setattr(members_module, "_TARGETS_MAX", 10)
+    hosts = [f"h{number}.test" for number in range(60)]
+    zone = "\n".join(f"{NAME}. SRV 0 0 8001 {host}.\n{host}. A 10.0.0.1" for host in hosts)
+    zone += f"\n{NAME}. SRV 0 0 9001 {hosts[0]}."
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with dns_server(zone) as server:
+        members = server.members()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+        try:
+            await members.look()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        # Of equal addresses the first one counts.
+        assert len(members.workers()) == 2
+        assert sorted(server.asked) == sorted([f"{NAME} SRV", *(f"{host} A" for host in hosts)])
+
+
+@looped
+async def test_name_servers_that_take_turns_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that asks its name servers in turns logs their errors once, too."""
+    async with dns_server("") as one, dns_server("") as two:
+        one.broken = two.broken = {NAME}
+
+        def resolver() -> Resolver:
+            turning = Resolver(configure=False)
+            turning.nameservers = [Do53Nameserver("127.0.0.1", server.port) for server in (one, two)]
+            turning.rotate = True
+            return turning
+
+        members = Members(GatewaySection(workers_dns=NAME), resolver=resolver)
+        for _ in range(8):
+            await members.look()
+        assert caplog.text.count(NAME) == 2  # in one line
 
 
 @looped

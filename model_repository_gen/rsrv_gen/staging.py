@@ -117,7 +117,7 @@ class SwapFolder:
         return Replaced(repository, name, self, version)
 
     def swap(self, name: str, repository: Path) -> None:
-        """As `install`, without a record: what a crash leaves in this folder is removed."""
+        """Exchange the complete directory `name` with the model for good: what a crash leaves in this folder is removed."""
         new, target = self.path / name, repository / name
         if target.exists():
             exchange(new, target)

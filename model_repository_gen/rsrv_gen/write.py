@@ -160,7 +160,7 @@ class RepositoryWriter:
             shutil.rmtree(self._aside.path / name, ignore_errors=True)
 
     def put_undoably(self, name: str, plan: ModelPlan, later_than: int) -> Replaced:
-        """As `put`, and keep the version that is replaced. The newest file is later than `later_than`; see `touch`."""
+        """Put a model, and keep the version that it replaces. Its newest file is later than `later_than`; see `touch`."""
         kept = SwapFolder.new(self._repository)
         try:
             self._build(kept, name, plan, later_than)

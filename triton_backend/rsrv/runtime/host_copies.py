@@ -9,6 +9,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -23,6 +24,8 @@ log = logging.getLogger("rsrv.host")
 
 #: seconds between two looks at the memory, and the least while it is short
 REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1
+#: idle models whose executables are looked at when memory is short: it takes milliseconds
+_MOST_EXAMINED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}
-    every = sorted(idle, key=lambda one: (one.since, one.key))
+    every = nsmallest(_MOST_EXAMINED, idle, key=lambda one: (one.since, one.key))
     for one in every:
         if len(chosen) >= most:
             break

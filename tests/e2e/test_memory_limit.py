@@ -21,6 +21,7 @@ from rsrv_bundle.writer import write_weights
 from tests.e2e.calls import Array, Caller, assert_same, at_once
 from tests.e2e.harness import StartTriton, make_repository
 from tests.unit.bundle.forge import seal
+from tests.waiting import wait_until
 
 #: Bytes of the server, of which its processes need 200 MB.
 LIMIT = 400 << 20
@@ -98,9 +99,9 @@ def group() -> Iterator[ControlGroup]:
 
 
 def _remove(path: Path) -> None:
-    # The fixture of the server has ended its processes.
-    with suppress(OSError):
-        path.rmdir()
+    # The runtime and the control process end when they see the server's end.
+    wait_until(lambda: not (path / "cgroup.procs").read_text(), what="the end of the group's processes")
+    path.rmdir()
 
 
 def matrices(number: int) -> dict[str, Array]:

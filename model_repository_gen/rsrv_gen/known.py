@@ -11,7 +11,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 import rsrv_bundle
 import rsrv_gen
 from rsrv_gen.metas import BundleFacts
+from rsrv_gen.plan import SourceBundle
 from rsrv_gen.signatures import Signature, last_change, sign
 from rsrv_gen.staging import place_beside
 
@@ -74,7 +75,8 @@ class Known:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
             settled = False
-        if signed is None or not settled:
+        # Signed again: a link may have led to another bundle while it was read, and may lead back later.
+        if signed is None or not settled or self.sign(bundle) != signed:
             return None
         self._notes.bundles[str(bundle)] = _device(bundle), signed, facts
         self._changed = True
@@ -89,10 +91,10 @@ class Known:
         """Return the path of a model's last valid bundle, if it is known."""
         return self._notes.places.get(name)
 
-    def made(self, folder: Path, recipe: str) -> None:
-        """Note that a model's directory is what the recipe makes."""
+    def made(self, folder: Path, recipe: str, made_of: Iterable[SourceBundle]) -> None:
+        """Note that a model's directory is what the recipe makes, if these bundles of it have not changed meanwhile."""
         signed = sign(folder, linked=self.linked)
-        if recipe and signed is not None:
+        if recipe and signed is not None and all(bundle.is_unchanged() for bundle in made_of):
             self._notes.models[folder.name] = recipe, signed
             self._changed = True
 

@@ -64,9 +64,9 @@ Content = bytes | SourceFile | SourceFolder | SharedFile
 ModelPlan = Mapping[PurePosixPath, Content]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SourceBundle:
-    """Valid bundle on disk."""
+    """Valid bundle on disk, as one look found it: no later one equals it, so that what was read of it ends with it."""
 
     path: Path
     #: of its files before they were read; None if they changed a moment before
@@ -79,21 +79,21 @@ class SourceBundle:
 
     def read(self) -> Bundle:
         """Read the bundle, unless it was read with these files. Raises BundleError."""
-        return _read(self.path) if self.signature is None else _read_once(self)
+        return _read_once(self)
 
-
-def _read(path: Path) -> Bundle:
-    # No digest: it would read every weight.
-    return read_bundle(path, digest=False)
+    def is_unchanged(self) -> bool:
+        """Return whether the bundle's files are as they were before they were read, as far as that is known."""
+        return self.signature is not None and self.signature == sign(self.path, linked=self.linked)
 
 
 @lru_cache(maxsize=8)
 def _read_once(source: SourceBundle) -> Bundle:
     """Read a bundle for its plan and for its verification, which follows."""
-    if source.packed and sign(source.path, linked=source.linked) == source.signature:
+    if source.packed and source.is_unchanged():
         bundle: Bundle = pickle.loads(source.packed)
         return bundle
-    return _read(source.path)
+    # No digest: it would read every weight.
+    return read_bundle(source.path, digest=False)
 
 
 @dataclass(frozen=True, slots=True)

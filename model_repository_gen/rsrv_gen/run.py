@@ -206,7 +206,7 @@ class _Generator:
                 if not (written and step.plan is not None and self._is_wrong(step, sources)):
                     self._carry_out(step)
                     if written and step.name not in self.failed:
-                        known.made(self._repository / step.name, step.recipe)
+                        known.made(self._repository / step.name, step.recipe, step.made_of)
                 shown.step(step.name)
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:

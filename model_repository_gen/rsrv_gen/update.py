@@ -42,6 +42,8 @@ class PlannedAction:
     note: str = ""
     #: digest of the model's recipe, for `Known`
     recipe: str = ""
+    #: the bundles in it; none of an alias, which is always compared
+    made_of: tuple[SourceBundle, ...] = ()
     #: metas that carry a model without a directory; they must be in place before its directory is removed
     carriers: tuple[str, ...] = ()
     #: the models behind an alias
@@ -114,6 +116,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     name = folder.name
     try:
         digest = recipe.digest()
+        made_of = () if isinstance(recipe, AliasRecipe) else (recipe.source, *recipe.callees)
         if known.is_current(folder, digest):
             return PlannedAction(name, "unchanged", note=note, recipe=digest)
         plan = recipe.plan()
@@ -126,11 +129,11 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     except OSError:
         current = False  # writing it reports the reason
     if current:
-        known.made(folder, digest)
-        return PlannedAction(name, "unchanged", plan, note, digest)
+        known.made(folder, digest, made_of)
+        return PlannedAction(name, "unchanged", plan, note, digest, made_of)
     if is_foreign(folder):
         return PlannedAction(name, "foreign", note=note)
-    return PlannedAction(name, "changed" if is_ours(folder) else "new", plan, note, digest)
+    return PlannedAction(name, "changed" if is_ours(folder) else "new", plan, note, digest, made_of)
 
 
 def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
@@ -198,7 +201,7 @@ class UpdatePolicy:
         return True
 
     def newer_than(self, name: str) -> int:
-        """Return the `later_than` of `RepositoryWriter.put`."""
+        """Return the `later_than` of `RepositoryWriter.put_undoably`."""
         return 0
 
 
@@ -281,7 +284,7 @@ def update(
                 _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
                 if step.name in done.put:
                     if all(map(ready, made_of)):
-                        known.made(repository / step.name, step.recipe)
+                        known.made(repository / step.name, step.recipe, step.made_of)
                     else:
                         done.put.pop(step.name).undo()
                         done.later.add(step.name)

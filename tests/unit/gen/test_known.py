@@ -58,7 +58,6 @@ class Runs:
     def run(self, *options: str, status: int = 0) -> tuple[dict[str, str], set[str]]:
         """Generate; return each model's verb but the unchanged, and the bundles that were read."""
         self._read.clear()
-        plan._read_once.cache_clear()
         assert main([*options, str(self.bundles), "-o", str(self.gen)]) == status
         said = self._capsys.readouterr()
         self.complaints = said.err
@@ -265,6 +264,39 @@ def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
     assert runs.run()[0] == {"m15": "changed"}
     assert "dims: 3" in (runs.gen / "m15/config.pbtxt").read_text()
     assert (runs.gen / "m15/1/bundle/model.b1.mlir").read_text() == "v3 1"
+
+
+@pytest.mark.parametrize("when", ["check", "plan"])
+def test_a_bundle_that_changes_back_is_served_as_it_is(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    """A link that leads to another version during a run, and back before the next one, is served as the first version."""
+    write_bundle(tmp_path / "one", "one")
+    wider = MANIFEST.replace("c: 2", "c: 3") + ("internal: true\n" if when == "check" else "")
+    write_bundle(tmp_path / "two", "two", files={"manifest.yaml": wider})
+
+    def lead_to(version: str) -> None:
+        (tmp_path / "new").symlink_to(tmp_path / version)
+        (tmp_path / "new").replace(runs.bundles / "linked")
+
+    lead_to("one")
+    with monkeypatch.context() as patch:
+        if when == "plan":
+            after_checks(patch, lambda: lead_to("two"))
+        else:
+            check = sources._check
+
+            def change(path: Path) -> object:
+                lead_to("two")
+                return check(path)
+
+            patch.setattr(sources, "_check", change)
+        runs.run()
+    lead_to("one")
+    assert runs.run()[0] == {"linked": "changed" if when == "plan" else "new"}
+    assert (runs.gen / "linked/1/bundle/model.b1.mlir").read_text() == "one 1"
+    assert "dims: 2" in (runs.gen / "linked/config.pbtxt").read_text()
+    assert runs.run() == ({}, set())
 
 
 def after_checks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:

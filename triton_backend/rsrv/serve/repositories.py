@@ -103,7 +103,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
                 ):
                     writer.remove(step.name)
                 if step.verb in ("new", "changed"):
-                    known.made(repository / step.name, step.recipe)
+                    known.made(repository / step.name, step.recipe, step.made_of)
             except (OSError, ValueError) as error:
                 failed[step.name] = str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))

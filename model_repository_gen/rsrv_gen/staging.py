@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -152,7 +153,7 @@ def _prefix(repository: Path) -> str:
 def clear_away(repository: Path) -> list[Replaced]:
     """Remove the remains of crashes from the locked repository. Returns the replacements that can be undone."""
     found: list[Replaced] = []
-    for left in place_beside(repository).glob(f"{_prefix(repository)}*"):
+    for left in place_beside(repository).glob(f"{glob.escape(_prefix(repository))}*"):
         try:
             aside = SwapFolder(left)
         except OSError:

@@ -351,10 +351,12 @@ def test_settings_are_checked_and_written_whole(
     assert tree(gen) == before
 
 
-def test_what_a_crash_left_is_cleared_away(bundles: Path, gen: Path) -> None:
+@pytest.mark.parametrize("name", ["gen", "gen[1]"])
+def test_what_a_crash_left_is_cleared_away(bundles: Path, tmp_path: Path, name: str) -> None:
     """Half-built directories that a crashed run left beside the repository are removed by the next run."""
+    gen = tmp_path / name
     run(bundles, "-o", gen)
-    left = gen.parent / ".gen.rsrv-gen-crashed"
+    left = tmp_path / f".{name}.rsrv-gen-crashed"
     (left / "one").mkdir(parents=True)
     assert run(bundles, "-o", gen) == 0
     assert not left.exists()

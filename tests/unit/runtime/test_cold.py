@@ -448,6 +448,33 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     assert stubs["d"].ask(2.0).error is None
 
 
+def test_a_model_that_stays_keeps_no_other_one_warm(
+    lazy: Runtime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stub does not leave while it imports model.py: models that were used later fall back instead."""
+    imported = threading.Event()
+
+    def hooks() -> Hooks:
+        imported.wait(300)
+        return Hooks()
+
+    request = start_stub(lazy, doublings["a"], hooks).send()
+    wait_until(lambda: models() == {"a": "ready"})
+    other = start_stub(lazy, doublings["b"])
+    assert other.ask().error is None
+    wait_until(lambda: other.engine._deferred.idle)
+
+    assert relieve(lazy)
+    monkeypatch.setattr(lazy.loop._catalog, "_clock", lambda: time.monotonic() + 3.0)
+    wait_until(lambda: relieve(lazy) and models() == {"a": "ready"})
+    wait_until(lambda: not relieve(lazy))
+    imported.set()
+    assert request.answers.get(timeout=20).error is None
+
+
 def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
     start_runtime: StartRuntime,
     start_stub: StartStub,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, reduce
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 from rsrv.runtime.model_states import (
@@ -316,9 +317,9 @@ class Catalog:
         """Note that the stubs of a model or meta model are asked to leave until a request comes."""
         self._dismissed[key] = self._clock()
 
-    def is_dismissed(self, key: str) -> bool:
-        """Return whether the stubs of a model or meta model may still be about to leave."""
-        return self._clock() - self._dismissed.get(key, -_LEAVE_S) < _LEAVE_S
+    def is_dismissed(self, key: str, within: float = _LEAVE_S) -> bool:
+        """Return whether the stubs of a model or meta model were asked to leave `within` seconds: they may be about to."""
+        return self._clock() - self._dismissed.get(key, -inf) < within
 
     @property
     def is_dismissing(self) -> bool:

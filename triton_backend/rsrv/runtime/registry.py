@@ -39,6 +39,8 @@ _MAX_REASON = 4000
 _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
 #: models that fall back at one look, and seconds until the next one: each unload holds up the loop for milliseconds
 _FALLS, _NEXT_FALLS_S = 16, 0.25
+#: seconds in which a model that was asked to leave, and stayed, is passed over: its stub has requests, or imports model.py
+_STAYS_S = 30.0
 #: for a native front; a meta model's file is one of hooks, too
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
@@ -206,7 +208,11 @@ class Registry:
         warm = self._warm(
             lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf
         )
-        idle = [one for one in warm if one.since + one.least <= now]
+        idle = [
+            one
+            for one in warm
+            if one.since + one.least <= now and not self.catalog.is_dismissed(one.key, _STAYS_S)
+        ]
         users = Counter(id(one) for model in self.catalog.models() for one in model.executables.values())
         for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
             self._fall_back(one, "memory is short")

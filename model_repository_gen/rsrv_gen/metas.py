@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rsrv.text import nearest
-from rsrv_bundle import manifest
+from rsrv_bundle import Bundle, manifest
 from rsrv_bundle.errors import Problems
 
 
@@ -22,6 +22,19 @@ class BundleFacts:
     #: keeps state, for sequences of clients or for a generation
     stateful: bool = False
     generates: bool = False
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> BundleFacts:
+        manifest = bundle.manifest
+        return cls(
+            meta=manifest.kind == "meta",
+            internal=manifest.internal,
+            hooks=bundle.hooks is not None,
+            calls=tuple(manifest.meta_calls),
+            external=tuple(manifest.meta_external),
+            stateful=manifest.state is not None,
+            generates=manifest.generate is not None,
+        )
 
 
 def unusable_metas(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from rsrv.native import LIBRARY
 from rsrv.settings import Front, ModelSection, Transport
-from rsrv_bundle import Bundle, read_bundle
+from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_gen import config
 from rsrv_gen.metas import BundleFacts, callers
 from rsrv_gen.signatures import Signature, sign
@@ -78,7 +78,7 @@ class SourceBundle:
     linked: bool = True
 
     def read(self) -> Bundle:
-        """Read the bundle, unless it was read with these files. Raises BundleError."""
+        """Read the bundle, unless it was read with these files. Raises BundleError, also if it has other facts now."""
         return _read_once(self)
 
     def is_unchanged(self) -> bool:
@@ -93,7 +93,10 @@ def _read_once(source: SourceBundle) -> Bundle:
         bundle: Bundle = pickle.loads(source.packed)
         return bundle
     # No digest: it would read every weight.
-    return read_bundle(source.path, digest=False)
+    bundle = read_bundle(source.path, digest=False)
+    if BundleFacts.of(bundle) != source.facts:  # by which the front, the callers and the callees were chosen
+        raise BundleError(f"{bundle.name}: its kind, its hooks or its calls have changed; try again")
+    return bundle
 
 
 @dataclass(frozen=True, slots=True)

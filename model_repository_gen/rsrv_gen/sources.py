@@ -104,16 +104,7 @@ def _check(path: Path) -> tuple[Bundle, BundleFacts]:
         check_hooks(bundle.hooks, bundle.manifest.kind)
     # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
     config.render(bundle)
-    manifest = bundle.manifest
-    return bundle, BundleFacts(
-        meta=manifest.kind == "meta",
-        internal=manifest.internal,
-        hooks=bundle.hooks is not None,
-        calls=tuple(manifest.meta_calls),
-        external=tuple(manifest.meta_external),
-        stateful=manifest.state is not None,
-        generates=manifest.generate is not None,
-    )
+    return bundle, BundleFacts.of(bundle)
 
 
 def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:

@@ -266,6 +266,20 @@ def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
     assert (runs.gen / "m15/1/bundle/model.b1.mlir").read_text() == "v3 1"
 
 
+def test_a_bundle_that_becomes_another_kind_of_model_after_its_check_is_named(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle that gets hooks between its check and its plan, when its front is chosen, fails alone, and is written next."""
+    hooks = {"model.py": "def preprocess(inputs): return inputs\n"}
+    with monkeypatch.context() as patch:
+        after_checks(patch, lambda: write_bundle(runs.bundles / "m15", "v2", files=hooks))
+        write_bundle(runs.bundles / "m14", "v2")
+        write_bundle(runs.bundles / "m15", "v2")
+        assert runs.run(status=1)[0] == {"m14": "changed"}
+    assert "m15 is skipped: it changed while it was read (m15: its kind, its hooks" in runs.complaints
+    assert runs.run()[0] == {"m15": "changed"}
+
+
 @pytest.mark.parametrize("when", ["check", "plan"])
 def test_a_bundle_that_changes_back_is_served_as_it_is(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str

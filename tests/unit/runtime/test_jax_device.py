@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime import cuda
+from rsrv.runtime import allocation, cuda
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, DeviceRows, Executable, OutOfMemory, run
 from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
@@ -389,6 +390,25 @@ def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.
         upload(count)
     with pytest.raises(OutOfMemory, match="the host has 1048576"):
         upload(1 << 19)
+
+
+def test_weights_that_were_evicted_for_an_upload_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, the next upload may use their memory, which is freed if the host has no room beside it."""
+    device, allocate, blocks = JaxDevice("cpu"), allocation.aligned, list[ref[allocation.Bytes]]()
+
+    def aligned(nbytes: int, *, huge_pages: bool = False) -> allocation.Bytes:
+        block = allocate(nbytes, huge_pages=huge_pages)
+        blocks.append(ref(block))
+        return block
+
+    def spare() -> int:
+        return (3 << 20) - sum(block.nbytes for one in blocks if (block := one()) is not None)
+
+    monkeypatch.setattr(allocation, "aligned", aligned)
+    monkeypatch.setattr("rsrv.runtime.jax_device.spare_memory", spare)
+    array = np.zeros(2 << 20, np.uint8)
+    for _ in range(3):
+        device.free(device.upload([array], kinds=[(array.shape, array.dtype)]), reuse=True)
 
 
 def test_a_stored_executable_is_loaded_on_a_full_device(

@@ -459,7 +459,7 @@ class JaxDevice:
         kinds: Sequence[ArrayKind] | None = None,
     ) -> list[Buffer]:
         if self._copies is None:
-            _require_host(kinds or ())
+            self._require_host(kinds or ())
             return self._upload_on_cpu(arrays, abandoned)
         if kinds is None:
             arrays = list(arrays)
@@ -536,6 +536,17 @@ class JaxDevice:
         source, event = copying.popleft()
         copies.finish(event)
         return source.nbytes
+
+    def _require_host(self, kinds: Sequence[ArrayKind]) -> None:
+        """Raise OutOfMemory if the host has no room for these arrays: the kernel would kill a process."""
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+        if needed < _LARGE_BYTES or needed <= spare_memory():
+            return
+        # What was evicted for this upload is in the way if it is large.
+        if self._reuse.give_back():
+            gc.collect(0)  # as in `free`
+        if needed > (spare := spare_memory()):
+            raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
 
     def _upload_on_cpu(self, arrays: Iterable[Array], abandoned: Callable[[], bool]) -> list[Buffer]:
         arrived: list[Buffer] = []
@@ -780,13 +791,6 @@ def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
     along = [1] * base.ndim
     along[axis] = -1
     return jnp.where((rows >= 0).reshape(along), jnp.take(source, rows, axis=axis, mode="clip"), base)
-
-
-def _require_host(kinds: Sequence[ArrayKind]) -> None:
-    """Raise OutOfMemory if the host has no room for these arrays: the kernel would kill a process."""
-    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
-    if needed >= _LARGE_BYTES and needed > (spare := spare_memory()):
-        raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
 
 
 def _bytes(aval: Any) -> int:

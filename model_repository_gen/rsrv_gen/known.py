@@ -11,7 +11,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from pydantic import TypeAdapter, ValidationError
 import rsrv_bundle
 import rsrv_gen
 from rsrv_gen.metas import BundleFacts
-from rsrv_gen.plan import SourceBundle
 from rsrv_gen.signatures import Signature, last_change, sign
 from rsrv_gen.staging import place_beside
 
@@ -91,11 +90,15 @@ class Known:
         """Return the path of a model's last valid bundle, if it is known."""
         return self._notes.places.get(name)
 
-    def made(self, folder: Path, recipe: str, made_of: Iterable[SourceBundle]) -> None:
-        """Note that a model's directory is what the recipe makes, if these bundles of it have not changed meanwhile."""
-        signed = sign(folder, linked=self.linked)
-        if recipe and signed is not None and all(bundle.is_unchanged() for bundle in made_of):
-            self._notes.models[folder.name] = recipe, signed
+    def holds(self, signed: Mapping[Path, Signature]) -> bool:
+        """Return whether bundles still have these signatures."""
+        return all(self.sign(bundle) == same for bundle, same in signed.items())
+
+    def made(self, folder: Path, recipe: str, signed: Mapping[Path, Signature]) -> None:
+        """Note that a model's directory is what the recipe makes, if its bundles still have these signatures."""
+        made = sign(folder, linked=self.linked)
+        if recipe and made is not None and self.holds(signed):
+            self._notes.models[folder.name] = recipe, made
             self._changed = True
 
     def save(self, bundles: Mapping[str, Path]) -> None:

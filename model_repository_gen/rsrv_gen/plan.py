@@ -81,15 +81,11 @@ class SourceBundle:
         """Read the bundle, unless it was read with these files. Raises BundleError, also if it has other facts now."""
         return _read_once(self)
 
-    def is_unchanged(self) -> bool:
-        """Return whether the bundle's files are as they were before they were read, as far as that is known."""
-        return self.signature is not None and self.signature == sign(self.path, linked=self.linked)
-
 
 @lru_cache(maxsize=8)
 def _read_once(source: SourceBundle) -> Bundle:
     """Read a bundle for its plan and for its verification, which follows."""
-    if source.packed and source.is_unchanged():
+    if source.packed and sign(source.path, linked=source.linked) == source.signature:
         bundle: Bundle = pickle.loads(source.packed)
         return bundle
     # No digest: it would read every weight.

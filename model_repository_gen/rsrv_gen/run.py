@@ -204,9 +204,9 @@ class _Generator:
                 # The target of a symbolic link may change without an action.
                 written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
                 if not (written and step.plan is not None and self._is_wrong(step, sources)):
-                    self._carry_out(step)
+                    self._carry_out(step, known)
                     if written and step.name not in self.failed:
-                        known.made(self._repository / step.name, step.recipe, step.made_of)
+                        known.made(self._repository / step.name, step.recipe, step.signed)
                 shown.step(step.name)
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
@@ -224,7 +224,7 @@ class _Generator:
             return True
         return False
 
-    def _carry_out(self, step: PlannedAction) -> None:
+    def _carry_out(self, step: PlannedAction, known: Known) -> None:
         name, plan = step.name, step.plan
         match step.verb:
             case "foreign":
@@ -239,7 +239,11 @@ class _Generator:
                 self.failed.add(name)
                 _complain(f"{name} is skipped: it changed while it was read{step.note}")
             case "new" | "changed" if plan is not None:
-                self._change(step.verb, name, lambda writer: writer.put(name, plan), step.note)
+
+                def put_model(writer: RepositoryWriter) -> None:
+                    writer.put(name, plan, lambda: known.holds(step.signed))
+
+                self._change(step.verb, name, put_model, step.note)
             case "removed" if not self.failed.isdisjoint(step.carriers):
                 self._say("kept", name, " (a meta model that shall carry it could not be written)")
             case "removed":

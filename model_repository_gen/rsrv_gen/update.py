@@ -13,6 +13,7 @@ from rsrv_gen.aliases import AliasRecipe, plan_aliases
 from rsrv_gen.config import ConfigError
 from rsrv_gen.known import Known
 from rsrv_gen.plan import LinkMode, ModelPlan, Recipe, SourceBundle, plan_repository
+from rsrv_gen.signatures import Signature
 from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
 from rsrv_gen.staging import Replaced
 from rsrv_gen.write import (
@@ -42,8 +43,8 @@ class PlannedAction:
     note: str = ""
     #: digest of the model's recipe, for `Known`
     recipe: str = ""
-    #: the bundles in it; none of an alias, which is always compared
-    made_of: tuple[SourceBundle, ...] = ()
+    #: paths and signatures of the bundles that are copied, from before they were read for the plan
+    signed: Mapping[Path, Signature] = field(default_factory=dict)
     #: metas that carry a model without a directory; they must be in place before its directory is removed
     carriers: tuple[str, ...] = ()
     #: the models behind an alias
@@ -116,9 +117,16 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     name = folder.name
     try:
         digest = recipe.digest()
-        made_of = () if isinstance(recipe, AliasRecipe) else (recipe.source, *recipe.callees)
         if known.is_current(folder, digest):
             return PlannedAction(name, "unchanged", note=note, recipe=digest)
+        if isinstance(recipe, AliasRecipe):
+            made_of = [*recipe.targets.values()]
+        else:
+            made_of = [recipe.source, *recipe.callees]
+        # A link to a bundle is right whatever the bundle holds.
+        signed = {one.path: known.sign(one.path) for one in made_of if recipe.mode != "symlink"}
+        if any(signed.get(one.path) != one.signature for one in made_of):
+            digest = ""
         plan = recipe.plan()
     except (BundleError, ConfigError, OSError) as error:
         if isinstance(recipe, AliasRecipe) and isinstance(error, ConfigError):
@@ -129,11 +137,11 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     except OSError:
         current = False  # writing it reports the reason
     if current:
-        known.made(folder, digest, made_of)
-        return PlannedAction(name, "unchanged", plan, note, digest, made_of)
+        known.made(folder, digest, signed)
+        return PlannedAction(name, "unchanged", plan, note, digest, signed)
     if is_foreign(folder):
         return PlannedAction(name, "foreign", note=note)
-    return PlannedAction(name, "changed" if is_ours(folder) else "new", plan, note, digest, made_of)
+    return PlannedAction(name, "changed" if is_ours(folder) else "new", plan, note, digest, signed)
 
 
 def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
@@ -284,7 +292,7 @@ def update(
                 _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
                 if step.name in done.put:
                     if all(map(ready, made_of)):
-                        known.made(repository / step.name, step.recipe, step.made_of)
+                        known.made(repository / step.name, step.recipe, step.signed)
                     else:
                         done.put.pop(step.name).undo()
                         done.later.add(step.name)

@@ -12,7 +12,7 @@ import filecmp
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -151,10 +151,12 @@ class RepositoryWriter:
         #: models that a server was loading when it ended, and that lost their previous version
         self.lost = lost
 
-    def put(self, name: str, plan: ModelPlan) -> None:
-        """Create a model, or replace one that rsrv-gen made."""
+    def put(self, name: str, plan: ModelPlan, holds: Callable[[], bool]) -> None:
+        """Create a model, or replace one that rsrv-gen made, if the plan `holds` when its files are copied. Raises OSError."""
         try:
             self._build(self._aside, name, plan, 0)
+            if not holds():
+                raise OSError("its bundle changed while it was copied, so the model stays as it was; try again")
             self._aside.swap(name, self._repository)
         finally:
             shutil.rmtree(self._aside.path / name, ignore_errors=True)

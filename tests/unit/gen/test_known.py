@@ -280,6 +280,27 @@ def test_a_bundle_that_becomes_another_kind_of_model_after_its_check_is_named(
     assert runs.run()[0] == {"m15": "changed"}
 
 
+def test_a_bundle_that_changes_while_it_is_copied_is_named(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle that is replaced between its verification and the end of its copy fails alone; no model is of two versions."""
+    for name in ("m14", "m15"):
+        write_bundle(runs.bundles / name, "v2")
+    real = sources.verify
+
+    def change(name: str, *arguments: Any) -> None:
+        real(name, *arguments)
+        if name == "m14":
+            write_bundle(runs.bundles / name, "v3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "verify", change)
+        assert runs.run(status=1)[0] == {"m15": "changed"}
+    assert "m14: its bundle changed while it was copied" in runs.complaints
+    assert (runs.gen / "m14/1/bundle/model.b1.mlir").read_text() == "v1 1"
+    assert runs.run()[0] == {"m14": "changed"}
+
+
 @pytest.mark.parametrize("when", ["check", "plan"])
 def test_a_bundle_that_changes_back_is_served_as_it_is(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str

@@ -95,7 +95,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
         )
         for step in planned:
             try:
-                _carry_out(step, writer, failed)
+                _carry_out(step, writer, known, failed)
                 stayed = step.verb in ("kept", "refused") and is_ours(repository / step.name)
                 if stayed and not (
                     _may_be_given(repository / step.name, given, known)
@@ -103,7 +103,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
                 ):
                     writer.remove(step.name)
                 if step.verb in ("new", "changed"):
-                    known.made(repository / step.name, step.recipe, step.made_of)
+                    known.made(repository / step.name, step.recipe, step.signed)
             except (OSError, ValueError) as error:
                 failed[step.name] = str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
@@ -153,7 +153,7 @@ def compile_for(card: str, repository: Path) -> None:
         raise KeyboardInterrupt
 
 
-def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:
+def _carry_out(step: PlannedAction, writer: RepositoryWriter, known: Known, failed: dict[str, str]) -> None:
     match step.verb:
         case "refused":
             failed[step.name] = step.note.strip(" ()")
@@ -162,6 +162,6 @@ def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, 
         case "foreign":
             failed[step.name] = "was not made by rsrv: move it away, or rename the bundle"
         case "new" | "changed" if step.plan is not None:
-            writer.put(step.name, step.plan)
+            writer.put(step.name, step.plan, lambda: known.holds(step.signed))
         case "removed" if failed.keys().isdisjoint(step.carriers):
             writer.remove(step.name)

@@ -156,7 +156,9 @@ class RepositoryWriter:
         try:
             self._build(self._aside, name, plan, 0)
             if not holds():
-                raise OSError("its bundle changed while it was copied, so the model stays as it was; try again")
+                raise OSError(
+                    "its bundle changed while it was copied: the model is left as it was; try again"
+                )
             self._aside.swap(name, self._repository)
         finally:
             shutil.rmtree(self._aside.path / name, ignore_errors=True)

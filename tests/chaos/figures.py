@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple
 
+from rsrv.wire.memory import SILENT_S
+
 #: Outcomes of requests other than errors, which are named by their codes.
 RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
 #: The protocol of requests that are a fault, or a part of it.
@@ -53,7 +55,8 @@ class Expected:
     excuse: str = ""
     #: Models whose requests may get each other's answers, and why.
     mixes_up: Mapping[str, str] = field(default_factory=dict)
-    #: Only requests in flight may fail or wait longer than LATE_S, and of each model those of the next execute().
+    #: Only requests in flight, and of each model those of the next execute(), may fail. Only those sent before a front takes
+    #: a silent runtime for a stopped one may wait longer than LATE_S.
     in_flight: bool = False
 
     def harms(self, model: str) -> bool:
@@ -143,7 +146,7 @@ def judge(
         (),
         tuple(notes),
     )
-    return replace(row, problems=(*problems, *_problems(row, touched, expected)))
+    return replace(row, problems=(*problems, *_problems(row, touched, stretch, expected)))
 
 
 def _back(records: Sequence[Record], stretch: Stretch) -> float:
@@ -167,7 +170,7 @@ def _by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
     return models
 
 
-def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterable[str]:
+def _problems(row: Row, touched: Sequence[Record], stretch: Stretch, expected: Expected) -> Iterable[str]:
     wrong = Counter(r.model for r in touched if r.outcome == WRONG and r.model not in expected.mixes_up)
     if wrong:
         yield f"wrong answers: {_counts(wrong)}"
@@ -182,9 +185,12 @@ def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterab
         kinds = _counts(Counter(f"{r.model} {r.outcome}" for r in failed))
         yield f"errors of models that it should not touch: {kinds}"
     if expected.in_flight:
-        harmed = [r for r in touched if r.outcome != RIGHT or r.ended - r.sent > LATE_S]
+        harmed = [r for r in touched if r.outcome != RIGHT]
         if len(harmed) > row.in_flight + len({r.model for r in touched}):
-            yield f"{len(harmed)} requests failed or were late, and {row.in_flight} were in flight"
+            yield f"{len(harmed)} requests failed, and {row.in_flight} were in flight"
+        late = [r for r in touched if r.ended - r.sent > LATE_S and r.sent > stretch.strike + SILENT_S + 0.2]
+        if late:
+            yield f"{len(late)} requests were late that were sent {late[0].sent - stretch.strike:.1f} s after the fault"
     if row.victims_back == inf:
         yield "the victims did not come back"
     if row.bystanders_back == inf:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -72,8 +71,8 @@ class SourceBundle:
     #: of its files before they were read; None if they changed a moment before
     signature: Signature
     facts: BundleFacts
-    #: the bundle that was read with this signature, pickled into a fifth of its memory; may be empty
-    packed: bytes = field(default=b"", repr=False)
+    #: what was read with this signature; None: it is read again
+    checked: Bundle | None = field(default=None, repr=False)
     #: as in `sign`, for the signature
     linked: bool = True
 
@@ -85,9 +84,8 @@ class SourceBundle:
 @lru_cache(maxsize=8)
 def _read_once(source: SourceBundle) -> Bundle:
     """Read a bundle for its plan and for its verification, which follows."""
-    if source.packed and sign(source.path, linked=source.linked) == source.signature:
-        bundle: Bundle = pickle.loads(source.packed)
-        return bundle
+    if source.checked is not None and sign(source.path, linked=source.linked) == source.signature:
+        return source.checked
     # No digest: it would read every weight.
     bundle = read_bundle(source.path, digest=False)
     if BundleFacts.of(bundle) != source.facts:  # by which the front, the callers and the callees were chosen

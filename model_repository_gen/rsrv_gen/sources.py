@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,8 @@ from rsrv_gen.plan import SourceBundle
 
 #: file with the settings beside the models
 SETTINGS_FILE = "rsrv.yaml"
-#: bytes of new bundles that are kept from their check to their plan
-_PACKED_BYTES = 64 * 2**20
+#: new bundles that are kept from their check to their plan; one takes some 30 kB
+_KEPT = 2000
 
 
 @dataclass
@@ -70,11 +69,11 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         for bundle in found:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)
-    room = _PACKED_BYTES
+    room = _KEPT
     for name, same in sorted(places.items()):
         try:
             sources.good[name] = _read(name, same, known, room)
-            room -= len(sources.good[name].packed)
+            room -= sources.good[name].checked is not None
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
     bundles = {name: source.facts for name, source in sources.good.items()}
@@ -89,12 +88,12 @@ def _read(name: str, places: Sequence[Path], known: Known, room: int) -> SourceB
         raise BundleError(f"{name} is the name of a file of the repository; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
-    signed, packed = known.sign(places[0]), b""
+    signed, bundle = known.sign(places[0]), None
     if (facts := known.facts(places[0], signed)) is None:
         bundle, facts = _check(places[0])
-        if (signed := known.learn(places[0], signed, facts)) is not None and room > 0:
-            packed = pickle.dumps(bundle)
-    return SourceBundle(places[0], signed, facts, packed, known.linked)
+        signed = known.learn(places[0], signed, facts)
+    kept = bundle if signed is not None and room > 0 else None
+    return SourceBundle(places[0], signed, facts, kept, known.linked)
 
 
 def _check(path: Path) -> tuple[Bundle, BundleFacts]:

@@ -23,7 +23,7 @@ from rsrv_gen.plan import SourceBundle
 
 #: file with the settings beside the models
 SETTINGS_FILE = "rsrv.yaml"
-#: new bundles that are kept from their check to their plan; one takes some 30 kB
+#: new bundles that are kept from their check to their plan; one takes some 30 kB, and each hundred of its weights as much
 _KEPT = 2000
 
 
@@ -73,7 +73,8 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
     for name, same in sorted(places.items()):
         try:
             sources.good[name] = _read(name, same, known, room)
-            room -= sources.good[name].checked is not None
+            if (kept := sources.good[name].checked) is not None:
+                room -= 1 + len(kept.weights) // 100
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
     bundles = {name: source.facts for name, source in sources.good.items()}

@@ -16,6 +16,7 @@ from rsrv_bundle import read_bundle as read_whole
 from rsrv_gen import known, plan, run, sources
 from rsrv_gen.cli import main
 from rsrv_gen.write import our_models
+from tests.unit.bundle.forge import safetensors_bytes
 from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta
 
 NAMES = [f"m{number:02d}" for number in range(20)]
@@ -299,6 +300,25 @@ def test_a_bundle_that_changes_while_it_is_copied_is_named(
     assert "m14: its bundle changed while it was copied" in runs.complaints
     assert (runs.gen / "m14/1/bundle/model.b1.mlir").read_text() == "v1 1"
     assert runs.run()[0] == {"m14": "changed"}
+
+
+def test_bundles_of_many_weights_take_the_room_of_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of new bundles, so many are kept between their check and their plan as take a bounded amount of memory."""
+    order = [f"w{number}" for number in range(200)]
+    header = {
+        weight: {"dtype": "F32", "shape": [], "data_offsets": [4 * number, 4 * number + 4]}
+        for number, weight in enumerate(order)
+    }
+    weights = safetensors_bytes(
+        {"__metadata__": {"argument_order": json.dumps(order)}, **header}, bytes(4 * len(order))
+    )
+    for name in ("a", "b", "c"):
+        (write_bundle(tmp_path / "many" / name) / "weights.safetensors").write_bytes(weights)
+    monkeypatch.setattr(sources, "_KEPT", 5)
+    found = sources.read_sources([tmp_path / "many"]).good
+    assert [name for name, source in found.items() if source.checked is not None] == ["a", "b"]
 
 
 @pytest.mark.parametrize("when", ["check", "plan"])

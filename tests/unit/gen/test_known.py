@@ -305,7 +305,7 @@ def test_a_bundle_that_changes_while_it_is_copied_is_named(
 def test_bundles_of_many_weights_take_the_room_of_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of new bundles, so many are kept between their check and their plan as take a bounded amount of memory."""
+    """New bundles are kept between their check and their plan, as many as a bounded amount of memory holds."""
     order = [f"w{number}" for number in range(200)]
     header = {
         weight: {"dtype": "F32", "shape": [], "data_offsets": [4 * number, 4 * number + 4]}

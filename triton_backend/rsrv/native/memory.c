@@ -16,6 +16,11 @@
 #define MAX_SEGMENTS 1024u
 #define MAX_BYTES (1ull << 40)
 
+// The container's control group.
+#ifndef CGROUP
+#define CGROUP "/sys/fs/cgroup"
+#endif
+
 // The black box, as docs/protocol.md has it.
 #define SLOT_BYTES 512u
 #define BOX_BYTES (7 * SLOT_BYTES)
@@ -166,22 +171,30 @@ void arena_close(struct arena* arena) {
 }
 
 // Returns the bytes that the machine, or the container, has left. Pages are allocated when they are touched: if none is
-// left then, the kernel kills this process or another one.
+// left then, the kernel kills this process or another one. Of a container's file cache, what was read once counts as free,
+// and half of what was read again, as in rsrv.limits.
 static uint64_t spare_memory(void) {
-    uint64_t spare = UINT64_MAX, kilobytes, limit, used;
+    uint64_t spare = UINT64_MAX, kilobytes, limit, used, bytes, cache = 0;
     char line[128];
     FILE* file = fopen("/proc/meminfo", "re");
     while (file && fgets(line, sizeof line, file))
         if (sscanf(line, "MemAvailable: %lu", &kilobytes) == 1) spare = kilobytes * 1024;
     if (file) fclose(file);
-    FILE* most = fopen("/sys/fs/cgroup/memory.max", "re");
-    FILE* now = fopen("/sys/fs/cgroup/memory.current", "re");
+    FILE* most = fopen(CGROUP "/memory.max", "re");
+    FILE* now = fopen(CGROUP "/memory.current", "re");
+    FILE* parts = fopen(CGROUP "/memory.stat", "re");
+    while (parts && fgets(line, sizeof line, parts)) {
+        if (sscanf(line, "inactive_file %lu", &bytes) == 1) cache += bytes;
+        if (sscanf(line, "active_file %lu", &bytes) == 1) cache += bytes / 2;
+    }
     if (most && now && fscanf(most, "%lu", &limit) == 1 && fscanf(now, "%lu", &used) == 1) {
+        used -= cache < used ? cache : used;
         uint64_t left = limit > used ? limit - used : 0;
         spare = left < spare ? left : spare;
     }
     if (most) fclose(most);
     if (now) fclose(now);
+    if (parts) fclose(parts);
     return spare;
 }
 

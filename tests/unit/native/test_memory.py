@@ -1,0 +1,63 @@
+"""The memory of the machine, or of the container, as the native front reads it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import native_front
+from tests.unit.native.front import SANITIZERS
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cgroup")
+
+
+@pytest.fixture(scope="module")
+def library(group: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The front's memory.c, for a control group in a folder."""
+    folder = tmp_path_factory.mktemp("library")
+    source, built = folder / "spare.c", folder / "spare.so"
+    source.write_text(
+        f'#define CGROUP "{group}"\n#include "{native_front.SOURCES}/memory.c"\n'
+        "uint64_t spare(void) { return spare_memory(); }\n"
+    )
+    options = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-shared", *SANITIZERS["undefined"]]
+    include = f"-I{native_front.SOURCES}"
+    subprocess.run([*native_front.compiler(), *options, include, "-o", built, source], check=True)
+    found = ctypes.CDLL(str(built))
+    found.spare.restype = ctypes.c_uint64
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limit", "cache", "spare"),
+    [
+        (f"{64 * MIB}", {}, 4 * MIB),
+        (f"{64 * MIB}", {"inactive_file": 30 * MIB, "active_file": 20 * MIB, "anon": 10 * MIB}, 44 * MIB),
+        (f"{64 * MIB}", {"inactive_file": 61 * MIB}, 64 * MIB),
+        (f"{32 * MIB}", {}, 0),
+    ],
+    ids=["without a file cache", "with one", "that is all", "above the limit"],
+)
+def test_a_containers_file_cache_is_no_memory_in_use(
+    library: ctypes.CDLL, group: Path, limit: str, cache: dict[str, int], spare: int
+) -> None:
+    """A container that has read its bundles would refuse large requests otherwise: their files fill it up to its limit."""
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text(f"{60 * MIB}\n")
+    (group / "memory.stat").write_text("".join(f"{name} {number}\n" for name, number in cache.items()))
+    assert library.spare() == spare
+
+
+def test_a_group_without_a_limit_has_the_machines_memory(library: ctypes.CDLL, group: Path) -> None:
+    """The kernel writes the word max."""
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text(f"{60 * MIB}\n")
+    assert library.spare() > 64 * MIB

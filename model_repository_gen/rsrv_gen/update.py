@@ -123,7 +123,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
             made_of = [*recipe.targets.values()]
         else:
             made_of = [recipe.source, *recipe.callees]
-        # A link to a bundle is right whatever the bundle holds.
+        # A link to a bundle stays right when the bundle changes.
         signed = {one.path: known.sign(one.path) for one in made_of if recipe.mode != "symlink"}
         if any(signed.get(one.path) != one.signature for one in made_of):
             digest = ""

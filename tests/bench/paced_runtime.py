@@ -1,6 +1,6 @@
 """`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
 
-It stands for an accelerator that works beside the CPU: jax computes the answer, and whoever reads it waits until
+It stands for an accelerator that works beside the CPU: jax computes the answer, and a reader of it waits until
 RSRV_BENCH_EXECUTION_MS have passed since the launch, or since the end of the execution before, and RSRV_BENCH_ROW_MS for
 each row. A compilation takes RSRV_BENCH_COMPILE_MS more.
 """

@@ -119,7 +119,7 @@ def at(name: str, host: str, grpc_port: int) -> Worker:
 @pytest.mark.parametrize("glue", [False, True])
 @looped
 async def test_each_record_is_a_worker_with_its_port(glue: bool) -> None:
-    """Each record is one worker at its port, whatever its priority; one without a port or a target is none."""
+    """Each record is one worker at its port, and its priority does not count; one without a port or a target is none."""
     zone = f"""
         {NAME}. SRV 0 5 8001 one.test.
         {NAME}. SRV 9 0 8011 One.test.

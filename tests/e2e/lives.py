@@ -132,6 +132,11 @@ class Living:
         status = self._stub.GetStatus(pb.GetStatusRequest(), timeout=20)
         return {failure.name: failure.text for failure in status.failures}
 
+    def broken(self, name: str) -> str:
+        """Return why the runtime cannot serve a model, or an empty text."""
+        (model,) = self._stub.GetStatus(pb.GetStatusRequest(model=name), timeout=20).models
+        return next((one.error for one in model.versions if one.state == pb.STATE_FAILED), "")
+
     @property
     def serves(self) -> bool:
         """Return whether the server as a whole is healthy."""

@@ -1,6 +1,7 @@
 """The updates of watchers: every change, once and in order."""
 
 import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,25 @@ def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
         lane.close()
         watcher.until(lambda: len(watcher.entries) == 1)
         assert watcher.is_("b", state="failed")
+
+
+def test_a_bundle_that_cannot_be_read_is_a_failed_model(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """A model whose bundle cannot be read has failed, unless it serves; it is gone when a version can be read."""
+    torn = shutil.copytree(doublings["a"], tmp_path / "torn")
+    (torn / "weights.safetensors").write_bytes(b"")
+    with Watcher(runtime) as watcher:
+        with pytest.raises(Rejected) as caught:
+            register(runtime, "a", torn)
+        watcher.until(lambda: watcher.is_("a", state="failed", error=str(caught.value)))
+
+        lane = register(runtime, "a", doublings["a"])
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+        with pytest.raises(Rejected):
+            register(runtime, "a", torn)
+        lane.close()
+        watcher.until(lambda: not watcher.entries)
 
 
 def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[str, Path]) -> None:

@@ -57,6 +57,7 @@ class BundlesRead:
     demand: Demand
     #: of the model that was asked for
     name: str = ""
+    is_meta: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class ModelBuilder:
             result = f"{type(error).__name__}: {error}"
         if isinstance(result, str):
             log_not_loaded(name, None, result)
-        self._inbox.post(BundlesRead(connection, result, verdicts, demand, name))
+        self._inbox.post(BundlesRead(connection, result, verdicts, demand, name, bool(calls)))
 
     def _build(self, key: str, name: str, bundle: Bundle, settings: Settings) -> None:
         result: CompiledModel | str

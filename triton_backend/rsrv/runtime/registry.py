@@ -161,7 +161,11 @@ class Registry:
         """Return whether a model that nobody has asked for starts later. The next version of a warm one starts now."""
         if self.catalog.policy.settings.start_of(name) == "eager":
             return False
-        return not self.catalog.serves(name) and all(group.name != name for group in self.metas())
+        return not self._serves(name)
+
+    def _serves(self, name: str) -> bool:
+        """Return whether a model or meta model of that name is there to stay."""
+        return self.catalog.serves(name) or any(group.name == name for group in self.metas())
 
     def dismiss(self, key: str | None = None) -> None:
         """Send COLD to the stubs of a model or meta model that serves, or of all (None).
@@ -279,6 +283,8 @@ class Registry:
         if connection.closed:
             return
         if isinstance(wanted, str):
+            if not self._serves(message.name):
+                self.catalog.tell_unreadable(message.name, wanted, is_meta=message.is_meta)
             self._transport.guard(connection, _reject, connection, wanted)
             return
         if connection.flat and (wanted.bundle.hooks is not None or wanted.bundle.manifest.state is not None):

@@ -26,7 +26,7 @@ from rsrv_bundle.modules import Look
 from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
 from rsrv_gen.update import PlannedAction, steps
-from rsrv_gen.write import RepositoryWriter, open_repository, our_models
+from rsrv_gen.write import RepositoryWriter, open_repository, our_models, refusal
 
 
 def run(options: argparse.Namespace) -> int:
@@ -229,9 +229,7 @@ class _Generator:
         match step.verb:
             case "foreign":
                 self.failed.add(name)
-                _complain(
-                    f"{self._repository / name} was not made by rsrv-gen: move it away, or rename the bundle"
-                )
+                _complain(refusal(self._repository / name))
             case "refused":
                 self.failed.add(name)
                 _complain(f"{name} is skipped: {step.note.strip(' ()')}")

@@ -24,6 +24,7 @@ from rsrv_gen.write import (
     is_ours,
     open_repository,
     our_models,
+    refusal,
 )
 
 #: `foreign`: a directory that rsrv-gen did not make has the name. `internal`: no directory, because metas carry the model.
@@ -300,9 +301,7 @@ def update(
                 what = "the alias" if step.targets else "its bundle"
                 done.failed[step.name] = f"{what} is {step.verb}, and nothing may be written"
             case "foreign":
-                done.broken[step.name] = (
-                    f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
-                )
+                done.broken[step.name] = refusal(repository / step.name)
             case "refused":
                 done.broken[step.name] = step.note.strip(" ()")
             case "kept" if step.name not in sources.broken:
@@ -345,7 +344,7 @@ def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_tha
         # Opened for each: a large model may take minutes to copy, and another rsrv-gen waits meanwhile.
         with open_repository(repository, link) as writer:
             done.put[name] = writer.put_undoably(name, plan, later_than)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         done.failed[name] = f"could not be written: {error}"
 
 

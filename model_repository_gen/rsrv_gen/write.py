@@ -48,6 +48,11 @@ def is_foreign(folder: Path) -> bool:
     return os.path.lexists(folder) and not is_ours(folder)
 
 
+def refusal(folder: Path) -> str:
+    """Return why a folder of a foreign model is neither replaced nor removed, and what to do."""
+    return f"{folder} was not made by rsrv-gen: move it away, or rename the bundle"
+
+
 def our_models(repository: Path) -> set[str]:
     """Return the names of the models in the repository that rsrv-gen made."""
     if not repository.is_dir():
@@ -174,7 +179,7 @@ class RepositoryWriter:
             raise
 
     def _build(self, folder: SwapFolder, name: str, plan: ModelPlan, later_than: int) -> None:
-        target, new = self._own(name), folder.path / name
+        new = folder.path / name
         files = {new / path: content for path, content in plan.items()}
         for parent in {file.parent for file in files}:
             parent.mkdir(parents=True, exist_ok=True)
@@ -183,6 +188,8 @@ class RepositoryWriter:
         # Linked files have times of their own. A file that is younger than this one was rewritten later.
         written = newest(new)
         os.utime(new / CONFIG_FILE, ns=(written, written))
+        # Last: copying takes minutes, in which a foreign folder may appear, and the exchange would remove it.
+        target = self._own(name)
         _stamp(new, max(later_than, written, newest(target)))
 
     def remove(self, name: str) -> None:
@@ -202,7 +209,7 @@ class RepositoryWriter:
     def _own(self, name: str) -> Path:
         target = self._repository / name
         if is_foreign(target):
-            raise ValueError(f"{target} was not made by rsrv-gen")
+            raise OSError(refusal(target))
         return target
 
     def _write(self, target: Path, content: Content) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pkgutil
 import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -331,6 +333,29 @@ def test_another_ones_model_is_never_replaced(
     assert run(bundles, "-o", gen) == 1
     assert "was not made by rsrv-gen" in capsys.readouterr().err
     assert [path.name for path in (gen / "one").iterdir()] == ["config.pbtxt"]
+    assert (gen / "two" / "config.pbtxt").is_file()
+
+
+@pytest.mark.parametrize("step", ["rsrv_gen.run.verify", "rsrv_gen.write.RepositoryWriter._write"])
+def test_a_foreign_folder_that_appears_during_the_run_stays(
+    bundles: Path,
+    gen: Path,
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another tool makes a folder between the comparison and the end of the copies: it stays, and its model is refused."""
+    act = pkgutil.resolve_name(step)
+
+    def interrupted(*arguments: Any) -> None:
+        (gen / "one").mkdir(exist_ok=True)
+        (gen / "one" / "theirs").touch()
+        act(*arguments)
+
+    monkeypatch.setattr(step, interrupted)
+    assert run(bundles, "-o", gen) == 1
+    assert f"{gen / 'one'} was not made by rsrv-gen: move it away" in capsys.readouterr().err
+    assert [path.name for path in (gen / "one").iterdir()] == ["theirs"]
     assert (gen / "two" / "config.pbtxt").is_file()
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from rsrv.placement.contract import Table, Worker
 from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
@@ -127,13 +127,11 @@ class GatewayLoop:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, and end gracefully. Raises ListenError and other errors of the proxy."""
         try:
-            await self.members.look()
-            self.probes.watch(self.members.workers())
-            await self.probes.look()
-            await self.round()
-            await self.proxy.start()
+            await _first(stop.wait(), self._start())
+            if stop.is_set():
+                return
             self._serving = True
-            await self._serve(stop)
+            await _first(stop.wait(), self._rounds(), self.members.run(self._members_changed))
             self._serving = False
             log.info("ending; requests in flight have %g s", self._drain)
             await self.proxy.drain(self._drain)
@@ -144,6 +142,13 @@ class GatewayLoop:
             await self._errands.close()
             await self._placements.close()
             await self.probes.close()
+
+    async def _start(self) -> None:
+        await self.members.look()
+        self.probes.watch(self.members.workers())
+        await self.probes.look()
+        await self.round()
+        await self.proxy.start()
 
     async def round(self) -> None:
         """Plan by the current views, and apply the plan. A cancelled caller does not interrupt it."""
@@ -218,18 +223,6 @@ class GatewayLoop:
             self._refreshed = self.clock()
             self._refreshing = None
 
-    async def _serve(self, stop: asyncio.Event) -> None:
-        tasks = [
-            asyncio.create_task(work)
-            for work in (stop.wait(), self._rounds(), self.members.run(self._members_changed))
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            await cancel(tasks)
-
     async def _rounds(self) -> None:
         while True:
             try:
@@ -248,3 +241,14 @@ class GatewayLoop:
             log.info("worker %s has joined: %s", name, now[name].grpc)
         self.probes.watch(now)
         self._stirred.set()
+
+
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
+    """Return when one of these has ended, and cancel the others. Raises its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel(tasks)

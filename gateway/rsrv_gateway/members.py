@@ -4,8 +4,10 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from dns.asyncresolver import Resolver
 from dns.exception import DNSException, Timeout
@@ -22,6 +24,8 @@ from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
 log = logging.getLogger("rsrv.gateway")
+
+T = TypeVar("T")
 
 #: returns all addresses of a name, the best first; raises OSError
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
@@ -128,7 +132,7 @@ class Members:
         """
         ports = self._section.workers_ports
         # In a thread: requests would wait 0.1 s while 1,000 records are read.
-        servers = await asyncio.to_thread(lambda: asyncio.run(_servers_of(name, ports, self._resolver)))
+        servers = await _ask_aside(lambda: asyncio.run(_servers_of(name, ports, self._resolver)))
         found: dict[str, Worker] = {}
         trouble = ""
         for server, worker in servers.items():
@@ -230,9 +234,27 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
 
 async def addresses_of(name: str) -> Iterable[str]:
     """Return the addresses of a name, the best first. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found = await _ask_aside(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     return dict.fromkeys(str(address[0]) for *_, address in found)
+
+
+async def _ask_aside(question: Callable[[], T]) -> T:
+    """Ask the DNS in a thread of its own.
+
+    The event loop's end waits for the threads of its pool, and planning needs one of them: a silent name server may hold
+    a question for a minute.
+    """
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # noqa: BLE001  the asking task gets it
+            answer.set_exception(error)
+
+    Thread(target=ask, name="dns", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 async def _servers_of(

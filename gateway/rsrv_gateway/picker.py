@@ -37,8 +37,8 @@ log = logging.getLogger("rsrv.gateway")
 
 #: code of a counted request whose answer the picker does not see
 PICKED = "PICKED"
-#: seconds for a host's name, for which a new worker's first table waits
-_RESOLVE_S = 2.0
+#: seconds for a host's name, for which a new worker's first table waits; names asked for at a time
+_RESOLVE_S, _RESOLVE_MAX = 2.0, 32
 #: seconds between two looks for connections that Envoy has not closed
 _CLOSED_S = 0.05
 #: endpoints named for one request: the first, and two for Envoy's retries
@@ -67,6 +67,7 @@ class Picker:
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
         #: IP address of each host, empty while it has none, and the task that asks for them again
         self._ips: dict[str, str] = {}
+        self._room = asyncio.Semaphore(_RESOLVE_MAX)
         self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
         self._connections: set[EnvoyConnection] = set()
@@ -133,7 +134,7 @@ class Picker:
         except ValueError:
             pass
         try:
-            async with asyncio.timeout(_RESOLVE_S):
+            async with asyncio.timeout(_RESOLVE_S), self._room:
                 self._ips[host] = next(iter(await addresses_of(host)))
         except (OSError, UnicodeError) as error:
             if host not in self._ips:

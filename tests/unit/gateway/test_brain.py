@@ -158,6 +158,23 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
     run(main())
 
 
+def test_it_ends_at_once_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that is stopped while its list of workers is still being read does not wait for the list."""
+
+    async def main() -> None:
+        world = World(a="m")
+        monkeypatch.setattr(world.gateway.members, "look", asyncio.Event().wait)
+        stop = asyncio.Event()
+        running = asyncio.create_task(world.gateway.run(stop))
+        await turns()
+        stop.set()
+        async with asyncio.timeout(1):
+            await running
+        assert world.proxy.log == ["stop"]
+
+    run(main())
+
+
 def test_without_any_worker_it_serves_and_is_not_ready() -> None:
     """A gateway without workers serves and is not ready until the first worker answers its probe."""
 

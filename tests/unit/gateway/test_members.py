@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -119,6 +121,30 @@ def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
     members = Members(section(workers=[{"host": "a"}], workers_dns="workers"), hang)
     run(members.look())
     assert list(members.workers()) == ["a:8001"]
+
+
+@pytest.mark.parametrize("name", ["workers", "_grpc._tcp.workers"])
+def test_a_dns_that_hangs_does_not_hold_back_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop ends while a name server owes its answer, which the machine's resolver awaits for up to a minute."""
+    asked, ended, waited_for = threading.Event(), threading.Event(), []
+
+    def hang(*_: Any, **__: Any) -> Any:
+        asked.set()
+        waited_for.append(not ended.wait(5))
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    members = Members(section(workers_dns=name), resolver=hang)
+
+    async def main() -> None:
+        looking = asyncio.create_task(members.look())
+        await asyncio.to_thread(asked.wait)
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    asyncio.run(main())
+    assert waited_for == []
+    ended.set()
 
 
 def test_one_address_is_one_worker_in_all_sources() -> None:

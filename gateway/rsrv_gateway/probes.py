@@ -150,6 +150,8 @@ class _WorkerProbe:
         self._pause = pause
         self._seen = seen
         self._hurried = asyncio.Event()
+        #: the error of the last probe, if it failed in the gateway itself
+        self._error = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
@@ -174,7 +176,7 @@ class _WorkerProbe:
             self._hurried.clear()
             waiting, self._waiting = self._waiting, []
             try:
-                self._take(await self.prober.look())
+                self._take(await self._look())
             finally:
                 self._release(waiting)
             await asyncio.sleep(min(_PROBE_MIN_S, self._pause))
@@ -183,6 +185,18 @@ class _WorkerProbe:
                     await self._hurried.wait()
             except TimeoutError:
                 pass
+
+    async def _look(self) -> tuple[WorkerView, ...]:
+        """Probe the worker. One whose answers the gateway cannot handle counts as dead, and is probed again."""
+        try:
+            views = await self.prober.look()
+        except Exception as error:
+            if self._error != repr(error):
+                self._error = repr(error)
+                log.exception("worker %s cannot be probed, so it gets no requests", self.worker.name)
+            return DEAD
+        self._error = ""
+        return views
 
     def _take(self, views: tuple[WorkerView, ...]) -> None:
         before, self.views = self.views, taken_over(self.views, views)

@@ -20,6 +20,8 @@ class FakeProber:
         self.worker = worker
         self.views: tuple[WorkerView, ...] = (ALIVE,)
         self.seconds = 0.001
+        #: error of the gateway's own code
+        self.error: Exception | None = None
         self.looks: list[float] = []
         self.closed = False
         self.acts: list[tuple[Act, str, int | None]] = []
@@ -29,6 +31,8 @@ class FakeProber:
         self.looks.append(asyncio.get_running_loop().time())
         views = self.views
         await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
         return views
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
@@ -161,6 +165,29 @@ async def test_a_refresh_waits_for_new_probes(world: World) -> None:
     assert not looking.done()
     world.watch("a")
     await looking
+
+
+def test_a_probe_that_fails_unexpectedly_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker whose answers the gateway's own code cannot handle counts as dead, which is logged once, until it can."""
+
+    @in_world
+    async def main(world: World) -> None:
+        world.watch("a")
+        await world.sees()
+        prober = world.probers["a:1"]
+        for _ in range(2):
+            prober.error = KeyError("device")
+            async with asyncio.timeout(5):
+                await world.probes.look()
+                assert world.probes.views() == {"a": DEAD}
+                await world.probes.look()
+                prober.error = None
+                await world.probes.look()
+            assert world.probes.views() == {"a": (ALIVE,)}
+
+    main()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == ["worker a cannot be probed, so it gets no requests"] * 2
 
 
 @in_world

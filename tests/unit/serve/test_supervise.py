@@ -209,6 +209,31 @@ def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) 
     play(scenario)
 
 
+@pytest.mark.parametrize(("script", "said"), [(STUBBORN, ["it is killed"]), (POLITE, [])])
+def test_a_server_that_does_not_end_is_killed_with_a_line(
+    play: Callable[[Play], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    said: list[str],
+) -> None:
+    """After its drain time and some seconds, a server that ignores the signal is killed, and a warning says so."""
+    monkeypatch.setattr(supervision, "_GRACE", 0.1 if said else 60)
+
+    async def scenario(scene: Scene) -> None:
+        serving = scene.run(script, drain_s=0)
+        pid = await scene.pid()
+
+        scene.orders.once_more()
+
+        assert await serving == 0
+        assert not is_alive(pid)
+
+    play(scenario)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.rpartition(": ")[2] for line in warnings] == said
+
+
 def test_what_a_server_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:
     """Descendants of a server, in other sessions, too, are killed before its restart."""
 

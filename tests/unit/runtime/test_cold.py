@@ -646,6 +646,22 @@ def test_an_eager_meta_model_starts_lazy_callees(
     assert is_answered(callee.ask())
 
 
+def test_a_callee_that_its_meta_model_keeps_leaves_after_a_model_that_frees_memory(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Memory is short, and the meta model stays: its callee's own stub, although unused for longer, would free nothing."""
+    runtime = start_runtime(load_settings(LAZY + "\nmodels: {meta: {start: eager}}"))
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", "a")
+    start_stub(runtime, meta, calls={"a": doublings["a"]})
+    other = start_stub(runtime, doublings["c"])
+    for stub in (start_stub(runtime, doublings["a"]), other):
+        assert stub.ask().error is None
+    wait_until(lambda: other.engine._deferred.idle)
+
+    assert relieve(runtime)
+    wait_until(lambda: models() == {"a": "ready"})
+
+
 def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:

@@ -85,8 +85,9 @@ class WarmModel(NamedTuple):
 def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) -> list[WarmModel]:
     """Choose the least recently used models, at most `most`, that free memory.
 
-    `users`: how many of all models have each executable. Equal modules share one, so it is freed with the last of them. If
-    no choice frees one, models leave all the same: each takes some memory of its own.
+    `users`: how many of all such models, a meta model with those that it calls, have each executable. Equal modules share
+    one, so it is freed with the last of them. If no choice frees one, models leave all the same: each takes some memory of
+    its own.
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}

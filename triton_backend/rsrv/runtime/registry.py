@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -217,7 +218,9 @@ class Registry:
             for one in warm
             if one.since + one.least <= now and not self.catalog.is_dismissed(one.key, _STAYS_S)
         ]
-        users = Counter(id(one) for model in self.catalog.models() for one in model.executables.values())
+        users = Counter(
+            chain.from_iterable(self._executables(models) for _, models in self._registered().values())
+        )
         for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
             self._fall_back(one, "memory is short")
         return bool(idle)
@@ -226,12 +229,21 @@ class Registry:
         log.info("%s: %s, so it falls back to cold", one.name, why, extra=fields(model=one.name))
         self.dismiss(one.key)
 
+    def _registered(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return names and models of all registrations, and of the models that are kept without a connection, by key."""
+        found = {group.key: (group.name, group.models) for group in self._groups().values()}
+        return found | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
+
+    def _executables(self, models: Iterable[str]) -> frozenset[int]:
+        """Return the ids of these models' executables."""
+        entries = (self.catalog.entries.get(key) for key in models)
+        compiled = (entry.model for entry in entries if entry is not None and entry.model is not None)
+        return frozenset(id(one) for model in compiled for one in model.executables.values())
+
     def _warm(self, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
         """Yield the models and meta models that serve, and may fall back by their name: those without a pinned model."""
         limits = self.catalog.policy.settings.idle_limits
-        found = {group.key: (group.name, group.models) for group in self._groups().values()}
-        found |= {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
-        for key, (name, models) in found.items():
+        for key, (name, models) in self._registered().items():
             entries = [self.catalog.entries.get(one) for one in models] if may_fall(name) else []
             compiled = [
                 one.model for one in entries if one is not None and one.ready and one.model is not None
@@ -249,7 +261,7 @@ class Registry:
                     (model.pool.spec.idle_timeout_s for model in compiled if model.pool is not None),
                     default=0.0,
                 ),
-                frozenset(id(one) for model in compiled for one in model.executables.values()),
+                self._executables(models),
             )
 
     def _send_cold(self, connection: PeerConnection) -> None:

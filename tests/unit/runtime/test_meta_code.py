@@ -177,19 +177,6 @@ def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_me
     assert_y(answer, rows(1, 8))
 
 
-def test_scratch_takes_the_shapes_that_numpy_takes(runtime: Runtime, start_meta: StartMeta) -> None:
-    """scratch accepts each shape that numpy does, numpy integers included."""
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        shapes: list[Any] = [3, np.int64(3), (3,), [np.int32(1), 3], (), np.array([2, 3])]
-        made = [call.scratch(shape, np.float32).shape for shape in shapes]
-        assert made == [np.empty(shape).shape for shape in shapes], made
-        return {"y": inputs["x"]}
-
-    (answer,) = ask(start_meta(runtime, run), request())
-    assert_y(answer, rows(1))
-
-
 def test_a_model_without_inputs_may_be_called(
     runtime: Runtime, start_meta: StartMeta, tmp_path: Path
 ) -> None:

@@ -175,9 +175,17 @@ def test_a_stage_that_fails_is_named(runtime: Runtime, start_meta: StartMeta, ru
 def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta) -> None:
     """CallError has the stage, status and text, and a run may continue after it."""
     caught: list[CallError] = []
+    wrong: dict[str, dict[str, Any]] = {
+        "float64, expected f32": {"x": rows(1).astype(np.float64)},
+        "[1, 4]": {"x": np.zeros((1, 4), np.float32)},
+        "[3]": {"x": np.zeros(3, np.float32)},
+        "9 rows": {"x": rows(9)},
+        "missing": {},
+        "'z'": {"x": rows(1), "z": rows(1)},
+    }
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        for bad in ({"x": inputs["x"].astype(np.float64)}, {"x": rows(9)}, {}, {"x": rows(1), "z": rows(1)}):
+        for bad in wrong.values():
             with pytest.raises(CallError) as info:
                 call("a", bad)
             caught.append(info.value)
@@ -188,29 +196,8 @@ def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta
     assert_y(answer, rows(1, 4))
     assert {error.stage for error in caught} == {"a"}
     assert {error.status for error in caught} == {Status.INVALID}
-    for error, text in zip(caught, ("float64, expected f32", "9 rows", "missing", "'z'"), strict=True):
+    for error, text in zip(caught, wrong, strict=True):
         assert text in error.text
-
-
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ({"x": rows(1).astype(np.float64)}, "float64"),
-        ({"x": np.zeros((1, 4), np.float32)}, "[1, 4]"),
-        ({"x": np.zeros(3, np.float32)}, "[3]"),
-        ({"x": rows(9)}, "9 rows"),
-        ({}, "missing"),
-        ({"x": rows(1), "q": rows(1)}, "'q'"),
-    ],
-)
-def test_a_stage_refuses_inputs_that_do_not_fit(
-    runtime: Runtime, start_meta: StartMeta, inputs: dict[str, Any], text: str
-) -> None:
-    """A stage refuses wrong names, dtypes and shapes, as Triton does for clients."""
-    (answer,) = ask(start_meta(runtime, lambda _, call: call("a", inputs)), request())
-
-    assert_fails(answer, FakeError.INVALID_ARG, "stage 'a': ")
-    assert text in answer.error.message  # type: ignore[union-attr]
 
 
 def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -242,15 +229,9 @@ def test_external_models_are_called_through_triton(runtime: Runtime, start_meta:
     assert_fails(answer, FakeError.NOT_FOUND, "stage 'gone': ")
 
 
-def raising(arrays: dict[str, Any]) -> dict[str, Any]:
-    raise RuntimeError("secret detail")
-
-
 @pytest.mark.parametrize(
     ("hooks", "which"),
     [
-        (Hooks(preprocess=raising), "preprocess"),
-        (Hooks(postprocess=raising), "postprocess"),
         (Hooks(preprocess=lambda inputs: {"z": inputs["x"]}), "preprocess"),
         (Hooks(postprocess=lambda outputs: {"y": outputs["y"][:, :1]}), "postprocess"),
         (Hooks(postprocess=lambda outputs: {"y": outputs["y"][:0]}), "postprocess"),
@@ -260,13 +241,12 @@ def raising(arrays: dict[str, Any]) -> dict[str, Any]:
 def test_a_hook_of_a_stage_that_fails_is_named(
     runtime: Runtime, start_meta: StartMeta, run: Run, hooks: Hooks, which: str
 ) -> None:
-    """A stage's hook that raises or returns a wrong result fails the request with its name."""
+    """A stage's hook that returns a wrong result fails the request with its name."""
     engine = start_meta(runtime, run, hooks={"b": hooks})
 
     (answer,) = ask(engine, request())
     assert_fails(answer, FakeError.INTERNAL, "stage 'b': ")
     assert which in answer.error.message  # type: ignore[union-attr]
-    assert "secret" not in answer.error.message  # type: ignore[union-attr]
 
 
 def test_of_several_the_first_failure_is_told_when_all_have_ended(

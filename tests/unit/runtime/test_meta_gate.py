@@ -13,7 +13,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError
 from tests.runtime_commands import configure
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
     Run,
@@ -73,28 +73,6 @@ def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_met
     pause.go(2)
 
     for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, chained(n)))
-
-
-def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Two runs of one meta model delay a run of another, as all share the places."""
-    pause, other = Pause(), Pause()
-    first = start_meta(runtime, stopping(pause))
-    second = start_meta(runtime, stopping(other), name="other")
-    mine = [request(value=n) for n in range(2)]
-    theirs = request(value=7)
-
-    assert first.execute(mine) is None
-    pause.reached(2)
-    assert second.execute([theirs]) is None
-    wait_until(lambda: waiting("other") == 1)
-    assert not other.is_reached
-    pause.go(2)
-    other.reached()
-    other.go()
-
-    assert_y(answer_of(theirs), rows(1, chained(7)))
-    for n, one in enumerate(mine):
         assert_y(answer_of(one), rows(1, chained(n)))
 
 
@@ -172,23 +150,6 @@ def test_meta_models_without_callees_are_not_counted(runtime: Runtime, start_met
         assert_y(answer_of(one), rows(1, chained(1)))
 
 
-def test_a_run_between_stages_does_not_hold_the_device(
-    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
-) -> None:
-    """While all places are taken, a plain request executes."""
-    pause = Pause()
-    engine, plain = start_meta(runtime, stopping(pause)), start_engine()
-    inside = [request(), request()]
-    assert engine.execute(inside) is None
-    pause.reached(2)
-
-    send(plain, one := request(2, 5)).join()
-    assert_y(answer_of(one), rows(2, 11))
-    pause.go(2)
-    for one in inside:
-        assert_y(answer_of(one), rows(1, chained(1)))
-
-
 # --- leaving the line -------------------------------------------------------------------------------------
 
 
@@ -254,38 +215,6 @@ def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None
         assert running() == 1
         pause.go()
         assert_y(answer_of(requests[value - 10]), rows(1, chained(value)))
-
-
-def test_more_places_are_there_at_once(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """If meta_concurrency is raised, waiting runs begin at once."""
-    engine, pause, end = full
-    requests = [request(value=n) for n in range(2)]
-    assert engine.execute(requests) is None
-    wait_until(lambda: waiting() == 2)
-
-    configure(os.getpid(), {"meta_concurrency": 4})
-    pause.reached(2)
-    assert running() == 4
-    pause.go(2)
-    end()
-    for n, one in enumerate(requests):
-        assert_y(answer_of(one), rows(1, chained(n)))
-
-
-def test_fewer_places_apply_to_later_runs(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
-    """If meta_concurrency is lowered, later runs wait until fewer are inside."""
-    engine, pause, end = full
-    requests = [request(value=n) for n in range(2)]
-    assert engine.execute(requests) is None
-    wait_until(lambda: waiting() == 2)
-
-    configure(os.getpid(), {"meta_concurrency": 1})
-    end()
-    for n, one in enumerate(requests):
-        pause.reached()
-        assert running() == 1
-        pause.go()
-        assert_y(answer_of(one), rows(1, chained(n)))
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rsrv.settings import load_settings
-from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.session import Session
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakeError, FakeRequest
-from tests.runtime_commands import configure
-from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
@@ -59,23 +51,6 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
         assert_y(answer_of(one), rows(1, 4 * n + 4))
 
 
-@both_kinds
-def test_the_runtime_dies_in_a_stage_and_comes_back(
-    start_runtime: StartRuntime, start_meta: StartMeta, run: Run
-) -> None:
-    """When the runtime dies in a stage, all runs are answered at once, and later ones are served."""
-    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
-    engine = start_meta(runtime, run)
-    requests = [request(value=n) for n in range(4)]
-    runtime.device.gate.clear()
-    assert engine.execute(requests) is None
-    assert runtime.device.gate.waiting.wait(20)
-    wait_until(lambda: status_of()["waiting"] == 2)
-    runtime.stop()
-
-    assert_down_and_back(start_runtime, engine, requests)
-
-
 def test_the_runtime_dies_between_stages_and_comes_back(
     start_runtime: StartRuntime, start_meta: StartMeta
 ) -> None:
@@ -98,39 +73,6 @@ def test_the_runtime_dies_between_stages_and_comes_back(
     wait_until(lambda: sum(not one.answers.empty() for one in requests) == 2)
     pause.go(2)
 
-    assert_down_and_back(start_runtime, engine, requests)
-
-
-def test_the_runtime_dies_when_a_run_was_just_let_in(
-    start_runtime: StartRuntime, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was just admitted when the runtime died fails with RUNTIME_DOWN."""
-    pause = Pause()
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        if inputs["x"][0, 0] != 100:
-            pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
-    engine = start_meta(runtime, run)
-    requests = [request(value=n) for n in range(3)]
-    assert engine.execute(requests[:2]) is None
-    pause.reached(2)
-    assert engine.execute(requests[2:]) is None
-    wait_until(lambda: status_of()["waiting"] == 1)
-
-    def open_connection(session: Session, key: str) -> RuntimeConnection:
-        runtime.stop()
-        wait_until(lambda: not engine.ready)
-        raise Closed("the runtime is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "open_connection", open_connection)
-        configure(os.getpid(), {"meta_concurrency": 3})
-        wait_until(lambda: sum(not one.answers.empty() for one in requests) == 1)
-    pause.go(2)
     assert_down_and_back(start_runtime, engine, requests)
 
 
@@ -174,20 +116,6 @@ def test_a_further_stub_of_the_same_meta_model_shares_its_models(
     assert_served(engines[1])
     assert runtime.device.resident == 2
     assert status_of()["models"] == ["a", "b"]
-
-
-def test_a_callee_that_cannot_be_built_fails_the_meta_model_by_name(
-    runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], tmp_path: Path
-) -> None:
-    """A callee that cannot be built fails the meta model by name, and frees the others."""
-    broken = tmp_path / "broken"
-    shutil.copytree(doublings["b"], broken)
-    next(broken.glob("*.mlir")).write_bytes(b"no module")
-    seal(broken)
-
-    with pytest.raises(Exception, match="broken"):
-        start_meta(runtime, chain, ["a", "broken"], bundles={"a": doublings["a"], "broken": broken})
-    assert_served(start_meta(runtime, chain, name="well"))
 
 
 def test_a_model_without_calls_waits_for_the_next_runtime(

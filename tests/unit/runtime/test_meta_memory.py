@@ -93,12 +93,14 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
         ([2, 3], np.int16),
         ((0, 7), np.float32),
         ((np.int64(4), 1), bool),
+        (np.int64(3), "i4"),
+        (np.array([2, 3]), "i4"),
     ]
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         buffers = [call.scratch(shape, dtype) for shape, dtype in asked]
         shapes = [buffer.shape for buffer in buffers]
-        assert shapes == [(5,), (), (2, 3), (0, 7), (4, 1)]
+        assert shapes == [(5,), (), (2, 3), (0, 7), (4, 1), (3,), (2, 3)]
         for n, buffer in enumerate(buffers):
             buffer[...] = n
         for n, buffer in enumerate(buffers):

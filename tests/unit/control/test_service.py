@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
-from tests.unit.control.peers import entry, model_status, served, slow_request, until
+from tests.unit.control.peers import FakeRuntime, entry, model_status, served, slow_request, until
 from tests.waiting import looped
 
 A = pb.Target(model="a")
@@ -42,6 +42,33 @@ async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
 
         (one,) = (await server.control.GetStatus(pb.GetStatusRequest(model="c"))).models
         assert one == c
+
+
+@looped
+async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's process sees it when it has imported model.py: until then it is starting, and one that is dead is not shown."""
+    monkeypatch.setattr("rsrv.control.service.stub_processes", lambda *_: {"a", "other"})
+    async with served(tmp_path, models=["a", "dead"]) as server:
+        server.runtime.die()
+        await until(server.runtimes, lambda: not server.runtimes.up)
+        following = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
+        await until(server.runtimes, lambda: server.runtimes.up)
+
+        (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
+        assert (a.name, a.starting) == ("a", "its process connects again")
+        assert [*a.versions] == [pb.Version(state=pb.STATE_LOADING)]
+
+        following.change("a@1", entry("a"))
+        await until(server.runtimes, lambda: "a@1" in server.link.entries)
+        (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
+        assert (a.starting, a.versions[0].state) == ("", pb.STATE_READY)
+        # It has come back, and was unloaded.
+        following.change("a@1", None)
+        await until(server.runtimes, lambda: not server.link.entries)
+        assert not (await server.control.GetStatus(pb.GetStatusRequest())).models
+        following.die()
 
 
 @looped

@@ -231,7 +231,7 @@ class RuntimeLink:
         self._down = self._loop.create_future()
         self.since = 0.0
         self._down_at = self._loop.time()
-        #: Models with a stub before the runtime's last silence or end.
+        #: Models with a stub before the runtime's last silence or end, which have had none since.
         self._served_before: set[str] = set()
         #: Unix time since which the device sleeps; None: it is awake. Whether to wake it; and the models whose stubs have not
         #: connected since a sleep, or have left as cold, because no request has come for them, with the time of that.
@@ -313,6 +313,11 @@ class RuntimeLink:
         """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
         waited = self._loop.time() - (self.since if self.up else self._down_at)
         return self._served_before if waited < (CONNECT_S if self.up else RESTART_S) else set()
+
+    @property
+    def unreturned(self) -> set[str]:
+        """Names of the models that had a stub before the runtime's last end, and have had none since; it may be dead."""
+        return self._served_before - self._dismissed.keys()
 
     def wake(self) -> None:
         """Connect although the device sleeps, which wakes it."""
@@ -484,6 +489,8 @@ class RuntimeLink:
                 entry["state"] = "leaving"
             elif entry["stubs"]:
                 self._dismissed.pop(entry["name"], None)
+                if self.up:
+                    self._served_before.discard(entry["name"])
             self._send_model(entry["name"])
         moves = moves_only(before, entry)
         self._ready = self._ready if moves else None
@@ -493,6 +500,7 @@ class RuntimeLink:
 
     def _come_up(self) -> None:
         self.up, self._wakes, self.asleep_since = True, False, None
+        self._served_before -= self.served()
         self._down = self._loop.create_future()
         missed, self._missed = self._missed, {}
         settings, self._missed_settings = self._missed_settings, {}

@@ -171,6 +171,12 @@ class Runtimes:
         return set(self._unconnected.union(*(link.dismissed for link in self.links)).difference(*known))
 
     @property
+    def awaited(self) -> set[str]:
+        """Names of the models that no runtime has and one had before it ended; their stubs may return, or be dead."""
+        left = set[str]().union(*(link.unreturned for link in self.links))
+        return left.difference(entry["name"] for entry in self.entries.values()) if left else left
+
+    @property
     def changes(self) -> int:
         """A counter that rises with each change of any other property."""
         return self._changes.count

@@ -30,6 +30,7 @@ from rsrv.control.runtime_link import (
 )
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
+from rsrv.control.stub_health import stub_processes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import SettingsError
@@ -112,6 +113,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         }
         # A meta model that is cold is told from others when it has started.
         starting = {name: step for said in statuses.values() for name, step in said["starting"].items()}
+        if awaited := runtimes.awaited:
+            # Those that import model.py see the end of their runtime after that, and connect to the next one then.
+            repository = self._server.repository.absolute()
+            living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
+            starting |= dict.fromkeys(awaited & living, "its process connects again")
         names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
         if request.model and not any(request.model in known for known in (*names.values(), failures)):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")

@@ -3,17 +3,22 @@
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from rsrv.address import Address
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import view
 from rsrv.serve.view import Changes, endpoints
 from rsrv.wire.paths import CONTROL_SOCKET
+from rsrv_gen.plan import BUNDLE_FOLDER
 from tests.unit.serve.test_plan import planned
 
 
@@ -152,6 +157,55 @@ def test_without_a_control_service_no_models_are_counted(
                 return await anext(lines)
 
     assert asyncio.run(first()) == view.Line("Serving; which models, only the log shows", "serves")
+
+
+class Importing(control_pb2_grpc.ControlServicer):
+    """Has models `plain` and `hooked`, whose weights are loaded; model.py of `hooked` is being imported until `imported`."""
+
+    def __init__(self) -> None:
+        self.imported = False
+        self.asked = asyncio.Event()
+
+    async def WatchState(self, request: Any, context: Any) -> AsyncIterator[pb.WatchStateResponse]:
+        ready = pb.STATE_READY
+        yield snapshot(0, plain=("plain@1", ready), hooked=("hooked@1", ready))
+        await asyncio.Event().wait()
+
+    async def GetStatus(self, request: Any, context: Any) -> pb.GetStatusResponse:
+        self.asked.set()
+        step = "" if self.imported else "importing model.py"
+        return pb.GetStatusResponse(models=[pb.ModelStatus(name="hooked", starting=step)])
+
+
+def test_a_model_is_ready_when_its_model_py_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights may be loaded long before; until then no line says that it is ready, and other models do not wait."""
+    for name in ("plain", "hooked"):
+        (tmp_path / name / BUNDLE_FOLDER).mkdir(parents=True)
+    (tmp_path / "hooked" / BUNDLE_FOLDER / "model.py").touch()
+    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
+    plan = replace(planned(), repository=tmp_path, ports={"http": Address("127.0.0.1", 1)})
+
+    async def lines() -> list[str]:
+        server, control = grpc.aio.server(), Importing()
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        server.add_insecure_port(f"unix:{tmp_path / CONTROL_SOCKET}")
+        await server.start()
+        async with asyncio.timeout(30), aclosing(view.follow(plan, os.getpid(), {})) as found:
+            first = await anext(found)
+            second = asyncio.ensure_future(anext(found))
+            for _ in range(3):
+                control.asked.clear()
+                await control.asked.wait()
+            assert not second.done()
+            control.imported = True
+            shown = [first.text, (await second).text]
+        await server.stop(None)
+        return shown
+
+    assert asyncio.run(lines()) == ["plain is ready", "hooked is ready"]
 
 
 def test_a_control_service_is_asked_often_until_it_is_there(

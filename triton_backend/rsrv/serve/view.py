@@ -19,11 +19,12 @@ from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import model_folders
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
+from rsrv_gen.plan import BUNDLE_FOLDER
 
 #: seconds between two looks, and between attempts to reach the control service
 LOOK_S = 0.25
-#: seconds for the control service to come up after the server
-CONTROL_S = 15.0
+#: seconds for the control service to come up after the server, and to answer
+CONTROL_S, _STATUS_S = 15.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,22 @@ class Changes:
             self.known, touched = True, set()
         self._gone = {name for name in self._gone | touched if name not in self._versions}
 
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each model whose state changed before the last call: by now Triton has it, too."""
+    def ready(self) -> set[str]:
+        """Return the models that the next call of `lines` says are ready."""
+        found = {name for name in self._waiting if _is_ready(self._state(name))}
+        return {name for name in found if not _is_ready(self._shown.get(name))}
+
+    def lines(self, starting: Collection[str] = ()) -> Iterator[str]:
+        """Yield a line for each model whose state changed before the last call: by now Triton has it, too.
+
+        The lines of those in `starting` come later.
+        """
         due, self._waiting, self._touched = self._waiting, self._touched, set()
         models = self._models() if due & self._gone else ()
         for name in sorted(due):
+            if name in starting:
+                self._touched.add(name)
+                continue
             state, before = self._state(name), self._shown.get(name)
             if state is None:
                 # A model that is loading again keeps its last line: it serves, or its failure was shown.
@@ -83,7 +95,7 @@ class Changes:
                 continue
             if word == "failed":
                 yield f"{name} failed: {' '.join(detail.split())}"
-            elif before is not None and before[0] == "ready":
+            elif _is_ready(before):
                 self._kept.pop(name, None)
                 yield f"{name} serves its new bundle"
             else:
@@ -146,6 +158,10 @@ class Changes:
         return None
 
 
+def _is_ready(state: tuple[str, str] | None) -> bool:
+    return state is not None and state[0] == "ready"
+
+
 def endpoints(ports: Mapping[str, Address], page: str | None, log: Path) -> str:
     """Return the block of endpoints, with the path of the log."""
     rows = [
@@ -168,10 +184,17 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
     """Yield a line for each change of a tritonserver's models, and one when it serves; never end."""
     changes = Changes(broken, partial(model_folders, planned.repository))
     patience, listening, serves = CONTROL_S, False, False
-    watching = asyncio.create_task(_watch(pid, changes))
+    # By default gRPC waits longer and longer between attempts: models would become ready unseen for up to two minutes.
+    options = [
+        (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
+    ]
+    channel = grpc.aio.insecure_channel(f"unix:{runtime_directory(pid, '0') / CONTROL_SOCKET}", options)
+    control = control_pb2_grpc.ControlStub(channel)
+    watching = asyncio.create_task(_watch(control, changes))
     try:
         while True:
-            for text in changes.lines():
+            hooks = [planned.repository / name / BUNDLE_FOLDER / "model.py" for name in changes.ready()]
+            for text in changes.lines(await _starting(control) if any(map(Path.exists, hooks)) else ()):
                 yield Line(text)
             if not serves and listening:
                 # Without its control service, what the server has loaded is not known here.
@@ -195,19 +218,21 @@ async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> As
             await asyncio.sleep(LOOK_S)
     finally:
         watching.cancel()
+        await channel.close()
 
 
-async def _watch(pid: int, changes: Changes) -> NoReturn:
+async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoReturn:
     """Follow the control service of a server."""
-    socket = runtime_directory(pid, "0") / CONTROL_SOCKET
-    # By default gRPC waits longer and longer between attempts: models would become ready unseen for up to two minutes.
-    options = [
-        (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
-    ]
-    async with grpc.aio.insecure_channel(f"unix:{socket}", options=options) as channel:
-        control = control_pb2_grpc.ControlStub(channel)
-        while True:
-            with suppress(grpc.RpcError):
-                async for update in control.WatchState(pb.WatchStateRequest()):
-                    changes.take(update)
-            await asyncio.sleep(LOOK_S)
+    while True:
+        with suppress(grpc.RpcError):
+            async for update in control.WatchState(pb.WatchStateRequest()):
+                changes.take(update)
+        await asyncio.sleep(LOOK_S)
+
+
+async def _starting(control: control_pb2_grpc.ControlStub) -> set[str]:
+    """Return the models that start; of those whose weights are loaded, the ones whose model.py is still being imported."""
+    with suppress(grpc.RpcError):
+        status = await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S)
+        return {one.name for one in (*status.models, *status.metas) if one.starting}
+    return set()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array
 from rsrv.settings import load_settings
@@ -38,12 +39,12 @@ class Server:
         self._start = start
         #: of the next runtime
         self.settings = "stub: {in_place_ms: 0}"
-        self._directory = directory
+        self._directory, self._bundles = directory, bundles
         #: an item for each execution of a hostile request
         self.executing: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.released = threading.Event()
         self.start()
-        self.hostile, self.other = (self._engine(name, bundles[name]) for name in "ab")
+        self.hostile, self.other = self.engine("a"), self.engine("b")
 
     def start(self) -> None:
         self.box = BlackBox(self._directory)
@@ -72,12 +73,12 @@ class Server:
             self.released.wait(60)
         return double(inputs, weights)
 
-    def _engine(self, name: str, bundle: Path) -> Engine:
+    def engine(self, name: str, hooks: Hooks | None = None) -> Engine:
         def open_connection() -> Greeted:
             greeted = greet(connect(self._directory / paths.SOCKET))
             return replace(greeted, blackbox=BlackBoxReader(self._directory))
 
-        return engine_of(open_connection, bundle, name)
+        return engine_of(open_connection, self._bundles[name], name, hooks)
 
 
 @pytest.fixture
@@ -121,6 +122,26 @@ def test_kills_cost_a_request_nothing(server: Server) -> None:
     attachment = server.hostile.session.attachment
     assert attachment is not None
     assert attachment.key not in server.deaths()
+
+
+def test_a_hook_that_writes_into_its_inputs_gets_them_again_as_they_were_sent(server: Server) -> None:
+    """A killed runtime has the hook run a second time, which doubles the client's numbers and not its own."""
+
+    def preprocess(inputs: dict[str, Array]) -> dict[str, Array]:
+        inputs["x"] *= 2
+        return inputs
+
+    server.hostile.close()
+    server.hostile = server.engine("a", Hooks(preprocess))
+    one = request(HOSTILE / 2)
+    assert server.hostile.execute([one]) is None
+    server.executing.get(timeout=20)
+    server.kill()
+    server.executing.get(timeout=20)
+
+    server.released.set()
+
+    assert_answered(one, 2 * HOSTILE + 1)
 
 
 def test_a_queue_that_became_too_short_refuses_no_request_that_waited(server: Server) -> None:

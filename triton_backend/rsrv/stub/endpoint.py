@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,7 +203,8 @@ class Endpoint:
     ) -> tuple[list[Any], ExecutionPlan]:
         """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure."""
         if self.hooks.preprocess is not None:
-            arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, client_id, span)
+            hook = partial(_on_copies, self.hooks.preprocess)
+            arrays, seconds = self._run("preprocess", "pre", hook, arrays, client_id, span)
             self.preprocess.learn(seconds)
         inputs: list[Any] = []
         extents: list[tuple[int, ...]] = []
@@ -336,6 +338,11 @@ def check_results(
             )
         checked.append(array)
     return checked
+
+
+def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Call a hook, which may write into its inputs: a second try, and an alias's copy of the request, read them again."""
+    return hook({name: array.copy() for name, array in arrays.items()})
 
 
 def hook_failed(hook: str, why: str, client_id: str) -> RequestFailure:

@@ -75,22 +75,6 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
     assert answered(ask(engines["a"])) == 1
 
 
-def test_what_a_held_model_is_asked_waits(
-    runtime: Runtime, engines: dict[str, Engine], operator: Operator
-) -> None:
-    """Requests for a held model wait until it continues, and none executes."""
-    operator.do("pause", model="a", mode="hold")
-    waiting = ask(engines["a"])
-    wait_until(lambda: queued("a") == 1)
-    runtime.device.executed.clear()
-
-    assert answered(ask(engines["b"])) == 2
-
-    assert (queued("a"), runtime.device.executed) == (1, [1])
-    operator.do("continue")
-    assert answered(waiting) == 1
-
-
 def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     engines: dict[str, Engine], operator: Operator
 ) -> None:

@@ -202,16 +202,12 @@ def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     assert (sums["first_token_s"], sums["token_s"]) == (counts["first"][0], counts["between"][0])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [({"prompt": []}, "empty"), ({"prompt": [1] * CONTEXT}, "39"), ({"top_p": 2.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")],
-)  # fmt: skip
-def test_values_without_sense_are_refused(client: Client, wrong: dict[str, object], text: str) -> None:
+def test_values_without_sense_are_refused(client: Client) -> None:
     """The client learns which value it is; the connection goes on."""
-    status, reason = client.end(client.ask(**{"prompt": [1], **wrong}))  # type: ignore[arg-type]
+    status, reason = client.end(client.ask([1] * CONTEXT))
 
     assert status is Status.INVALID
-    assert text in reason
+    assert "at most 39" in reason
     assert client.generate([3])[0] == expected([3])
 
 
@@ -219,7 +215,9 @@ def test_logits_that_are_not_finite_end_one_generation(client: Client) -> None:
     """Another one in the same executions goes on."""
     good, bad = client.ask([3], max_tokens=5), client.ask([1] * 9 + [BROKEN])
 
-    assert client.end(bad)[0] is Status.INTERNAL
+    status, text = client.end(bad)
+    assert status is Status.INTERNAL
+    assert "not finite" in text
     assert client.end(good)[0] is Status.OK
     assert client.tokens[good] == expected([3], 5)
     assert not client.tokens[bad]

@@ -74,32 +74,6 @@ def test_every_generation_reads_its_prompt_and_ends_once(
         generation.end()
 
 
-@pytest.mark.parametrize(
-    ("token", "status", "text"),
-    [(0, Status.OK, "stop"), (-1, Status.INTERNAL, "not finite"), (7, Status.OK, "length")],
-)
-def test_an_end_says_why(token: int, status: Status, text: str) -> None:
-    """A stop token is not sent; a limit's last token is; logits that are not finite end this generation."""
-    generation = begin(Generate(1, [3], 1))
-    generation.next_chunk(others_wait=False)
-
-    sent, end = generation.step(token, 0.0)
-
-    assert sent == (token == 7)
-    assert end is not None
-    assert end.status is status
-    assert text in end.text
-
-
-def test_the_full_context_ends_an_answer() -> None:
-    """Prompt and answer together have no more tokens than the context."""
-    generation = begin(Generate(1, [3] * 62, 8), chunks=Chunks((1, 64), (0.001, 0.001)))
-    generation.next_chunk(others_wait=False)
-
-    assert generation.step(5, 0.0) == (True, None)
-    assert generation.step(5, 0.0) == (True, End(Status.OK, "length"))
-
-
 def test_own_stop_tokens_replace_the_models() -> None:
     """A client that wants no end but the limit sends an empty list."""
     generation = begin(Generate(1, [3], 2, stop=[9]))

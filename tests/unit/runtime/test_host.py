@@ -91,17 +91,6 @@ def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeB
     assert (second.read(1) == 1).all()
 
 
-def test_a_model_that_differs_in_one_tensor_costs_one_tensor(store: HostStore, make: MakeBundle) -> None:
-    """For example a fine-tuned head."""
-    store.open(make(a=large(1), b=large(2), head=small(3)), keep=True)
-    before = store.counts
-
-    store.open(make(a=large(1), b=large(2), head=small(4)), keep=True)
-
-    assert store.counts.physical - before.physical == small(4).nbytes
-    assert store.counts.tensors == before.tensors + 1
-
-
 def test_a_tensor_that_a_model_has_twice_is_held_once(store: HostStore, make: MakeBundle) -> None:
     """For example tied embeddings that an exporter has untied."""
     weights = store.open(make(a=large(1), b=large(1)), keep=True)
@@ -147,19 +136,19 @@ def test_both_format_versions_give_the_modules_arguments(
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("token", dtypes.TOKENS)
-def test_every_element_type_and_every_shape(
-    private: HostStore, make: MakeBundle, token: str, keep: bool
-) -> None:
+def test_every_element_type_and_every_shape(private: HostStore, make: MakeBundle, keep: bool) -> None:
     """Scalars and empty tensors as well; read-only, contiguous and aligned."""
-    dtype = dtypes.numpy_dtype(token)
-    arrays = [np.ones(shape).astype(dtype) for shape in ((), (0,), (2, 0, 3), (5,), (3, 7))]
+    arrays = [
+        np.ones(shape).astype(dtypes.numpy_dtype(token))
+        for token in dtypes.TOKENS
+        for shape in ((), (0,), (2, 0, 3), (5,), (3, 7))
+    ]
     bundle = make(**{f"w{i}": array for i, array in enumerate(arrays)})
     weights = private.open(bundle, keep=keep)
 
     for index, (expected, loaded) in enumerate(zip(arrays, load_weights(bundle), strict=True)):
         for array in (weights.read(index), loaded):
-            assert (array.dtype, array.shape) == (dtype, expected.shape)
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
             assert array.tobytes() == expected.tobytes()
             assert array.flags.c_contiguous
             assert array.flags.aligned
@@ -229,16 +218,6 @@ def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, 
 
     assert kept - without > 0.9 * size
     assert resident_bytes() - without < 0.1 * size
-
-
-def test_arrays_outlive_their_model_and_store(make: MakeBundle, store: HostStore) -> None:
-    """A transfer may still read when its model is dropped."""
-    weights = store.open(make(a=large(1), b=small(2)), keep=True)
-    arrays = [weights.read(0), weights.read(1)]
-    weights.close()
-
-    assert (arrays[0] == 1).all()
-    assert (arrays[1] == 2).all()
 
 
 def test_a_bundle_that_is_replaced_atomically_can_still_be_read(store: HostStore, make: MakeBundle) -> None:
@@ -483,20 +462,6 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
         "host memory is not page-locked, so transfers take longer: no more"
     ]
     assert (weights.read(1) == 2).all()
-
-
-def test_validate_finds_a_wrong_count(private: HostStore, make: MakeBundle) -> None:
-    """All tests of this file rely on it."""
-    weights = private.open(make(a=small(1)), keep=True)
-    (held,) = private._held.values()
-    held.count += 1
-
-    with pytest.raises(AssertionError):
-        check_counts(private)
-
-    held.count -= 1
-    check_counts(private)
-    weights.close()
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

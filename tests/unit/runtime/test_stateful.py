@@ -135,20 +135,6 @@ def test_wrong_steps_are_refused_and_lose_nothing(start_client: StartClient) -> 
     assert client.step(1) == (2.0, 2)
 
 
-def test_two_steps_of_a_sequence_at_once_are_refused(runtime: Runtime, start_client: StartClient) -> None:
-    """The second one is refused while the first executes; the first is answered."""
-    client = start_client()
-    client.step(1, START)
-    runtime.device.gate.clear()
-    first, second = client.ask(1), client.ask(1)
-    assert (
-        client.end(second).text
-        == "the sequence has a request in progress; send the next one after its answer"
-    )
-    runtime.device.gate.set()
-    assert client.sums(first) == (2.0, 2)
-
-
 def test_a_start_waits_for_a_slot_until_it_is_cancelled_or_granted(start_client: StartClient) -> None:
     """With three slots, a fourth sequence begins when another one ends."""
     client = start_client()

@@ -207,6 +207,20 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
     assert is_answered(request.answers.get(timeout=20))
 
 
+def test_a_failed_start_is_forgotten_when_the_model_is_loaded_again(
+    lazy: Runtime, start_stub: StartStub, doubling: Path, tmp_path: Path
+) -> None:
+    """Operators who mend a bundle and reload its model see it cold, and not failed until a request comes."""
+    stub = start_stub(lazy, broken_bundle(tmp_path / "doubling", doubling))
+    with Watcher(lazy) as watcher:
+        assert "could not be started" in error_of(stub.ask())
+        watcher.until(lambda: watcher.is_("doubling", state="failed"))
+
+        start_stub(lazy, doubling)
+
+        watcher.until(lambda: not watcher.entries)
+
+
 def test_hooks_that_cannot_be_imported_fail_the_start(
     lazy: Runtime, start_stub: StartStub, doubling: Path
 ) -> None:

@@ -155,8 +155,7 @@ class StateFeed:
         if entry == known:
             return
         if known is None:
-            for failed in [key for key in self._failed if self._entries[key].name == entry.name]:
-                self._change(failed, None)
+            self.forget_failed(entry.name)
         self._change(key, entry)
         if len(self._failed) > _MAX_FAILED:
             self._change(next(iter(self._failed)), None)
@@ -165,6 +164,11 @@ class StateFeed:
         """Remove an entry, unless it has failed: failures stay visible."""
         if key in self._entries and key not in self._failed:
             self._change(key, None)
+
+    def forget_failed(self, name: str) -> None:
+        """Remove the failed entries of a name: another version has come, or may start."""
+        for failed in [key for key in self._failed if self._entries[key].name == name]:
+            self._change(failed, None)
 
     def _change(self, key: str, entry: FeedEntry | None) -> None:
         self._failed.pop(key, None)

@@ -146,6 +146,8 @@ class Registry:
             # Logs and watchers get it.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
         if wanted.get("asked") is not True and wanted.get("started") is not True and self._stays_cold(name):
+            # Its process is new: what an earlier one could not start may be mended.
+            self.catalog.feed.forget_failed(name)
             self._send_cold(connection)
             return
         connection.demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)

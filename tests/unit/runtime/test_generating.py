@@ -1,5 +1,6 @@
 """Generations over the runtime's socket: tokens as they come, shared executions, and every way to end."""
 
+import json
 import os
 import time
 from collections import defaultdict
@@ -17,6 +18,7 @@ from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed, read_status, send
 from tests.runtime_commands import command
+from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.counting import BROKEN, CONTEXT, MAX_TOKENS, count, expected, export_counting
 from tests.waiting import wait_until
@@ -200,6 +202,21 @@ def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     sums: Any = read_status(os.getpid())["models"]["counting"]["generated"]
     assert (sums["answers"], sums["tokens_in"], sums["tokens_out"]) == (begun, begun, sum(map(len, answers)))
     assert (sums["first_token_s"], sums["token_s"]) == (counts["first"][0], counts["between"][0])
+
+
+def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_path: Path) -> None:
+    """A model's next version only keeps state: the sums of the version that generated are not its."""
+    client.generate([1])
+    following = export_counting(tmp_path / "counting")
+    manifest = json.loads((following / "manifest.yaml").read_text())
+    del manifest["generate"]
+    (following / "manifest.yaml").write_text(json.dumps(manifest))
+    other = RuntimeConnection(client.runtime.open())
+    other.register({"model": "counting", "bundle": str(seal(following, "3.2"))})
+    client.connection.close()
+
+    wait_until(lambda: read_status(os.getpid())["models"]["counting"]["generated"] == {})
+    other.close()
 
 
 def test_values_without_sense_are_refused(client: Client) -> None:

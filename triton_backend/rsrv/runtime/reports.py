@@ -262,7 +262,9 @@ class Reports:
         """Return the sequences of a model by their state, its generations, which are among them, and their sums."""
         counts = {state.value: count for state, count in self._sequences.count(entry.key).items()}
         generations = self._generations.get(entry.name)
-        if generations is None:
+        # An earlier version of the name may have generated.
+        generates = entry.model is not None and entry.model.bundle.manifest.generate is not None
+        if generations is None or not generates:
             return {"sequences": counts, "generations": 0, "generated": {}}
         return {"sequences": counts, "generations": generations.active, "generated": generations.sums()}
 

@@ -391,7 +391,7 @@ async def served(
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
-        diagnosis = Diagnosis(runtimes, file, lifecycle, readiness.missing, {}, no_queues)
+        diagnosis = Diagnosis(runtimes, file, lifecycle, readiness, {}, no_queues)
         live = Live(runtimes, cards, {}, lambda: Troubles({}, diagnosis.findings), every=0.1)
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),

@@ -12,8 +12,11 @@ import pytest
 from rsrv.control import diagnosis as module
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import Diagnosis
+from rsrv.control.health import Readiness
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.settings import load_settings
+from rsrv_gen.plan import BUNDLE_FOLDER
 from tests.unit.control.peers import FakeLifecycle, FakeRuntime, entry, linked, model_status, no_queues, until
 from tests.unit.control.test_findings import counts, model, outcomes
 from tests.waiting import looped
@@ -22,6 +25,7 @@ from tests.waiting import looped
 @dataclass
 class Diagnosed:
     runtime: FakeRuntime
+    runtimes: Runtimes
     diagnosis: Diagnosis
     models: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, BundleFailure] = field(default_factory=dict)
@@ -45,8 +49,9 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
         await until(runtimes, lambda: runtimes.up)
         bundles = FakeLifecycle()
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
-        diagnosis = Diagnosis(runtimes, file, bundles, set, {}, no_queues)
-        found = Diagnosed(runtime, diagnosis, {"a": model()}, bundles.failures)
+        readiness = Readiness(runtimes, tmp_path, bundles, decides=False)
+        diagnosis = Diagnosis(runtimes, file, bundles, readiness, {}, no_queues)
+        found = Diagnosed(runtime, runtimes, diagnosis, {"a": model()}, bundles.failures)
         runtime.answers = found.answer
         try:
             yield found
@@ -68,6 +73,21 @@ async def test_findings_are_those_of_the_latest_look(tmp_path: Path) -> None:
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
         await server.diagnosis.look()
         assert server.names == ["model_failed", "requests_fail"]
+
+
+@looped
+async def test_a_model_that_could_not_start_is_no_finding_once_it_is_removed(tmp_path: Path) -> None:
+    """The runtime remembers the failure, as it is not told that the repository has the model no more."""
+    async with diagnosed(tmp_path) as server:
+        server.runtime.change("b@", entry("b", state="failed", error="torn", digest="", stubs=[]))
+        (bundle := tmp_path / "b" / BUNDLE_FOLDER).mkdir(parents=True)
+        await until(server.runtimes, lambda: "b@" in server.runtimes.entries)
+        await server.diagnosis.look()
+        assert server.names == ["model_failed"]
+
+        bundle.rmdir()
+        await server.diagnosis.look()
+        assert server.names == []
 
 
 @looped

@@ -118,7 +118,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     file = SettingsFile(options.settings, settings, len(devices))
     file.refused = broken
     spans = {} if exporting is None else exporting.counts
-    diagnosis = Diagnosis(runtimes, file, reconciler, readiness.missing, spans, triton.queues)
+    diagnosis = Diagnosis(runtimes, file, reconciler, readiness, spans, triton.queues)
     metrics = Metrics(runtimes, lambda: reconciler.failures.keys(), spans, lambda: diagnosis.findings)
     live = Live(
         runtimes,

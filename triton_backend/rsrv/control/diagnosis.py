@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
@@ -20,6 +20,7 @@ from rsrv.control.figures import (
 )
 from rsrv.control.findings import SEVERITIES, Case, ServerFinding
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.health import Readiness
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Answers, Runtimes
@@ -73,7 +74,7 @@ class Diagnosis:
         runtimes: Runtimes,
         file: SettingsFile,
         lifecycle: Reconciling,
-        missing: Callable[[], Collection[str]],
+        readiness: Readiness,
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
     ) -> None:
@@ -83,12 +84,12 @@ class Diagnosis:
             runtimes: of the server.
             file: rsrv.yaml.
             lifecycle: knows of models what the runtimes do not.
-            missing: returns the names of the models that should serve and do not.
+            readiness: knows which models should serve and do not, and which there are.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
         """
         self._runtimes, self._file = runtimes, file
-        self._lifecycle, self._missing, self._spans, self._queues = lifecycle, missing, spans, queues
+        self._lifecycle, self._readiness, self._spans, self._queues = lifecycle, readiness, spans, queues
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
@@ -130,7 +131,7 @@ class Diagnosis:
                 answers, at = await runtimes.metrics(max_age_s)
                 await self._read_facts()
         overrides = runtimes.overrides
-        missing, starting = self._missing(), not self._lifecycle.reached
+        missing, starting = self._readiness.missing(), not self._lifecycle.reached
         since = dict.fromkeys(missing, self._began) if starting else self._missing_since
         self._missing_since = {} if starting else {name: since.get(name, at) for name in missing}
         return ServerFigures(
@@ -151,7 +152,12 @@ class Diagnosis:
                 )
                 for number, link in enumerate(runtimes.links)
             },
-            entries=dict(runtimes.entries),
+            # A runtime is not told of the end of a model that it could not start.
+            entries={
+                key: one
+                for key, one in runtimes.entries.items()
+                if one["state"] != "failed" or self._readiness.has(one["name"])
+            },
             failures=dict(self._lifecycle.failures),
             process_ends=dict(self._lifecycle.process_ends),
             settings=file.settings,

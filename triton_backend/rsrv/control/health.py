@@ -68,7 +68,7 @@ class Readiness:
 
     def knows(self, name: str) -> bool:
         """Return True if the model exists, ready or not."""
-        return self._has(name) or any(entry["name"] == name for entry in self._view.entries.values())
+        return self.has(name) or any(entry["name"] == name for entry in self._view.entries.values())
 
     def targets(self, name: str) -> set[str]:
         """Return the models that answer for an alias; for any other name, that name."""
@@ -84,11 +84,12 @@ class Readiness:
             self._expected |= ready
         missing = self._expected - ready
         unwanted = self._lifecycle.unwanted
-        gone = {name for name in missing if name in unwanted or not self._has(name)}
+        gone = {name for name in missing if name in unwanted or not self.has(name)}
         self._expected -= gone
         return missing - gone
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Return True if the repository has the model."""
         return Path(name).name == name and (self._repository / name / BUNDLE_FOLDER).exists()
 
 

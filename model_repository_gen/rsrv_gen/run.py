@@ -142,7 +142,7 @@ def recorded(file: Path) -> LifecycleSection:
     try:
         text = file.read_text(encoding="utf-8")
         return LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
-    except (FileNotFoundError, UnicodeDecodeError, YamlError, TypeError, ValidationError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, YamlError, TypeError, ValidationError):
         return LifecycleSection()
 
 

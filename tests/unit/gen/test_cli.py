@@ -227,13 +227,16 @@ def test_what_check_refuses_is_refused_in_the_same_words(
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
-    bundles: Path, capsys: pytest.CaptureFixture[str]
+    bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The repository's own path is in the message."""
+    """The repository's own path is in the message, also of a file."""
     assert run(bundles, "-o", "/proc/gen") == 1
     assert capsys.readouterr().err.endswith(
         "/proc/gen: No such file or directory; name a folder that you can write\n"
     )
+    (file := tmp_path / "file").touch()
+    assert run(bundles, "-o", file) == 1
+    assert capsys.readouterr().err.endswith(f"{file}: File exists; name a folder that you can write\n")
 
 
 def test_a_failed_run_changes_no_settings(

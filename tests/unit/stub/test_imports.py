@@ -1,4 +1,4 @@
-"""Imports of the stub must stay light, for every model has a process; jax is imported in one file."""
+"""Imports of the stub must stay light, for every model has a process; jax is imported in two files."""
 
 import ast
 import json

@@ -1,8 +1,8 @@
 """Executions: gather the requests' inputs, launch, read, scatter the outputs; on the loop or on threads.
 
-With a depth of 1, the loop itself runs an execution that is shorter than handing it over would be; any other execution
-has one thread from its inputs to its outputs. With a larger depth there are two threads: one gathers and launches the
-next execution while the device is busy with the one before; the other reads and scatters outputs meanwhile.
+With a depth of 1, the loop itself runs a short execution (`_SHORT_S`); any other has one thread from its inputs to its
+outputs. With a larger depth there are two threads: one gathers and launches the next execution while the device is busy
+with the one before; the other reads and scatters outputs meanwhile.
 """
 
 import logging
@@ -274,7 +274,7 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     staged = None if alone else staging.take(nbytes)
     if nbytes >= LARGE:
         first = dispatch.slices[0]
-        # The device reads a segment only in place.
+        # What the device reads: the assembled batch, or the segment of a request that is read in place.
         if staged is not None:
             staging.locks.add(staged, device.page_lock)
         elif isinstance(first, RequestSlice):

@@ -1,9 +1,9 @@
 """The loop: the one thread that owns all mutable state of the runtime.
 
 Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into the
-scheduler's events, in one outbox. `Loop._handle` passes each to the scheduler and is its only caller in the runtime;
-the scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and
-executions that are shorter than handing them over would be (`executor`).
+scheduler's events, in one outbox. `Loop._handle` alone passes them to the scheduler; all other calls of it are questions. The
+scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and short
+executions (`executor`).
 """
 
 import os
@@ -108,8 +108,7 @@ class Loop:
         #: events for the scheduler, in order
         self._outbox: Outbox = deque()
         self._passing_on = False
-        #: an execution on the loop that ended in the last round. Its end is passed on after this round's arrivals, so that
-        #: the next execution can include them.
+        #: an execution on the loop that ended in the last round, to be passed on after this round's arrivals
         self._ended: ExecutionEnded | None = None
         self._scheduler = Scheduler(scheduler_settings(settings))
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)

@@ -187,7 +187,7 @@ class Requests:
         mark = connection.marks.pop(call.request, None)
         run = self.runs.of(connection, call.run)
         if run is None:
-            # It was not admitted; its stub has the answer by now.
+            # The run was not admitted, and its stub has been told.
             self._complete(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
             return
         if run.aborted:

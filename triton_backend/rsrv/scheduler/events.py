@@ -164,7 +164,7 @@ class WarmUpEnded:
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: whether it failed for lack of device memory: then it is retried once first.
+    #: whether it failed for lack of device memory: the first time, it is retried and the model stays.
     out_of_memory: bool = False
 
 
@@ -430,7 +430,7 @@ class EvictWeights:
 
     model: str
     epoch: int
-    #: the model whose load comes next and needs the room: tensors of both stay. Information; the load implies it.
+    #: the model whose load comes next and needs the room: tensors that both have stay. Information; the load implies it.
     loading_for: str | None = field(default=None, compare=False)
 
 
@@ -443,7 +443,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class WoundDown:
-    """End of a `WindDown`. If all counts are 0, the scheduler starts nothing any more. Otherwise it goes on as before."""
+    """End of a `WindDown`. If all counts are 0, no execution starts any more; loads do. Otherwise all goes on as before."""
 
     #: numbers of those that have not ended in time; steps of generations that execute are executions, and so are executions
     #: that wait for their second try.

@@ -22,7 +22,7 @@ class StartedExecution:
     started: float
     #: the number that the discipline knows of: that of the first try.
     charged: int
-    #: while nothing else could execute, once it has ended.
+    #: for which nothing else could execute; known at its end.
     occupied_seconds: float = 0.0
 
 
@@ -57,8 +57,8 @@ class InFlight(dict[int, StartedExecution]):
     def end(self, number: int, seconds: float, now: float) -> StartedExecution:
         """Take out an execution that ended; `seconds`: on the device.
 
-        Staging before it and taking its outputs after it also keep others from executing. Between steps of a
-        generation that takes as long as the steps.
+        The host's work before and after it also keeps others from executing: between steps of a generation, for as long
+        as a step takes.
         """
         ended = self.pop(number)
         since = max(ended.started, self._freed)

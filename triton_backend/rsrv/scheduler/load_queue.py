@@ -1,19 +1,19 @@
-"""The line for the link: which absent weights load next, and which weights are evicted for them.
+"""The line for the link to the device: which absent weights load next, and which weights are evicted for them.
 
 The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
 discipline ranks first loads, beside the executions that run. It gets free bytes, or those of the victims that
 `eviction.choose_victims` chooses. Not evicted for it are:
 
 - pinned weights, weights on which an execution runs, and weights that a committed request waits for;
-- weights with waiting requests, as long as the idle weights together are large enough. Protected idle weights count: the
-  load waits for the end of their protection;
-- weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
-  load again;
 - weights in their protected time, `residency_factor` times the duration of their load, if requests wait for them or are
   expected soon. Requests are expected soon if the model's usual pause is shorter than half a load, and the present pause
   is less than twice as long as the usual one. So a client that pauses between two requests keeps its weights; loads that
   take turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much
-  longer for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
+  longer for each model before it. Under `edf`, a deadline that cannot wait so long goes first;
+- weights with waiting requests, as long as the idle weights together are large enough. Idle weights that are protected
+  count: the load waits for the end of their protection;
+- weights whose waiting requests the discipline ranks before those of the model that loads: they would be the next to
+  load again.
 
 Weights of which the host has no copy are in line for the disk instead, in the same order, and for the link once they were
 read: a load never waits for the disk while weights in host memory are in line.
@@ -55,7 +55,7 @@ PlannedLoad = tuple[ModelState, list[ModelState]]
 
 
 class LoadQueue:
-    """The models in line for a load, the models that back off from one, and the choice among the former.
+    """The models in line for a load, the choice among them, and the models that back off from one.
 
     Every change of a line or a back-off ends in `requeue`, which moves absent weights to the state that follows.
     """
@@ -119,8 +119,8 @@ class LoadQueue:
         self._blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
-        #: models whose load is not retried for a while: it failed. Without memory each try would cost all others their
-        #: weights; a file that cannot be read would keep the link from them. Operators may have had some loaded since.
+        #: models whose load failed, and is not retried for a while. Without memory each try would cost all others their
+        #: weights; a file that cannot be read would keep the link from them. A command may have loaded one since.
         self.backing_off: dict[ModelState, None] = {}
 
     # --- lines and back-offs ---------------------------------------------------------------------------------

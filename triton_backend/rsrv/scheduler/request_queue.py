@@ -1,7 +1,8 @@
 """All live requests, which wait or execute: how they enter the queues, and each way out of them.
 
-A request leaves its queue for an execution, which answers it or fails; or it expires, is shed or cancelled, or ends with
-its model or the load of its weights. Each way is one method, so each request is counted and ended once.
+A request leaves its queue for an execution, which answers it or fails. Or it expires, is shed or cancelled, is refused because
+its model is paused, removed or evicted, or fails with the load of its weights. Each way is one method, so each request is
+counted and ended once.
 """
 
 from collections import Counter
@@ -379,7 +380,7 @@ class LateRequest:
     entry: LiveRequest
     queue: VariantQueue
     model: ModelState
-    #: whether it is late only because its weights are not on the device, and may not load.
+    #: whether only the load of its weights makes it late; False also while the model is held.
     absent: bool
 
 

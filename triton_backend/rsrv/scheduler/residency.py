@@ -32,7 +32,7 @@ from rsrv.scheduler.statistics import Cause
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightEvent, WeightState
 from rsrv.scheduler.weights import WeightAccounts
 
-#: seconds until the next look at weights that are idle for too long, but in use or pinned, or in a warm-up.
+#: seconds until the next look at weights that reached their idle limit but cannot be evicted.
 IDLE_LOOK_S = 0.1
 
 
@@ -50,7 +50,7 @@ class CompactionState(Enum):
 class Compaction:
     """Eviction of all evictable weights at once, so that the device's allocator finds contiguous memory again.
 
-    All weights are evicted that are not pinned; then everything goes on. There are two causes:
+    There are two causes:
 
     - a command: the evicted weights are restored;
     - an execution, a load or a warm-up found no memory: it is retried once, an execution or a warm-up with the device to
@@ -303,7 +303,7 @@ class DeviceResidency:
         self.loads.reconfigure(settings)
         if ends_on_demand:
             self._end_on_demand(now, out)
-        # Look again in this event: in explicit mode no weights are evicted for idleness, and otherwise each has its own limit.
+        # Look again in this event: idle weights are evicted only if weights load on demand.
         self.idle_at = now
 
     def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
@@ -456,7 +456,7 @@ class DeviceResidency:
         self._queues.dirty[model] = None
 
     def _plan_without(self, now: float, out: list[Instruction]) -> PlannedLoad | None:
-        """Give up loads for which there is no room, until another one fits. Weights that leave soon make room first."""
+        """Without loads on demand: give up loads that find no room, until one fits. Weights that leave soon make room first."""
         while not (self.evictions or self.warming_up or self._draining):
             lost = self.loads.find_misfit()
             if lost is None:
@@ -540,7 +540,7 @@ class DeviceResidency:
         return model.committed or (model.has_work and model.weights.unserved and self.loads.on_demand)
 
     def compact(self, now: float, out: list[Instruction]) -> float:
-        """Evict all weights that are neither pinned nor in use; nothing loads or executes.
+        """Evict all evictable weights, while nothing loads or executes.
 
         Returns:
             Seconds of the loads that bring back weights with waiting requests.

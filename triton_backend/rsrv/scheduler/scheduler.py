@@ -66,7 +66,7 @@ class SchedulerPhase(Enum):
     SERVING = "serving"
     #: no run is admitted, and no execution starts once no run and no generation is in progress. It has a time limit.
     WINDING_DOWN = "winding down"
-    #: nothing is in progress, and nothing starts.
+    #: nothing executes, and no execution or run starts. Weights still load.
     AT_REST = "at rest"
 
 
@@ -290,7 +290,7 @@ class Scheduler(SchedulerQueries):
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
     def _keep_device(self) -> None:
-        """Let nothing begin on the device while an exclusive request is next, or executes."""
+        """Note whether the device is kept for an exclusive request, which is next or executes."""
         name = self._discipline.choose() if self._queues.exclusive else None
         front = None if name is None else self._models[name].front
         self._kept_exclusive = self._running.exclusive or (front is not None and front.front_exclusive)
@@ -465,11 +465,9 @@ class Scheduler(SchedulerQueries):
             out.append(again)
 
     def _load(self, now: float, out: list[Instruction]) -> None:
-        """Start the next read, and the next load unless the device is kept.
-
-        Evictions may have changed which request is next.
-        """
+        """Start the next read, and the next load unless the device is kept for an exclusive request."""
         if self._queues.exclusive or self._kept_exclusive:
+            # Evictions may have changed which request is next.
             self._keep_device()
         if self._loads.may_read:
             self._residency.read(now, out)
@@ -477,7 +475,7 @@ class Scheduler(SchedulerQueries):
             self._residency.load(now, out)
 
     def _load_again(self, now: float, out: list[Instruction]) -> None:
-        """Repeat the steps about weights: the first model in line may have been shed, or a run's next request committed."""
+        """Repeat the steps about weights: a dispatch may have shed the requests of the first in line, or committed others."""
         if self._discipline.sheds or self._queues.runs:
             self._residency.carry_out_evictions(now, out)
             if not self._queues.dirty:

@@ -162,8 +162,8 @@ class ModelWeights:
         self.groups: list[SharedTensorGroup] = []
         #: true if they stay on the device even if other weights need room.
         self.pinned = program.pinned
-        #: whether they are to be on the device even without requests: pinned, prefetched, adopted, or present when explicit
-        #: mode began. An eviction ends it, unless the weights return.
+        #: whether they are to be on the device even without requests: pinned, prefetched, adopted, or present when
+        #: loads on demand ended. An eviction ends it, unless the weights return.
         self.desired = program.pinned
         #: whether a load would wait for the disk, so that they are read first; and the seconds that the latest read took.
         self.on_disk = False

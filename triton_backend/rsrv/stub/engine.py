@@ -113,20 +113,16 @@ class ModelRequest(DeferredRequest):
 
     @property
     def nbytes(self) -> int:
-        """About the size of the answer, unless a sub-call gets it.
+        """About the size of the answer; 0 for a sub-call's, which must not be sent in two steps (`Reply.send`).
 
-        A sub-call's answer may not: the second step would end the server (24.10 takes it for another answer), while an
-        answer that finds no room is missed by its caller for as long as a call through Triton may take.
+        The second step would end the server. Without it, a caller whose answer finds no room waits until its call times out.
         """
         return self.plan.output_bytes if self.plan and not self.request.params.run else 0
 
     @property
     def launched(self) -> bool:
-        """False if the runtime never gave the request to its device: then its outputs are as `write` left them.
-
-        Before `write`, they are those of an earlier request.
-        """
-        if self.inputs or self.slab is None:
+        """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
+        if self.inputs or self.slab is None:  # not written: the memory still has an earlier request's outputs
             return False
         return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
 
@@ -233,7 +229,7 @@ class Engine(ModelReplica[ModelRequest]):
     def _is_soon(self, attachment: Attachment, count: int) -> bool:
         """Tell whether to wait inside execute(): the executions take at most stub.in_place_ms, and start before long.
 
-        The executions' own length decides, for a device waits for the next batch after each of them. A queue in
+        The executions' own length decides: while they run, the runtime sees no further batch of the model. A queue in
         front of them keeps the device busy meanwhile, so it only bounds how long execute() may be held.
         """
         limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
@@ -307,7 +303,7 @@ class Engine(ModelReplica[ModelRequest]):
         self._deferred.watch(attachment, connection, waiting, idle)
 
     def _defer(self, batch: list[ModelRequest], waiting: Collection[int]) -> None:
-        """Answer a batch after execute() returned, as soon as possible but for the requests that wait for the runtime."""
+        """Have a batch answered after execute() returned: at once, except requests that wait for the runtime."""
         for one in batch:
             self._deferred.reply(one.request)
         for one in batch:
@@ -385,7 +381,7 @@ class Engine(ModelReplica[ModelRequest]):
         connection: RuntimeConnection,
         take: Callable[[RuntimeConnection, int, int], Slab],
     ) -> dict[int, ModelRequest]:
-        """Find a place in shared memory for each request; others fail. Returns the requests that need the device, by id.
+        """Find a place in shared memory for each request, or fail it. Returns the requests that need the device, by id.
 
         Raises Closed if the runtime died.
         """

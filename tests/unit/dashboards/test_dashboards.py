@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import dashboards as tool
-from tests.unit.dashboards.promql import labels
+from panels import MIRRORED
+from tests.unit.dashboards.promql import labels, mirrored, served
 from tests.unit.deploy.manifests import ROOT, read
 
 BOARDS = {name: json.loads(text) for name, text in tool.boards().items()}
@@ -32,6 +33,13 @@ def targets() -> Iterator[Any]:
 
 def variables(board: Any) -> dict[str, Any]:
     return {each["name"]: each for each in board["templating"]["list"]}
+
+
+def test_what_triton_shows_as_well_is_known() -> None:
+    """Exactly the metrics that a stub mirrors on Triton's page, with a version, are known as mirrored."""
+    assert mirrored().keys() == MIRRORED
+    assert all("version" in there for there in mirrored().values())
+    assert mirrored().keys() <= served().keys()
 
 
 def test_the_files_are_what_the_code_makes() -> None:

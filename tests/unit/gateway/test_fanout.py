@@ -89,16 +89,6 @@ def test_ready_anywhere_is_ready() -> None:
     ]
 
 
-def test_all_must_succeed() -> None:
-    """If one of the workers fails, the whole call fails with its name."""
-    done = pb.RepositoryModelLoadResponse()
-
-    assert fanout.all_succeeded({"a": done, "b": done}) == done
-    refused = fanout.all_succeeded({"a": done, "b": BAD})
-    assert (refused.code, refused.message) == (StatusCode.INTERNAL, "worker b: disk full")
-    assert fanout.all_succeeded({"a": done, "b": GONE}).message == "worker b: connection refused"
-
-
 def test_with_one_voice() -> None:
     """An answer of one worker alone, or the same from all, is passed on unchanged."""
     assert fanout.all_succeeded({"a": BAD}) is BAD

@@ -65,7 +65,12 @@ async def test_items_are_read_where_they_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [(Code.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] wait"), (Code.NOT_FOUND, "no such model")]
+    ("code", "message"),
+    [
+        (Code.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] wait"),
+        (Code.UNAVAILABLE, "[rsrv:PAUSED] by an operator"),
+        (Code.NOT_FOUND, "no such model"),
+    ],
 )
 @looped
 async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> None:
@@ -88,7 +93,9 @@ async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> No
         (Code.INVALID_ARGUMENT, "wrong shape", "INVALID_ARGUMENT"),
         (Code.INTERNAL, "a hook raised", "INTERNAL"),
         (Code.UNIMPLEMENTED, "decoupled", "UNIMPLEMENTED"),
+        (Code.INTERNAL, "[rsrv:QUEUE_FULL] says a hook", "INTERNAL"),
         (Code.CANCELLED, "given up", "CANCELLED"),
+        (Code.DEADLINE_EXCEEDED, "late", "DEADLINE_EXCEEDED"),
         (Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full, retry after 3 ms", "RESOURCE_EXHAUSTED"),
         (Code.UNAVAILABLE, "in ensemble 'e', [rsrv:DEADLINE] too late", "DEADLINE_EXCEEDED"),
     ],

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -203,12 +201,3 @@ async def test_histories_and_steering_go_to_the_worker() -> None:
         with pytest.raises(PageError, match="NOT_FOUND: there is no model") as wrong:
             await workers.steer("a:8001", "unknown", "evict")
         assert wrong.value.status == 404
-
-
-def test_the_page_and_its_files_are_in_the_package() -> None:
-    """The package has the page's files."""
-    import rsrv.live
-
-    page = Path(rsrv.live.__file__).parent / "page"
-    kinds = Counter(file.suffix for file in page.iterdir())
-    assert (kinds[".html"], kinds[".css"], kinds[".js"] > 5) == (1, 1, True)

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rsrv.runtime.child_processes import control_command, next_delay, supervise
+from rsrv.runtime.child_processes import control_command, supervise
 from rsrv.wire.paths import CONTROL_LOCK, remove
 
 
@@ -128,10 +126,3 @@ def test_it_is_told_whom_it_serves() -> None:
     expected = [sys.executable, "-P", "-m", "rsrv.control", *options]
 
     assert control_command(Path("/d"), 7, Path("/r.yaml")) == expected
-
-
-@given(st.floats(0, 1e9))
-def test_pauses_stay_between_a_second_and_a_minute(pause: float) -> None:
-    """Pauses grow from one second to one minute."""
-    assert min(pause, 60) <= next_delay(pause) <= 60
-    assert next_delay(pause) >= 1

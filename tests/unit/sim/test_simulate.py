@@ -88,13 +88,6 @@ def test_the_sections_queue_depth_is_the_models_default() -> None:
     assert metrics(text)["total"]["refused"] == 1
 
 
-def test_a_request_that_no_size_holds() -> None:
-    """A request that fits no compiled size is refused by the scheduler."""
-    assert decisions(ONE + "arrivals: [{t: 0.5, model: a, rows: 33}]") == [
-        "t=0.500000 REFUSE a request=1 reason=too_many_rows"
-    ]
-
-
 def test_closed_loop_clients_keep_the_device_busy() -> None:
     """64 clients that send again at once saturate one model: every execution is full."""
     total = metrics(ONE + "duration: 1\narrivals: {closed: {clients: 64}}")["total"]
@@ -353,18 +346,6 @@ def test_more_shared_bytes_than_bytes_are_refused() -> None:
     """More shared bytes than bytes are refused by key."""
     with pytest.raises(ScenarioError, match="shared_bytes and shares: 2 is more than weight_bytes"):
         run("models: {a: {cost: {1: 1}, weight_bytes: 1, shared_bytes: 2}}\narrivals: []")
-
-
-def test_edf_sheds_what_would_be_late() -> None:
-    """A deadline that cannot be met any more ends its request before the deadline."""
-    text = """
-        discipline: edf
-        device: {warm: true}
-        models: {a: {cost: {1: 0.010}}}
-        arrivals: [{t: 0, model: a}, {t: 0.001, model: a, deadline_s: 0.015}]
-        """
-
-    assert decisions(text)[1] == "t=0.001000 SHED a request=2"
 
 
 def test_requests_that_never_end_are_the_simulators_fault(monkeypatch: pytest.MonkeyPatch) -> None:

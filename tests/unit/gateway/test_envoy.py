@@ -103,8 +103,14 @@ async def street(
         found = Street(picker, workers, http, relays)
         await found.apply({"m": Routes(ready=("b", "c"), placed=("b",))})
         ports = [relay.port for relay in relays.values()], [worker.port for worker in http.values()]
+
+        def patient(config: Any) -> None:
+            # One event loop plays all parties: where the machine is busy, the picker would be late, and Envoy ask any server.
+            ext_proc(config)["message_timeout"] = "60s"
+            change(config)
+
         # In a thread, because it waits.
-        running = running_envoy(tmp_path, picker.port, *ports, change=change)
+        running = running_envoy(tmp_path, picker.port, *ports, change=patient)
         envoy = await asyncio.to_thread(running.__enter__)
         ends.callback(running.__exit__, None, None, None)
         found.url = envoy.url

@@ -49,7 +49,10 @@ class Discipline(Protocol):
         """True if requests whose deadline cannot be met any more end at once, and batches keep deadlines."""
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
-        """Return the place of a request; requests of one variant execute in this order."""
+        """Return the place of a request; requests of one variant execute in this order.
+
+        `deadline`: when its client wants the answer: `Request.due`, or else its deadline.
+        """
 
     def advance(self, now: float) -> None:
         """Advance to `now`; called before any other change at that time."""

@@ -178,22 +178,16 @@ def test_a_folder_keeps_its_models_when_another_is_no_longer_given(
 
 
 @pytest.mark.parametrize("spelling", ["link", "bundles/../link", "bundles"])
-@pytest.mark.parametrize("change", [break_one, unmount])
 @pytest.mark.parametrize("back", [False, True])
 def test_another_spelling_of_the_same_folder_keeps_its_models(
-    bundles: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    spelling: str,
-    change: Callable[[Path], None],
-    back: bool,
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, back: bool
 ) -> None:
     """A folder given through a link or as a relative path is the same folder, in either order."""
     (tmp_path / "link").symlink_to(bundles)
     monkeypatch.chdir(tmp_path)
     before, now = (Path(spelling), bundles) if back else (bundles, Path(spelling))
     made(tmp_path / "models", before)
-    change(bundles)
+    break_one(bundles)
     made(tmp_path / "models", now)
     assert model_folders(tmp_path / "models") == {"one", "two"}
 
@@ -264,15 +258,6 @@ def test_a_folder_that_is_given_but_not_watched_keeps_its_models(bundles: Path, 
     break_one(bundles)
     generate(tmp_path / "models", read_sources([bundles]), settings)
     assert model_folders(tmp_path / "models") == {"one", "two"}
-
-
-def test_damaged_settings_of_a_repository_are_replaced(bundles: Path, tmp_path: Path) -> None:
-    """Settings in the repository that are not UTF-8 do not end the start."""
-    made(tmp_path / "models", bundles)
-    good = (tmp_path / "models" / "rsrv.yaml").read_bytes()
-    (tmp_path / "models" / "rsrv.yaml").write_bytes(b"\xff\xfe\x00")
-    made(tmp_path / "models", bundles)
-    assert (tmp_path / "models" / "rsrv.yaml").read_bytes() == good
 
 
 def test_an_alias_of_a_model_that_is_no_longer_given_is_not_served(bundles: Path, tmp_path: Path) -> None:

@@ -42,16 +42,6 @@ def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[list[Engin
         engine.close()
 
 
-def test_models_that_fit_are_uploaded_once(runtime: Runtime, doublings: dict[str, Path]) -> None:
-    """Models that fit are uploaded once, for their warm-up."""
-    engines = [make_engine(runtime, doublings[name], name=name) for name in "ab"]
-
-    assert all(answered(ask(engine)) == w for w, engine in enumerate(engines, 1))
-    assert (runtime.device.uploaded, runtime.device.resident) == (2, 2)
-    for engine in engines:
-        engine.close()
-
-
 def test_the_least_recently_used_model_is_evicted_and_comes_back(
     runtime: Runtime, engines: list[Engine]
 ) -> None:

@@ -120,14 +120,6 @@ def test_worked_example_of_draining() -> None:
     assert [costs.drain_seconds(rows) for rows in (0, 3, 31, 66)] == pytest.approx([0.0, 0.003, 0.004, 0.010])
 
 
-def test_row_limit_counts_in_costs() -> None:
-    """With at most 4 rows an execution, 8 rows at size 32 are two executions."""
-    costs = VariantCosts({1: 0.002, 32: 0.004}, max_rows=4)
-
-    assert costs.max_rows == 4
-    assert costs.drain_seconds(8) == pytest.approx(0.008)
-
-
 @given(
     seeds=st.dictionaries(st.integers(1, 64), st.integers(1, 100), min_size=1, max_size=6),
     rows=st.integers(0, 300),

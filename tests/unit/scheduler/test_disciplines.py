@@ -7,7 +7,7 @@ from typing import get_args
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import DEFAULT_PRIORITY
 from rsrv.scheduler.settings import DisciplineName, SchedulerSettings
-from tests.unit.scheduler.driver import Driver, every_discipline, executions, ids, program
+from tests.unit.scheduler.driver import Driver, every_discipline, executions, program
 
 
 def machine(discipline: str) -> Driver:
@@ -55,17 +55,6 @@ def test_edf_orders_by_the_time_at_which_a_request_is_due() -> None:
         driver.arrive(driver.request("a", due=0.7), driver.request("a"))
 
     assert order(driver) == "bbccaaaa"
-
-
-def test_edf_serves_the_urgent_request_deep_in_a_queue() -> None:
-    """Under edf, an urgent request deep in a queue goes before the older requests of its model."""
-    driver = machine("edf")
-    relaxed = [driver.request("a", deadline=1.0) for _ in range(5)]
-    urgent = driver.request("a", deadline=0.021)
-    driver.arrive(driver.request("b", deadline=0.5), *relaxed, urgent)
-    [first] = executions(driver.finish())
-
-    assert first.requests == ids([urgent])
 
 
 @every_discipline

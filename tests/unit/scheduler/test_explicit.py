@@ -344,19 +344,6 @@ def test_what_came_for_requests_goes_before_these_execute() -> None:
     assert driver.resident == {"b"}
 
 
-def test_what_is_to_go_does_not_come_back_from_a_compaction() -> None:
-    """A model to be evicted does not come back from a compaction; all others do."""
-    driver = explicit()
-    driver.add(program("a", SINGLE), program("b", SINGLE))
-    driver.arrive(driver.request("a"))
-    driver.evict("a")
-    driver.send(Compact())
-    driver.finish()
-    driver.settle()
-
-    assert driver.resident == {"b"}
-
-
 # --- models that are added ---------------------------------------------------------------------------------
 
 

@@ -74,7 +74,9 @@ def test_no_scenario_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([str(tmp_path / "none.yaml")]) == 1
     assert main([str(tmp_path)]) == 1
 
-    assert capsys.readouterr().err.count("cannot be read") == 2
+    said = capsys.readouterr().err
+    assert "none.yaml cannot be read: No such file or directory. Name a file" in said
+    assert said.count("cannot be read") == 2
 
 
 @pytest.mark.parametrize("window", ["1", "2:1", "a:b", "-1:1", "0:inf"])

@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from rsrv.runtime.stored_executables import CompileTarget, write_executables
-from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
+from rsrv.sim.scenario import ScenarioError, parse_scenario
 
 GOOD = "models: {a: {cost: {1: 0.001}}}\n"
 SILENT = GOOD + "arrivals: []\n"
@@ -125,14 +125,6 @@ def test_all_problems_are_named_at_once() -> None:
 
     assert len(lines) == 4
     assert all(line.startswith("s.yaml: ") for line in lines)
-
-
-def test_a_scenario_that_is_not_there(tmp_path: Path) -> None:
-    """A missing scenario is an error with the file's name."""
-    with pytest.raises(
-        ScenarioError, match=r"none\.yaml cannot be read: No such file or directory\. Name a file"
-    ):
-        load_scenario(tmp_path / "none.yaml")
 
 
 def test_a_scenario_written_as_json() -> None:

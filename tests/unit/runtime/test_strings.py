@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy.typing as npt
 import pytest
 
 from rsrv.hooks.loader import Hooks
+from rsrv.stub import replies
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.resubmission import Resubmission
 from rsrv.stub.tensors import encode_strings, size_of
 from rsrv_bundle.export import export_bundle
-from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartMeta
 from tests.unit.runtime.metas import engine_of
 
@@ -27,6 +30,8 @@ TEXTS = np.array([b"one", "zwei \N{SNOWMAN}".encode(), b"", b"\xff\0"], object)
 LABELS = (WireTensor("labels", "bytes", (-1, 1)),)
 _CLIENT_TEXT = [{"name": "text", "dtype": "bytes", "shape": "n"}]
 _CLIENT_LABELS = [{"name": "labels", "dtype": "bytes", "shape": "n"}]
+#: both, in a meta model's manifest
+_CLIENT = "client_inputs: [{name: text, dtype: bytes, shape: n}]\nclient_outputs: [{name: labels, dtype: bytes, shape: n}]\n"
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +147,32 @@ def test_tensors_that_are_not_as_triton_writes_strings_are_refused(
     assert "input 'text' holds no strings" in answer.error.message
 
 
+@pytest.mark.parametrize("of_meta", [False, True])
+def test_long_strings_end_their_request_even_if_they_find_no_room(
+    runtime: Runtime, lengths: Path, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch, of_meta: bool
+) -> None:
+    """They count, and not what the module answers: with the end in one step, Triton would lose both."""
+    monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 20)
+    sent: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(FakeSender, "send", lambda sender, response=None, flags=0: sent.put(flags))
+    long = {"labels": ["x" * (1 << 20)]}
+    engine: Engine | MetaEngine
+    if of_meta:
+        engine = start_meta(
+            runtime, lambda inputs, call: long, bundles={}, calls=[], client=_CLIENT, outputs=LABELS
+        )
+    else:
+        engine = start(runtime, lengths, lambda outputs: long)
+
+    engine.execute_later([FakeRequest({"text": TEXTS[:1]})])
+
+    assert [sent.get(timeout=20), sent.get(timeout=20)] == [
+        0,
+        FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    ]
+    engine.close()
+
+
 def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_meta: StartMeta) -> None:
     """It may give text to a model that takes strings; what it returns is sent as strings."""
 
@@ -154,7 +185,7 @@ def test_a_meta_model_passes_strings_on(runtime: Runtime, lengths: Path, start_m
         run,
         ["lengths"],
         bundles={"lengths": lengths},
-        client="client_inputs: [{name: text, dtype: bytes, shape: n}]\nclient_outputs: [{name: labels, dtype: bytes, shape: n}]\n",
+        client=_CLIENT,
         outputs=LABELS,
         hooks={"lengths": Hooks(measured, labelled)},
     )

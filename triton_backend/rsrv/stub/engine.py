@@ -34,7 +34,7 @@ from rsrv.stub.replies import RequestFailure, invalid
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
 from rsrv.stub.session import DOWN, Attachment, Session
-from rsrv.stub.tensors import Array
+from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
 
@@ -64,6 +64,7 @@ class ModelRequest(DeferredRequest):
     inputs_at: int = 0
     outputs_at: int = 0
     execute_ns: int = 0  # of the execution that it was part of
+    answer_bytes: int = 0
 
     def write(self) -> Submission:
         """Copy the inputs to shared memory, and return the submission to send."""
@@ -117,7 +118,7 @@ class ModelRequest(DeferredRequest):
 
         The second step would end the server. Without it, a caller whose answer finds no room waits until its call times out.
         """
-        return self.plan.output_bytes if self.plan and not self.request.params.run else 0
+        return 0 if self.request.params.run else self.answer_bytes
 
     @property
     def launched(self) -> bool:
@@ -462,6 +463,7 @@ class Engine(ModelReplica[ModelRequest]):
             if one.execute_ns:
                 self._execution.learn(one.execute_ns / 1e9)
             results = self._endpoint.results(outputs, self._outputs, rows, request.id, request.span)
+            one.answer_bytes = sum(map(size_of, results))
             made = [
                 self._tensors.make(wire.name, array, wire.dtype)
                 for wire, array in zip(self._outputs, results, strict=True)

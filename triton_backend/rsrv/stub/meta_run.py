@@ -27,7 +27,7 @@ from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.resubmission import TICK_S, Resubmission
 from rsrv.stub.session import DOWN, Attachment
-from rsrv.stub.tensors import Array
+from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Completion, Status
 
@@ -62,7 +62,7 @@ class MetaRequest(DeferredRequest):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.results)
+        return sum(map(size_of, self.results))
 
     def release(self) -> None:
         self.request.triton, self.results = None, ()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.limits import raise_limit, spare_memory, total_memory
+from rsrv.limits import raise_limit, spare_mappings, spare_memory, total_memory
 
 
 def test_a_limit_is_raised_as_far_as_it_may_be() -> None:
@@ -46,3 +46,16 @@ def test_a_system_whose_control_groups_say_nothing_has_the_memory_of_the_machine
         file.write_bytes(content)
 
     assert (total_memory(tmp_path), spare_memory(tmp_path)) == (1000 << 10, 400 << 10)
+
+
+def test_the_mappings_that_are_left_are_those_that_the_kernel_allows_but_for_the_lines_of_maps(
+    tmp_path: Path,
+) -> None:
+    """A system that does not tell has enough."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert spare_mappings(tmp_path) == (1, 1)
+    (tmp_path / "proc/sys/vm").mkdir(parents=True)
+    (tmp_path / "proc/sys/vm/max_map_count").write_text("65530\n")
+    assert spare_mappings(tmp_path) == (1, 1)
+    (tmp_path / "proc/self/maps").write_bytes(b"a\nb\n\xff\n")
+    assert spare_mappings(tmp_path) == (65527, 65530)

@@ -434,7 +434,7 @@ def relieve(runtime: Runtime) -> bool:
     """Have the runtime free memory, as if it were short; return whether it will."""
     answers: list[bool] = []
     registry = runtime.loop._registry
-    runtime.loop._inbox.post(lambda: answers.append(registry.relieve(time.monotonic())))
+    runtime.loop._inbox.post(lambda: answers.append(registry.relieve(time.monotonic(), "memory is short")))
     wait_until(lambda: bool(answers))
     return answers[0]
 
@@ -519,6 +519,30 @@ def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
     assert read_status(os.getpid())["memory"]["host"]["tensors"] == 0
     assert models() == {"c": "ready"}
     assert stubs[0].ask(2.0).error is None
+
+
+def test_models_fall_back_before_the_process_has_no_mapping_left(
+    start_runtime: StartRuntime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Executables take mappings, and XLA ends a process that has none: the least recently used leave, and the log has the limit."""
+    runtime = start_runtime(load_settings(LAZY))
+    left = {3: 99, 2: 80, 1: 125}
+    monkeypatch.setattr(
+        weight_mover, "spare_mappings", lambda: (left.get(len(runtime.loop._catalog.entries), 1000), 1000)
+    )
+    monkeypatch.setattr(weight_mover, "_COUNT_S", 0.0)
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    stubs = [start_stub(runtime, doublings[name]) for name in "abc"]
+    for stub in stubs:
+        assert stub.ask().error is None
+
+    wait_until(lambda: models() == {"c": "ready"})
+    wait_until(lambda: not runtime.loop._weights.copies.shortage)
+    assert "vm.max_map_count: 1000" in caplog.text
 
 
 def test_a_model_with_a_request_in_flight_does_not_fall_back(

@@ -175,10 +175,18 @@ class HostCopies:
             self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
             self._catalog.moves.add(model.key)
 
+    @property
+    def shortage(self) -> str:
+        """What models have to fall back to cold for; empty: nothing."""
+        if self.is_short:
+            return "memory is short"
+        lacks = self._mover is not None and self._mover.lacks_mappings
+        return "the runtime has few memory mappings left" if lacks else ""
+
     def built(self) -> None:
         """Have the memory measured, of which a model's executables have taken some."""
         if self._mover is not None:
-            self._mover.measure()
+            self._mover.measure(mappings=True)
 
     def measure(self, now: float, states: int) -> None:
         """Have the memory measured, if there are models, or `states`: bytes of sequences' state in host memory."""
@@ -189,7 +197,7 @@ class HostCopies:
         mover.host.states = states
         if mover.host.taken or mover.host.left or self._catalog.entries:
             self._reviews = True
-            mover.measure()
+            mover.measure(mappings=mover.lacks_mappings)
         else:
             self._tell_all()
 

@@ -294,7 +294,8 @@ class Loop:
             case HostMemoryMeasured():
                 now = self._clock()
                 lacking = self._weights.measured(message, now)
-                if not (self._weights.copies.is_short and self._registry.relieve(now)):
+                shortage = self._weights.copies.shortage
+                if not (shortage and self._registry.relieve(now, shortage)):
                     self._requests.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)

@@ -203,8 +203,8 @@ class Registry:
             again = min(again, due)
         return max(again, now + _MIN_LOOK_S)
 
-    def relieve(self, now: float) -> bool:
-        """Dismiss models because memory is short, the least recently used first; return whether memory becomes free.
+    def relieve(self, now: float, shortage: str) -> bool:
+        """Dismiss models because of a shortage of memory, the least recently used first; return whether any becomes free.
 
         Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time: how much
         memory that frees, only a measurement tells.
@@ -224,7 +224,7 @@ class Registry:
             chain.from_iterable(self._executables(models) for _, models in self._registered().values())
         )
         for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
-            self._fall_back(one, "memory is short")
+            self._fall_back(one, shortage)
         return bool(idle)
 
     def _fall_back(self, one: WarmModel, why: str) -> None:

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
-from rsrv.limits import spare_memory
+from rsrv.limits import spare_mappings, spare_memory
 from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.allocation import give_back
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, DeviceError, OutOfMemory
@@ -126,6 +127,9 @@ class DeviceWeights:
 
 #: bytes per second: a hundred times less than any storage reads at
 _SLOWEST_BYTES_PER_S = 1e9
+#: share of the mappings with less of which idle models leave: a large executable for a CPU takes a hundred, and XLA ends a
+#: process that has none left; and seconds between two counts at least
+_SCARCE_MAPPINGS, _COUNT_S = 1 / 8, 2.0
 
 LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 
@@ -251,6 +255,9 @@ class WeightMover:
         #: refers to the model, which may be unloaded long before the next load
         self._latest: tuple[int, threading.Event] | None = None
         self._latest_read: tuple[int, threading.Event] | None = None
+        #: whether this process has few mappings left, by the latest count; when that was, and whether some were made since
+        self.lacks_mappings = False
+        self._counted_at, self._uncounted = -inf, False
 
     def load(self, model: CompiledModel, epoch: int) -> None:
         """Load a model's weights. Ends in `LoadEnded`."""
@@ -317,12 +324,25 @@ class WeightMover:
         self._host_memory_thread.put(give_back)
         self._host_memory_thread.put(partial(self._measure, CopiesDropped))
 
-    def measure(self) -> None:
-        """Look how much memory the host can spare. Ends in `HostMemoryMeasured`."""
+    def measure(self, *, mappings: bool = False) -> None:
+        """Look how much memory the host can spare, and whether `mappings` are left. Ends in `HostMemoryMeasured`."""
+        self._uncounted |= mappings
         self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
     def _measure(self, message: Callable[[int], HostMemoryMeasured]) -> None:
         # Reading the kernel's files takes milliseconds: never on the loop.
+        now = time.monotonic()
+        if self._uncounted and now >= self._counted_at + _COUNT_S:
+            self._counted_at, self._uncounted = now, False
+            left, most = spare_mappings()
+            lacked, self.lacks_mappings = self.lacks_mappings, left < most * _SCARCE_MAPPINGS
+            if self.lacks_mappings and not lacked:
+                log.warning(
+                    "the kernel allows this process %d more memory mappings (vm.max_map_count: %d): idle models fall back "
+                    "to cold if they may, and without any left the runtime ends. Raise the limit",
+                    left,
+                    most,
+                )
         self._inbox.post(message(spare_memory()))
 
     def forget_left(self, excess: int) -> None:

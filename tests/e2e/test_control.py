@@ -665,6 +665,7 @@ def test_the_control_process_is_replaced_while_the_device_sleeps(control: Contro
     wait_until(lambda: control.health() == SERVING, what="another control process")
     assert control.status().devices[0].HasField("asleep_since_unix_s")
     assert control.rsrv("wake").startswith("device 0: awake after")
+    wait_until(lambda: ready(control), what="the models of before")
 
 
 @pytest.mark.long

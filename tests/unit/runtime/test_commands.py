@@ -3,10 +3,12 @@
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -547,6 +549,21 @@ def test_a_profile_goes_into_a_new_directory_only(
     """A profile into any directory but a new one is refused, and none runs."""
     assert operator.do("profile", directory=directory)["code"] == code
     assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
+
+
+def test_a_profile_without_a_thread_for_it_bars_no_later_one(
+    runtime: Runtime,
+    engines: dict[str, Engine],
+    operator: Operator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system has no thread left: the answer says so, and the next profile is recorded."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+        refusal = operator.do("profile", directory=str(tmp_path / "p"))
+    assert (refusal["code"], "no thread" in refusal["error"]) == ("INTERNAL", True)
+    assert operator.do("profile", directory=str(tmp_path / "p")) == {}
 
 
 def test_a_device_that_cannot_be_profiled_serves_on(

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -115,6 +117,16 @@ def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
     told: Queue[str] = Queue()
     keeper.prepare(told.put, fresh=fresh)
     return told.get(timeout=20)
+
+
+def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime goes on: an error would end it, or have all later restarts wait for this one."""
+    with socket.socket() as listener:
+        keeper = SpareKeeper(["true"], os.environ, listener.fileno(), tmp_path, lambda: False)
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no thread")))
+        assert renewed(keeper) == "the next runtime cannot be started: no thread"
 
 
 READY = f"speaks version {PROTOCOL_VERSION}"

@@ -193,9 +193,10 @@ class Profiler:
                     "INVALID_ARGUMENT", f"directory {directory!r:.200} is not an absolute path"
                 )
             action = partial(_start_profile, device, path)
-        self.state = "changing"
         run = partial(self._run, action, connection, starts=directory is not None)
         threading.Thread(target=run, name="profile", daemon=True).start()
+        # Not before: the system may have no thread left.
+        self.state = "changing"
 
     def _run(self, action: Callable[[], None], connection: PeerConnection, *, starts: bool) -> None:
         refused = None

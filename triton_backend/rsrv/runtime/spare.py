@@ -134,7 +134,11 @@ class SpareKeeper(Successor):
         `done` gets "", or the reason why the spare cannot serve; then the one before it stays.
         """
         action = self._renew if fresh else self._have
-        threading.Thread(target=lambda: done(action()), name="renewal", daemon=True).start()
+        thread = threading.Thread(target=lambda: done(action()), name="renewal", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has none left
+            done(f"the next runtime cannot be started: {error}")
 
     def withdraw(self) -> None:
         """End a spare that is there only for an end that does not come."""

@@ -1,6 +1,7 @@
 """The command `rsrv replay`: requests at the times of a trace, and the report beside the simulator's."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -55,7 +56,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
         if request.model_name == "stopped":
             over = Event()
             context.add_callback(over.set)
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # to the process, whose main thread waits
             over.wait(10)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")

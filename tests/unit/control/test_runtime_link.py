@@ -35,6 +35,19 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_model_that_falls_back_as_the_link_begins_is_leaving_and_cold(tmp_path: Path) -> None:
+    """A snapshot may have a version that its stubs were asked to leave, as a change may."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    runtime.entries = {"a@1": entry("a", state="cold", stubs=[])}
+    async with linked(tmp_path) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+
+        assert [one["state"] for one in runtimes.entries.values()] == ["leaving"]
+        assert runtimes.cold == {"a"}
+    runtime.die()
+
+
+@looped
 async def test_the_stub_of_any_version_counts(tmp_path: Path) -> None:
     """A model with a stub of one of its versions is served; one that failed without a stub is not."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")

@@ -462,6 +462,8 @@ class RuntimeLink:
             revision = int(state["revision"])
             if "entries" in state:
                 self.entries = dict(state["entries"])
+                for found in self.entries.values():
+                    self._note_dismissal(found)
                 self._ready = None
                 self.since = self._loop.time()
                 new = state["instance"] != self.instance
@@ -484,19 +486,23 @@ class RuntimeLink:
         before = self.entries.pop(key, None) if entry is None else self.entries.get(key)
         if entry is not None:
             self.entries[key] = entry
-            if entry["state"] == "cold":
-                self._dismissed[entry["name"]] = self._loop.time()
-                entry["state"] = "leaving"
-            elif entry["stubs"]:
-                self._dismissed.pop(entry["name"], None)
-                if self.up:
-                    self._served_before.discard(entry["name"])
+            self._note_dismissal(entry)
+            if entry["stubs"] and self.up:
+                self._served_before.discard(entry["name"])
             self._send_model(entry["name"])
         moves = moves_only(before, entry)
         self._ready = self._ready if moves else None
         self._changes.note(moves=moves)
         if self.up:  # else a snapshot follows
             self._publish(StateChange(self.instance, revision, key, entry))
+
+    def _note_dismissal(self, entry: Any) -> None:
+        """Note whether the runtime has asked the stubs of a model to leave; its version is leaving then."""
+        if entry["state"] == "cold":
+            self._dismissed[entry["name"]] = self._loop.time()
+            entry["state"] = "leaving"
+        elif entry["stubs"]:
+            self._dismissed.pop(entry["name"], None)
 
     def _come_up(self) -> None:
         self.up, self._wakes, self.asleep_since = True, False, None

@@ -22,7 +22,6 @@ from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.ext_proc import DESTINATION
 from rsrv_gateway.picker import Picker
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
-from rsrv_gateway.v1 import ext_proc_pb2_grpc
 from tests.unit.gateway.proxies import SERVICE, FakeBrain
 from tests.waiting import looped
 
@@ -79,13 +78,17 @@ class Stream:
 class Desk:
     """A picker, and a connection to it."""
 
-    def __init__(self, picker: Picker, brain: FakeBrain, stub: Any) -> None:
+    def __init__(self, picker: Picker, brain: FakeBrain, channel: Any) -> None:
         self.picker = picker
         self.brain = brain
-        self.stub = stub
+        self._process = channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            pb.ProcessingRequest.SerializeToString,
+            pb.ProcessingResponse.FromString,
+        )
 
     def stream(self) -> Stream:
-        return Stream(self.stub.Process())
+        return Stream(self._process())
 
     async def ask_http(self, path: str, body: bytes | None = None, mode: Any = BUFFERED, **more: Any) -> Any:
         """Return the last answer to a request over HTTP: POST with a body, GET without."""
@@ -156,7 +159,7 @@ async def picking(
     try:
         await picker.apply(workers, table)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}") as channel:
-            yield Desk(picker, brain, ext_proc_pb2_grpc.ExternalProcessorStub(channel))
+            yield Desk(picker, brain, channel)
     finally:
         await picker.stop()
 
@@ -559,7 +562,7 @@ async def test_envoy_can_be_asked_for_a_certificate(tmp_path: Path) -> None:
         credentials = [grpc.ssl_channel_credentials(ca.read_bytes(), *more) for more in ((), own)]
         for one, answered in zip(credentials, (False, True), strict=True):
             async with grpc.aio.secure_channel(address, one) as channel:
-                client = Desk(desk.picker, desk.brain, ext_proc_pb2_grpc.ExternalProcessorStub(channel))
+                client = Desk(desk.picker, desk.brain, channel)
                 asked = client.ask_http("/v2/health/live")
                 if answered:
                     assert endpoints(await asked)

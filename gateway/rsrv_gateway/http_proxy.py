@@ -307,17 +307,15 @@ async def _stream(
                     piece = await rest.read()
             except (ClientError, TimeoutError, OSError):
                 return _broken_off(request, response), _BROKEN
-            if not piece:
-                break
             try:
                 async with asyncio.timeout(patience):
-                    await response.write(piece)
+                    await (response.write(piece) if piece else response.write_eof())
             except TimeoutError:
                 return _broken_off(request, response), CANCELLED
+            if not piece:
+                return response, "OK"
     finally:
         rest.close()
-    await response.write_eof()
-    return response, "OK"
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:

@@ -540,6 +540,32 @@ async def test_a_client_that_does_not_read() -> None:
 
 
 @looped
+async def test_a_client_that_does_not_read_the_end() -> None:
+    """If a client stops reading just before the end of a long answer, its request ends, too."""
+    async with serving(1, request_timeout_s=0.2) as house:
+        (worker,) = house.workers
+
+        async def until_it_waits(request: Any) -> web.StreamResponse:
+            await worker.read(request)
+            response = web.StreamResponse()
+            await response.prepare(request)
+            (connection,) = house.proxy.http._server.connections  # type: ignore[union-attr]
+            buffer = connection.transport
+            while buffer.get_write_buffer_size() <= buffer.get_write_buffer_limits()[1]:
+                await response.write(bytes(1 << 13))
+                await asyncio.sleep(0)
+            return response
+
+        worker.does[""] = until_it_waits
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.proxy.http.port, limit=1024)
+        writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        await reader.readline()
+
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+        writer.close()
+
+
+@looped
 async def test_a_worker_is_away_for_one_probe() -> None:
     """A stream survives the loss of its worker from the table, and its connections close after it."""
     worker = FakeHttpWorker("a")

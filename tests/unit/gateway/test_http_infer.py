@@ -549,8 +549,8 @@ async def test_a_client_that_does_not_read_the_end() -> None:
             await worker.read(request)
             response = web.StreamResponse()
             await response.prepare(request)
-            (connection,) = house.proxy.http._server.connections  # type: ignore[union-attr]
-            buffer = connection.transport
+            server: Any = house.proxy.http._server
+            buffer = server.connections[0].transport
             while buffer.get_write_buffer_size() <= buffer.get_write_buffer_limits()[1]:
                 await response.write(bytes(1 << 13))
                 await asyncio.sleep(0)

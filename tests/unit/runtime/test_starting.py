@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime.transport import Transport
 from rsrv.settings import load_settings
 from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
@@ -121,6 +122,30 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     wait_until(is_ready(runtime, "b"))
     wait_until(lambda: not runtime.loop._registry._deferred)
     assert sorted(states(runtime)) == (["b"] if let_go else ["a", "b"])
+
+
+def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """A schedule starts it again and again: the runtime has the reason of the latest start, and nothing of the others."""
+    runtime.device.fail = "told to"
+    for _ in range(3):
+        start({"a": doublings["a"]})
+        wait_until(lambda: "told to" in start({"a": doublings["a"]}, look=True).get("a", ""))
+    assert runtime.loop._registry._held == {}
+
+    runtime.device.fail = None
+    start({"a": doublings["a"]})
+    wait_until(is_ready(runtime, "a"))
+    assert start({"a": doublings["a"]}, look=True) == {}
+
+
+def test_a_connection_registers_without_a_look_at_the_others(
+    runtime: Runtime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a runtime's death thousands come back: a look at all of them for each took the loop seconds."""
+    monkeypatch.setattr(Transport, "connections", property(lambda self: pytest.fail("all were looked at")))
+    engine = make_engine(runtime, doublings["a"], name="a")
+    monkeypatch.undo()
+    engine.close()
 
 
 def test_a_bundle_that_cannot_be_read_is_a_reason(runtime: Runtime, tmp_path: Path) -> None:

@@ -353,11 +353,9 @@ class Catalog:
         """Tell watchers why the bundle of a model that does not serve cannot be read. So it has no digest."""
         self.feed.put(f"{name}@", FeedEntry(name, "meta" if is_meta else "model", "", "failed", reason))
 
-    def tell_meta(
-        self, group: Registration, connections: Iterable[PeerConnection], error: str | None = None
-    ) -> None:
-        """Update the feed's entry of a meta model that these connections serve; `error`: why it cannot be served."""
-        stubs = _pids(connections)
+    def tell_meta(self, group: Registration, error: str | None = None) -> None:
+        """Update the feed's entry of a meta model; `error`: why it cannot be served."""
+        stubs = _pids(group.connections.values())
         if error is None and not stubs:
             if self.is_dismissed(group.key):
                 self.feed.put(

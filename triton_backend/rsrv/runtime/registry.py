@@ -66,6 +66,8 @@ class Registry:
         self._scheduler = scheduler
         self._transport = transport
         self._outbox = outbox
+        #: registrations that a connection has, by key
+        self._groups: dict[str, Registration] = {}
         #: registrations that wait until a model of theirs is gone, which is there to drain, by its key
         self._deferred: dict[str, list[BundlesRead]] = {}
         #: keys of the models that are kept without a connection, by name; none yet of those whose bundle is not read
@@ -102,7 +104,7 @@ class Registry:
 
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""
-        return [group for group in self._groups().values() if group.is_meta]
+        return [group for group in self._groups.values() if group.is_meta]
 
     def importing(self, now: float) -> dict[str, tuple[float, int]]:
         """Return the models whose stubs import a model.py that takes long: the seconds so far, and the line where it is."""
@@ -112,11 +114,6 @@ class Registry:
                 since, line = one.importing
                 found[one.group.name] = max(found.get(one.group.name, (0.0, 0)), (now - since, line))
         return found
-
-    def _groups(self) -> dict[str, Registration]:
-        """Return all registrations by key."""
-        groups = (connection.group for connection in self._transport.connections)
-        return {group.key: group for group in groups if group is not None}
 
     # --- registration -------------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class Registry:
             if connection.flat:
                 raise ProtocolError("REGISTER of a further connection in flat form")
             key = str(wanted["key"])
-            group = self._groups().get(key)
+            group = self._groups.get(key)
             if group is None or not self.catalog.ready(group):
                 _reject(connection, f"{key} is not loaded")
             else:
@@ -233,7 +230,7 @@ class Registry:
 
     def _registered(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Return names and models of all registrations, and of the models that are kept without a connection, by key."""
-        found = {group.key: (group.name, group.models) for group in self._groups().values()}
+        found = {group.key: (group.name, group.models) for group in self._groups.values()}
         return found | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
 
     def _executables(self, models: Iterable[str]) -> frozenset[int]:
@@ -379,7 +376,7 @@ class Registry:
     def _registration(self, wanted: RequestedModels) -> Registration:
         """Return the registration that other connections have, or a new one."""
         manifest = wanted.bundle.manifest
-        return self._groups().get(wanted.key) or Registration(
+        return self._groups.get(wanted.key) or Registration(
             wanted.key,
             wanted.name,
             wanted.bundle.digest,
@@ -390,7 +387,8 @@ class Registry:
         )
 
     def _join(self, connection: PeerConnection, group: Registration) -> None:
-        connection.group = group
+        connection.group = self._groups[group.key] = group
+        group.connections[connection.id] = connection
         for key in group.models:
             entry = self.catalog.entries[key]
             entry.connections[connection.id] = connection
@@ -405,11 +403,14 @@ class Registry:
         self._builder.forget(connection)
         group = connection.group
         if group is not None:
-            self._leave(connection, group.models)
+            self._leave(connection, group, group.models)
             self._tell(group)
 
-    def _leave(self, connection: PeerConnection, models: Iterable[str]) -> None:
+    def _leave(self, connection: PeerConnection, group: Registration, models: Iterable[str]) -> None:
         connection.group = None
+        del group.connections[connection.id]
+        if not group.connections:
+            del self._groups[group.key]
         for key in models:
             entry = self.catalog.entries[key]
             del entry.connections[connection.id]
@@ -441,8 +442,7 @@ class Registry:
     def _tell(self, group: Registration, error: str | None = None) -> None:
         """Update the feed's entry of a registration; `error`: why a meta model cannot be served."""
         if group.is_meta:
-            mine = [one for one in self._transport.connections if one.group and one.group.key == group.key]
-            self.catalog.tell_meta(group, mine, error)
+            self.catalog.tell_meta(group, error)
         elif group.key in self.catalog.entries:
             self.catalog.tell(group.key)
 
@@ -541,6 +541,7 @@ class Registry:
         waiting = [(connection, connection.group) for connection in entry.connections.values()]
         if entry.held is not None:
             self.start_failures[entry.name] = reason
+            self._held.pop(entry.name, None)
         entry.connections, entry.held = {}, None
         entry.error = reason
         self._advance(key, LifecycleEvent.FAILED)
@@ -551,7 +552,7 @@ class Registry:
         for connection, group in waiting:
             assert group is not None
             # A meta model's other models stay for other connections, or leave with it.
-            self._leave(connection, [other for other in group.models if other != key])
+            self._leave(connection, group, [other for other in group.models if other != key])
             text = reason
             if group.is_meta:
                 text = f"model '{entry.name}', which it calls: {reason}"

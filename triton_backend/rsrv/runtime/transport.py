@@ -71,6 +71,8 @@ class Registration:
     #: of a meta model: names of the callees, in any order, and the counts of its runs
     calls: tuple[str, ...] = ()
     counts: MetaCounts = field(default_factory=MetaCounts)
+    #: those that have it, by id
+    connections: "dict[int, PeerConnection]" = field(default_factory=dict)
 
 
 class PeerConnection:

@@ -11,11 +11,11 @@ from rsrv.wire import paths
 from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
 from tests.gpu.fake_gpu import GIB, FakeGpu
-from tests.unit.runtime.test_stub_and_runtime import rows
+from tests.unit.runtime.engines import ramp
 
 
 def answered(engine: Engine) -> bool:
-    request = FakeRequest({"x": rows(1)})
+    request = FakeRequest({"x": ramp(1)})
     (answer,) = engine.execute([request]) or [request.answers.get(timeout=120)]
     return answer.error is None
 

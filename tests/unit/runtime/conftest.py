@@ -206,6 +206,15 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
         engine.close()
 
 
+@pytest.fixture
+def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+    """Return an engine of a stub for `doubling`."""
+    engine = engine_of(runtime.open, doubling)
+    yield engine
+    runtime.device.gate.set()
+    engine.close()
+
+
 StartMeta = Callable[..., MetaEngine]
 
 

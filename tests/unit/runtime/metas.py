@@ -276,6 +276,18 @@ async def awaiting(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
     return {"y": (await call("b", {"x": (await call("a", inputs))["y"]}))["y"]}
 
 
+def stopping(pause: Pause) -> Run:
+    """Return a run of two calls that pauses between them, except for `assert_served`."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        if inputs["x"][0, 0] != 100:
+            pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    return run
+
+
 both_kinds = pytest.mark.parametrize("run", [chain, awaiting], ids=["plain", "async"])
 
 

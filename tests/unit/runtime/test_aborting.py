@@ -12,6 +12,7 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Status
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.engines import make_engine
 from tests.unit.runtime.metas import (
     Pause,
     answer_of,
@@ -25,9 +26,8 @@ from tests.unit.runtime.metas import (
     rows,
     send,
     status_of,
+    stopping,
 )
-from tests.unit.runtime.test_meta_gate import stopping
-from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 

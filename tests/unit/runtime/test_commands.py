@@ -23,10 +23,8 @@ from tests.builders import FEW_EXAMPLES
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.engines import answered, make_engine, ramp, refused, register, send_one
 from tests.unit.runtime.metas import answer_of, chain, queued, send
-from tests.unit.runtime.test_pipelining import answer
-from tests.unit.runtime.test_residency import answered, ask, register
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
@@ -63,18 +61,20 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
 ) -> None:
     """A drained model answers its queue and refuses new requests; other models are served."""
     runtime.device.gate.clear()
-    executing = ask(engines["a"])
+    executing = send_one(engines["a"])
     assert runtime.device.gate.waiting.wait(10)
-    waiting = ask(engines["a"])
+    waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
 
     assert operator.do("pause", model="a", mode="drain") == {}
 
-    assert refused(answer(ask(engines["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED] the model is paused")
+    assert refused(
+        answer_of(send_one(engines["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED] the model is paused"
+    )
     runtime.device.gate.set()
-    assert [answered(one) for one in (executing, waiting, ask(engines["b"]))] == [1, 1, 2]
+    assert [answered(one) for one in (executing, waiting, send_one(engines["b"]))] == [1, 1, 2]
     assert operator.do("continue", model="a") == {}
-    assert answered(ask(engines["a"])) == 1
+    assert answered(send_one(engines["a"])) == 1
 
 
 def test_a_rejecting_model_refuses_what_waits_and_what_comes(
@@ -82,13 +82,14 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
 ) -> None:
     """A rejecting model refuses waiting and new requests with the same message."""
     operator.do("pause", model="a", mode="hold")
-    waiting = ask(engines["a"])
+    waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
 
     operator.do("pause", model="a", mode="reject")
 
     assert all(
-        refused(answer(one), FakeError.UNAVAILABLE, "[rsrv:PAUSED]") for one in (waiting, ask(engines["a"]))
+        refused(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+        for one in (waiting, send_one(engines["a"]))
     )
 
 
@@ -100,13 +101,13 @@ def test_a_pause_of_all_holds_for_models_that_come_later(
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
     operator.do("continue", model="b")
 
-    assert refused(answer(ask(made["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
-    assert answered(ask(made["b"])) == 2
+    assert refused(answer_of(send_one(made["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+    assert answered(send_one(made["b"])) == 2
     made["b"].close()
     made["b"] = make_engine(runtime, doublings["b"], name="b")
-    assert answered(ask(made["b"])) == 2
+    assert answered(send_one(made["b"])) == 2
     operator.do("pause", model=None, mode="reject")
-    assert refused(answer(ask(made["b"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+    assert refused(answer_of(send_one(made["b"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
     for engine in made.values():
         engine.close()
 
@@ -173,17 +174,17 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
     engine = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
         watcher.until(lambda: watcher.is_("a", weights="absent", state="ready"))
-        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
 
         operator.do("prefetch", model="a")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
-        assert answered(ask(engine)) == 1
+        assert answered(send_one(engine)) == 1
 
         operator.do("evict", model="a")
-        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
         operator.do("residency", model="a", residency="device")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
-        assert answered(ask(engine)) == 1
+        assert answered(send_one(engine)) == 1
     engine.close()
 
 
@@ -202,13 +203,13 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
             wait_until(lambda: not runtime.device.resident)
         new = make_engine(runtime, doublings[newer], name="a")
         old.close()
-        assert answered(ask(new)) == {"a": 1, "c": 3}[newer]
+        assert answered(send_one(new)) == {"a": 1, "c": 3}[newer]
 
         operator.do("evict", model="a")
         new.close()
         wait_until(lambda: not runtime.device.resident)
         newest = make_engine(runtime, doublings["b"], name="a")
-        assert refused(answer(ask(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        assert refused(answer_of(send_one(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
     newest.close()
 
 
@@ -226,7 +227,7 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
         watcher.until(lambda: watcher.is_("a", weights="absent"))
         new = make_engine(runtime, doublings["c"], name="a")
 
-        assert refused(answer(ask(new)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        assert refused(answer_of(send_one(new)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
     old.close()
     new.close()
 
@@ -241,15 +242,15 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     assert operator.do("policy", model="a", max_queue_depth=1) == {}
     newer = make_engine(runtime, doublings["c"], name="a")
     runtime.device.gate.clear()
-    occupying = ask(engines["b"])
+    occupying = send_one(engines["b"])
     assert runtime.device.gate.waiting.wait(10)
     for engine in (engines["a"], newer):
-        ask(engine)
-        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+        send_one(engine)
+        assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
     operator.do("policy", model="a", max_queue_depth=None)
 
-    more = ask(newer)
+    more = send_one(newer)
     runtime.device.gate.set()
     assert (answered(occupying), answered(more)) == (2, 3)
     newer.close()
@@ -258,9 +259,9 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
 def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
     """With a delay the request waits until the delay is removed."""
     assert operator.do("policy", model="a", weight=2, max_delay_us=60_000_000) == {}
-    waiting = ask(engines["a"])
+    waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
-    assert answered(ask(engines["b"])) == 2
+    assert answered(send_one(engines["b"])) == 2
 
     assert operator.do("policy", model="a", max_delay_us=0) == {}
 
@@ -319,9 +320,9 @@ def test_requests_are_found_by_their_id_and_by_number(
 ) -> None:
     """All requests with a client's id are found, while they wait and when they are answered; a number names one."""
     runtime.device.gate.clear()
-    occupying = ask(engines["b"])
+    occupying = send_one(engines["b"])
     assert runtime.device.gate.waiting.wait(10)
-    asked = [FakeRequest({"x": rows(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
+    asked = [FakeRequest({"x": ramp(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
     engines["a"].execute(asked)
     wait_until(lambda: queued("a") == 3)
 
@@ -347,7 +348,7 @@ def test_the_calls_of_a_run_are_found_by_the_id_of_its_request(
     runtime: Runtime, start_meta: StartMeta, operator: Operator
 ) -> None:
     """The id of a meta model's request names the requests of its run to other models."""
-    asked = FakeRequest({"x": rows(1, 1.0)}, id="ours")
+    asked = FakeRequest({"x": ramp(1, 1.0)}, id="ours")
     thread = send(start_meta(runtime, chain), asked)
     assert answer_of(asked).error is None
     thread.join()
@@ -403,9 +404,9 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
             }
         }
         runtime.device.gate.clear()
-        asked = ask(engine)
+        asked = send_one(engine)
         assert runtime.device.gate.waiting.wait(10)
-        waiting = ask(engine)
+        waiting = send_one(engine)
         wait_until(lambda: queued("a") == 1)
         busy = operator.do("load")
         assert busy["backlog_s"] > 0
@@ -428,7 +429,7 @@ def test_a_load_can_be_asked_for_its_changes(start_runtime: StartRuntime, doubli
         second = operator.do("load", since=first["next"])
         assert (second["since"], second["models"]) == (first["next"], {})
 
-        assert answered(ask(a)) == 1
+        assert answered(send_one(a)) == 1
         third = operator.do("load", since=second["next"])
         assert {name: one["requests"] for name, one in third["models"].items()} == {"a": 1}
         operator.do("evict", model="b")
@@ -475,7 +476,7 @@ def test_of_two_versions_the_ready_one_shows(
     runtime.device.uploads.set()
     registering.join()
     runtime.device.gate.clear()
-    asked = ask(old)
+    asked = send_one(old)
     assert runtime.device.gate.waiting.wait(10)
     old.close()
     wait_until(lambda: read_status(os.getpid())["models"]["m"]["digest"] != shown["digest"])
@@ -517,7 +518,7 @@ def test_commands_that_follow_a_profile_are_answered_after_it(
     with Operator(runtime) as other:
         assert other.do("profile")["code"] == "FAILED_PRECONDITION"
         assert "instance" in other.do("ping")
-    assert answered(ask(engines["a"])) == 1
+    assert answered(send_one(engines["a"])) == 1
 
     runtime.device.profiles.set()
     first, ping, second, nonsense = (operator.hear() for _ in range(4))
@@ -578,7 +579,7 @@ def test_a_device_that_cannot_be_profiled_serves_on(
     runtime.device.fail_next("profile", error=RuntimeError("lost"))
     assert operator.do("profile")["code"] == "INTERNAL"
     assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
-    assert answered(ask(engines["a"])) == 1
+    assert answered(send_one(engines["a"])) == 1
 
 
 def test_more_commands_than_may_wait_end_the_connection(
@@ -643,7 +644,7 @@ def test_what_is_no_command_is_refused_with_its_reason(
     assert text in str(caught.value)
     assert len(str(caught.value)) <= 4000
     assert command(os.getpid(), {"command": "ping"}) == before
-    assert answered(ask(engines["a"])) == 1
+    assert answered(send_one(engines["a"])) == 1
 
 
 values = st.recursive(

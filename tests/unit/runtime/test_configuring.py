@@ -10,7 +10,8 @@ from rsrv.settings import SchedulerSection
 from tests.fakes import FakeRequest
 from tests.runtime_commands import Refused, command, configure
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.unit.runtime.engines import make_engine, ramp
+from tests.unit.runtime.metas import ask
 
 
 def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) -> None:
@@ -26,7 +27,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     assert first == {**before, "depth": 3, "discipline": "edf"}
     assert second == {**first, **changes}
     assert configure(os.getpid(), {"depth": None})["depth"] == 1
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     assert answer.error is None
     engine.close()
 

@@ -23,7 +23,8 @@ from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import StartRuntime
-from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, refused, rows
+from tests.unit.runtime.engines import make_engine, ramp, refused
+from tests.unit.runtime.metas import ask
 from tests.waiting import wait_until
 
 BUILDING = UnfinishedTask(Phase.BUILDING, hung=False, key="b@1")
@@ -356,7 +357,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
 
 def told(engine: Engine) -> str:
     """Return the error of a request."""
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     return "" if answer.error is None else answer.error.message
 
 
@@ -368,7 +369,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     runtime = start_runtime(settings, asynchronous=True, blackbox=BlackBox(tmp_path))
     good, bad = (make_engine(runtime, doublings[a], name=name) for a, name in (("a", "good"), ("b", "bad")))
     runtime.device.gate.clear()
-    request = FakeRequest({"x": rows(1)})
+    request = FakeRequest({"x": ramp(1)})
     bad.execute([request])
     assert runtime.device.gate.waiting.wait(10)
     place = runtime.loop.activity.front(runtime.loop.launcher)
@@ -388,11 +389,11 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
 
     assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
 
-    wait_until(lambda: ask(good, FakeRequest({"x": rows(1)}))[0].error is None)
+    wait_until(lambda: ask(good, FakeRequest({"x": ramp(1)}))[0].error is None)
     wait_until(lambda: "it hung while executing" in told(bad))
     assert told(bad).startswith("[rsrv:RUNTIME_DOWN] bad@")
-    assert ask(good, FakeRequest({"x": rows(1)}))[0].error is None
+    assert ask(good, FakeRequest({"x": ramp(1)}))[0].error is None
     (after / paths.DEATHS).unlink()
-    wait_until(lambda: ask(bad, FakeRequest({"x": rows(1)}))[0].error is None)
+    wait_until(lambda: ask(bad, FakeRequest({"x": ramp(1)}))[0].error is None)
     good.close()
     bad.close()

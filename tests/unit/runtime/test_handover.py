@@ -12,8 +12,7 @@ from rsrv.settings import load_settings
 from rsrv_bundle.inspection import Inspector
 from tests.fakes import Gate
 from tests.unit.runtime.conftest import StartRuntime
-from tests.unit.runtime.test_residency import answered, ask
-from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
@@ -62,7 +61,7 @@ def test_after_a_sleep_models_return_without_a_stub(
     first = start_runtime(SETTINGS, handover=Handover(note))
     engines = [make_engine(first, doublings[name], name=name) for name in "abc"]
     for engine in engines[::-1]:
-        answered(ask(engine))
+        answered(send_one(engine))
     with Operator(first) as operator:
         assert operator.do("sleep", drain_s=30, force=True) == {}
     wait_until(lambda: not first.alive)
@@ -79,7 +78,7 @@ def test_after_a_sleep_models_return_without_a_stub(
         watcher.until(lambda: all(watcher.is_(name, state="ready", stubs=[]) for name in "ab"))
         assert watcher.of("c") is None
         engine = make_engine(second, doublings["a"], name="a")
-        assert answered(ask(engine)) == 1
+        assert answered(send_one(engine)) == 1
         engine.close()
         watcher.until(lambda: watcher.of("a") is None)
         assert watcher.is_("b", state="ready")
@@ -132,5 +131,5 @@ def test_another_version_takes_the_place_of_one_that_returned(
         watcher.until(lambda: watcher.is_("a", state="ready"))
         engine = make_engine(second, doublings["b"], name="a")
         watcher.until(lambda: len(watcher.entries) == 1)
-        assert answered(ask(engine)) == 2
+        assert answered(send_one(engine)) == 2
         engine.close()

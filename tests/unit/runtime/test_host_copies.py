@@ -30,8 +30,7 @@ from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError, Gate
 from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_residency import answered, ask
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
+from tests.unit.runtime.engines import answered, make_engine, refused, send_one
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 from tests.waiting import wait_until
 
@@ -248,7 +247,7 @@ def test_memory_for_weights_on_a_cpu_is_not_for_copies(
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
     engines = [make_engine(runtime, doublings[name], name=name) for name in "abc"]
     for engine in engines:
-        answered(ask(engine))
+        answered(send_one(engine))
 
     assert read_status(os.getpid())["memory"]["device"]["budget_bytes"] == 2 * _BYTES
     host = runtime.loop._weights.mover.host  # type: ignore[union-attr]
@@ -380,7 +379,7 @@ class House:
             self.engines[name] = make_engine(self.runtime, self.bundles[name], name=name)
 
     def ask(self, name: str) -> float:
-        return answered(ask(self.engines[name]))
+        return answered(send_one(self.engines[name]))
 
     def kept(self) -> set[str]:
         return {model.name for model in self.runtime.loop._catalog.models() if model.host.kept}
@@ -485,7 +484,7 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
             assert house.ask("a") == 1
         else:
             text = "could not be loaded: weights.safetensors: was written to since the model was loaded"
-            assert refused(ask(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, text)
+            assert refused(send_one(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, text)
         assert house.ask("b") == 2
 
 
@@ -515,7 +514,7 @@ def stall(house: House, disk: Gate) -> Any:
     for name in "ab":
         command(os.getpid(), {"command": "evict", "model": name})
     disk.clear()
-    slow = ask(house.engines["a"])
+    slow = send_one(house.engines["a"])
     assert disk.waiting.wait(10)
     return slow
 

@@ -32,6 +32,7 @@ from tests.unit.runtime.metas import (
     rows,
     send,
     status_of,
+    stopping,
     with_token,
 )
 
@@ -148,12 +149,7 @@ def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> No
     """A third run through Triton waits for admission until its deadline."""
     pause = Pause()
 
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    engine, triton = start_through(run)
+    engine, triton = start_through(stopping(pause))
     inside = [request(value=n) for n in range(2)]
     assert engine.execute(inside) is None
     pause.reached(2)
@@ -189,12 +185,7 @@ def test_an_internal_model_serves_running_meta_models_only(
     """An internal model answers only requests with the token of a running run."""
     pause = Pause()
 
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    engine, triton = start_through(run)
+    engine, triton = start_through(stopping(pause))
     runtime.device.executed.clear()
     refused = [request(), claim(0), claim(1), *(claim(secrets.randbits(64)) for _ in range(20))]
     for one in refused:

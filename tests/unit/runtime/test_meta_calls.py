@@ -28,6 +28,7 @@ from tests.unit.runtime.metas import (
     rows,
     send,
     status_of,
+    stopping,
 )
 from tests.waiting import wait_until
 
@@ -52,12 +53,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     runtime = start_runtime(compute=log.compute)
     configure(os.getpid(), {"discipline": discipline})
 
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    engine = start_meta(runtime, run)
+    engine = start_meta(runtime, stopping(pause))
     b, d = (model_engine(runtime, doublings[name]) for name in "bd")
     one = request(timeout=15)
     assert engine.execute([one]) is None

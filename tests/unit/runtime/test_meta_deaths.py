@@ -39,6 +39,7 @@ from tests.unit.runtime.metas import (
     request,
     rows,
     status_of,
+    stopping,
 )
 from tests.waiting import wait_until
 
@@ -78,18 +79,6 @@ class Deaths:
 @pytest.fixture
 def deaths(start_runtime: StartRuntime) -> Deaths:
     return Deaths(start_runtime)
-
-
-def stopping(pause: Pause) -> Run:
-    """Return a run of two calls that pauses between them."""
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        if inputs["x"][0, 0] != 100:
-            pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    return run
 
 
 @both_kinds

@@ -16,7 +16,6 @@ from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
-    Run,
     answer_of,
     assert_fails,
     assert_y,
@@ -25,20 +24,10 @@ from tests.unit.runtime.metas import (
     rows,
     send,
     status_of,
+    stopping,
 )
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
-
-
-def stopping(pause: Pause) -> Run:
-    """Return a run that stops between its two calls."""
-
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        pause()
-        return {"y": call("b", {"x": first})["y"]}
-
-    return run
 
 
 def chained(value: float) -> float:

@@ -24,6 +24,7 @@ from tests.unit.runtime.metas import (
     request,
     rows,
     status_of,
+    stopping,
 )
 from tests.waiting import wait_until
 
@@ -57,14 +58,8 @@ def test_the_runtime_dies_between_stages_and_comes_back(
     """When the runtime dies between stages, the next stage fails, and later runs are served."""
     pause = Pause()
 
-    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
-        first = call("a", inputs)["y"]
-        if inputs["x"][0, 0] != 100:
-            pause()
-        return {"y": call("b", {"x": first})["y"]}
-
     runtime = start_runtime(load_settings("stub: {retry_s: 0}"))
-    engine = start_meta(runtime, run)
+    engine = start_meta(runtime, stopping(pause))
     requests = [request(value=n) for n in range(4)]
     assert engine.execute(requests) is None
     pause.reached(2)

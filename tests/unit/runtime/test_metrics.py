@@ -21,8 +21,8 @@ from rsrv.wire.frames import Kind, Status, pack_json
 from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import ask
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 
@@ -77,9 +77,9 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     engine = make_engine(runtime, doublings["a"], Hooks(preprocess), name="a")
     with reporting(engine):
         for _ in range(3):
-            ask(engine, FakeRequest({"x": rows(2)}))
-        (wrong,) = ask(engine, FakeRequest({"x": rows(1000)}))
-        (raised,) = ask(engine, FakeRequest({"x": -rows(1)}))
+            ask(engine, FakeRequest({"x": ramp(2)}))
+        (wrong,) = ask(engine, FakeRequest({"x": ramp(1000)}))
+        (raised,) = ask(engine, FakeRequest({"x": -ramp(1)}))
         assert refused(wrong, FakeError.INVALID_ARG, "")
         assert refused(raised, FakeError.INTERNAL, "")
         wait_until(lambda: sum(metrics(runtime)["models"]["a"]["responses"].values()) == 5)
@@ -125,7 +125,7 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
     engine = make_engine(runtime, doublings["a"], Hooks(preprocess), name="a")
     began = time.monotonic()
     with reporting(engine), Operator(runtime) as operator:
-        ask(engine, FakeRequest({"x": rows(2)}))
+        ask(engine, FakeRequest({"x": ramp(2)}))
         # A request on another connection had the same number.
         engine.meters.answered(Status.OK, time.perf_counter(), 0)
         ended = time.monotonic()
@@ -144,9 +144,9 @@ def test_slow_requests_have_the_time_in_their_stub(runtime: Runtime, doublings: 
 def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """During a reload, both versions' counts add up; a model that returns later starts from zero."""
     old = make_engine(runtime, doublings["a"], name="m")
-    ask(old, FakeRequest({"x": rows(1)}))
+    ask(old, FakeRequest({"x": ramp(1)}))
     new = make_engine(runtime, doublings["b"], name="m")
-    ask(new, FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}))
+    ask(new, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}))
 
     assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
     old.close()
@@ -173,7 +173,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
 
     engine = start_meta(runtime, run, "a", hooks={"a": Hooks(lambda arrays: arrays)})
     with reporting(engine):
-        ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": -rows(1)}))
+        ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": -ramp(1)}))
         wait_until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
         said = metrics(runtime)
         with Operator(runtime) as operator:
@@ -194,7 +194,7 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
     """Equal tensors of two models are told once with both names, beside those that one model has alone."""
     engines = [make_engine(runtime, doublings[bundle], name=name) for name, bundle in ("aa", "bb", "ca")]
     for engine in engines:
-        ask(engine, FakeRequest({"x": rows(1)}))
+        ask(engine, FakeRequest({"x": ramp(1)}))
     with Operator(runtime) as operator:
         said = operator.do("memory")
 
@@ -220,9 +220,9 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
     engine.meters.alias = "champion"
     engine.meters.compared("different")
     with reporting(engine, FakeMirror()):
-        ask(engine, FakeRequest({"x": rows(1)}))
+        ask(engine, FakeRequest({"x": ramp(1)}))
         wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 1}})
-        ask(engine, FakeRequest({"x": rows(1)}))
+        ask(engine, FakeRequest({"x": ramp(1)}))
         wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 2}})
 
     assert metrics(runtime)["models"]["a"]["responses"] == {"ok": 2}
@@ -235,7 +235,7 @@ def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: 
     first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()
     engine = make_engine(first, doublings["a"], name="a")
     with reporting(engine, mirror):
-        ask(engine, FakeRequest({"x": rows(1)}))
+        ask(engine, FakeRequest({"x": ramp(1)}))
         mirror.until(lambda seen: seen and seen["requests"]["answered"] == 1 and seen["queued"] == 0)
 
         first.stop()
@@ -304,7 +304,7 @@ def test_a_report_of_something_else_ends_its_connection_alone(
         lane.report(report, 10)
 
     lane.close()
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
     assert answer.error is None
     assert metrics(runtime)["models"]["a"]["responses"] == {}
     engine.close()

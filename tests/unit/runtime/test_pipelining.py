@@ -30,10 +30,11 @@ from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
-from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
+from tests.unit.runtime.engines import make_engine, ramp, refused
+from tests.unit.runtime.metas import answer_of
 from tests.waiting import wait_until
 
 
@@ -79,19 +80,15 @@ def launch(runtime: Runtime, engine: Engine, *requests: FakeRequest) -> None:
     runtime.device.launched.get(timeout=10)
 
 
-def answer(request: FakeRequest) -> FakeResponse:
-    return request.answers.get(timeout=10)
-
-
 def correct(request: FakeRequest) -> bool:
     x = request.inputs()[0].as_numpy()
-    return np.array_equal(answer(request).arrays["y"], 2 * x + 1)
+    return np.array_equal(answer_of(request).arrays["y"], 2 * x + 1)
 
 
 def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Runtime, engine: Engine) -> None:
     """The second execution is launched before the first one's outputs are read."""
     runtime.device.gate.clear()
-    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1, 10)})
+    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1, 10)})
     launch(runtime, engine, first)
 
     launch(runtime, engine, second)
@@ -105,10 +102,10 @@ def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Run
 def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Engine) -> None:
     """No more executions are launched than the depth allows; later requests share the third."""
     runtime.device.gate.clear()
-    launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    launched = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in launched:
         launch(runtime, engine, request)
-    waiting = [FakeRequest({"x": rows(1, i)}) for i in range(4)]
+    waiting = [FakeRequest({"x": ramp(1, i)}) for i in range(4)]
     for request in waiting:
         assert engine.execute([request]) is None
     assert runtime.device.launched.empty()
@@ -124,8 +121,8 @@ def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
 ) -> None:
     """A batch is not assembled in memory that a launched execution may still read."""
     runtime.device.gate.clear()
-    first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
-    second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
+    first = [FakeRequest({"x": ramp(1, i)}) for i in range(3)]
+    second = [FakeRequest({"x": ramp(1, 100 + i)}) for i in range(3)]
     launch(runtime, engine, *first)
     launch(runtime, engine, *second)
 
@@ -138,8 +135,8 @@ def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
 def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine: Engine) -> None:
     """A failure that shows when outputs are read does not affect the next launched execution."""
     runtime.device.gate.clear()
-    first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
-    second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
+    first = [FakeRequest({"x": ramp(1, i)}) for i in range(3)]
+    second = [FakeRequest({"x": ramp(1, 100 + i)}) for i in range(3)]
     runtime.device.fail = "out of order"
     launch(runtime, engine, *first)
     runtime.device.fail = None
@@ -147,7 +144,7 @@ def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine
 
     runtime.device.gate.set()
 
-    assert all(refused(answer(request), FakeError.INTERNAL, "failed to execute") for request in first)
+    assert all(refused(answer_of(request), FakeError.INTERNAL, "failed to execute") for request in first)
     assert all(correct(request) for request in second)
 
 
@@ -156,10 +153,10 @@ def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime
     runtime = start_runtime(in_depth(2))
     engine = make_engine(runtime, doubling)
     forget_the_warm_up(runtime)
-    failing, fine = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1, 10)})
+    failing, fine = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1, 10)})
     runtime.device.fail = "refused"
     launch(runtime, engine, failing)
-    assert refused(answer(failing), FakeError.INTERNAL, "failed to execute")
+    assert refused(answer_of(failing), FakeError.INTERNAL, "failed to execute")
     runtime.device.fail = None
 
     launch(runtime, engine, fine)
@@ -171,15 +168,15 @@ def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime
 def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:
     """A launched request is answered although its client left; a waiting one ends at once."""
     runtime.device.gate.clear()
-    launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    launched = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in launched:
         launch(runtime, engine, request)
-    waiting = FakeRequest({"x": rows(1)})
+    waiting = FakeRequest({"x": ramp(1)})
     assert engine.execute([waiting]) is None
 
     launched[1].cancelled = waiting.cancelled = True
 
-    assert refused(answer(waiting), FakeError.CANCELLED, "cancelled")
+    assert refused(answer_of(waiting), FakeError.CANCELLED, "cancelled")
     runtime.device.gate.set()
     assert all(correct(request) for request in launched)
     assert runtime.device.executed == [1, 1]
@@ -191,7 +188,7 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
     """A model that leaves with launched executions keeps its weights until they end."""
     runtime.device.gate.clear()
     for i in range(2):
-        launch(runtime, engine, FakeRequest({"x": rows(1, i)}))
+        launch(runtime, engine, FakeRequest({"x": ramp(1, i)}))
 
     engine.close()
     wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # The status request's own connection.
@@ -208,14 +205,14 @@ def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
 ) -> None:
     """When a runtime stops with launched executions, clients get RUNTIME_DOWN."""
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    requests = [FakeRequest({"x": ramp(1, i)}) for i in range(2)]
     for request in requests:
         launch(runtime, engine, request)
 
     runtime.stop()
     runtime.device.gate.set()
 
-    assert all(refused(answer(r), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]") for r in requests)
+    assert all(refused(answer_of(r), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]") for r in requests)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +231,7 @@ def test_the_depth_is_the_devices_by_default(
 
 def test_the_depth_may_change_while_executions_are_launched(runtime: Runtime, engine: Engine) -> None:
     """The depth may change between 1 and 3 while executions are launched."""
-    requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(120)]
+    requests = [FakeRequest({"x": ramp(1 + i % 3, i)}) for i in range(120)]
     for i, request in enumerate(requests):
         if i % 10 == 0:
             assert configure(os.getpid(), {"depth": 1 + i // 10 % 3})["depth"] == 1 + i // 10 % 3

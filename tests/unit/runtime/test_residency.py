@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,9 @@ from rsrv.runtime.host_memory import HostMemory, HostMemoryError
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.engine import Engine
-from rsrv.wire.socket import Closed
-from tests.fakes import FakeRequest
 from tests.runtime_commands import compact
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_pipelining import answer
-from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
+from tests.unit.runtime.engines import answered, make_engine, register, send_one
 
 #: Bytes of the bundle `doubling`: three f32.
 _BYTES = 12
@@ -47,7 +43,7 @@ def test_the_least_recently_used_model_is_evicted_and_comes_back(
 ) -> None:
     """With room for two, each request loads its model and evicts the least recently used one."""
     for w, engine in enumerate(engines, 1):
-        assert answered(ask(engine)) == w
+        assert answered(send_one(engine)) == w
 
     assert (runtime.device.uploaded, runtime.device.resident) == (6, 2)
 
@@ -66,7 +62,7 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
     engine = make_engine(second, doublings["a"], name="a")
 
     assert second.device.uploads.waiting.wait(10), "the weights return without a request"
-    late = ask(engine)
+    late = send_one(engine)
     assert not second.device.executed
     second.device.uploads.set()
     assert answered(late) == 1
@@ -99,10 +95,10 @@ def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engine
     a, _, c = engines
     runtime.device.uploads.clear()
 
-    late = ask(a)
+    late = send_one(a)
 
     assert runtime.device.uploads.waiting.wait(10)
-    assert answered(ask(c)) == 3
+    assert answered(send_one(c)) == 3
     assert runtime.device.uploads.waiting.is_set()
     runtime.device.uploads.set()
     assert answered(late) == 1
@@ -121,7 +117,7 @@ def test_weights_upload_while_a_model_is_compiled(
     registering.start()
     assert runtime.device.compiles.waiting.wait(10)
 
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
 
     runtime.device.compiles.set()
     registering.join(10)
@@ -145,7 +141,7 @@ def test_a_model_warms_up_while_another_is_compiled(
 
     runtime.device.uploads.set()
 
-    assert answered(ask(served)) == 3
+    assert answered(send_one(served)) == 3
     warming.join()
     assert runtime.device.compiles.waiting.is_set()
     runtime.device.compiles.set()
@@ -169,7 +165,7 @@ def test_a_compaction_does_not_wait_for_a_compilation(
     compact(os.getpid())
     runtime.device.uploads.set()
 
-    assert [answered(ask(engine)) for engine in engines] == [1, 2, 3]
+    assert [answered(send_one(engine)) for engine in engines] == [1, 2, 3]
     assert runtime.device.compiles.waiting.is_set()
     runtime.device.compiles.set()
     for registering in (warming, compiled):
@@ -186,7 +182,7 @@ def test_a_model_larger_than_the_budget_is_served_alone(
     )
     engines = [make_engine(runtime, doublings[name], name=name) for name in "ab"]
 
-    assert [answered(ask(engine)) for engine in (*engines, *engines)] == [1, 2, 1, 2]
+    assert [answered(send_one(engine)) for engine in (*engines, *engines)] == [1, 2, 1, 2]
     assert runtime.device.resident == 1
     assert "takes 12 bytes of the device" in caplog.text
     assert "raise runtime.weight_budget_bytes" in caplog.text
@@ -213,48 +209,5 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
 
     engine = make_engine(runtime, doublings["a"], name="a")
 
-    assert answered(ask(engine)) == 1
+    assert answered(send_one(engine)) == 1
     engine.close()
-
-
-def ask(engine: Engine) -> FakeRequest:
-    request = FakeRequest({"x": rows(1)})
-    assert engine.execute([request]) is None
-    return request
-
-
-def answered(request: FakeRequest) -> float:
-    """The w of y = 2 x + w: whose weights answered."""
-    x = request.inputs()[0].as_numpy()
-    offsets = answer(request).arrays["y"] - 2 * x
-    assert offsets.min() == offsets.max()
-    return float(offsets.min())
-
-
-@dataclass
-class Registering:
-    """A stub that waits for its model on a thread."""
-
-    lane: RuntimeConnection
-    thread: threading.Thread
-    rejected: list[str]
-
-    def join(self) -> None:
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    lane, rejected = RuntimeConnection(runtime.open()), []
-
-    def wait() -> None:
-        try:
-            lane.register({"model": name, "bundle": str(path)})
-        except Rejected as error:
-            rejected.append(str(error))
-        except Closed:
-            rejected.append("closed")
-
-    registering = Registering(lane, threading.Thread(target=wait), rejected)
-    registering.thread.start()
-    return registering

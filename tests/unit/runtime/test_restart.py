@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.counting import count, expected, export_counting
+from tests.unit.runtime.engines import answered, send_one
 from tests.unit.runtime.metas import Run, answer_of, assert_y, both_kinds, queued, request, status_of
 from tests.unit.runtime.metas import rows as rows_of
 from tests.unit.runtime.test_generating import Client
-from tests.unit.runtime.test_residency import answered, ask
-from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 
@@ -35,19 +33,11 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime(SETTINGS)
 
 
-@pytest.fixture
-def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
-    engine = make_engine(runtime, doubling)
-    yield engine
-    runtime.device.gate.set()
-    engine.close()
-
-
 def one_executes_and_one_waits(runtime: Runtime, engine: Engine) -> tuple[FakeRequest, FakeRequest]:
     runtime.device.gate.clear()
-    executing = ask(engine)
+    executing = send_one(engine)
     assert runtime.device.gate.waiting.wait(10)
-    waiting = ask(engine)
+    waiting = send_one(engine)
     wait_until(lambda: queued("doubling") == 1)
     return executing, waiting
 
@@ -71,7 +61,7 @@ def test_what_executes_is_answered_and_what_waits_is_given_to_the_next_runtime(
         wait_until(lambda: not runtime.alive)
 
     assert runtime.device.executed == [1]
-    between = ask(engine)
+    between = send_one(engine)
     start_runtime(SETTINGS)
     assert [answered(one) for one in (executing, waiting, between)] == [1, 1, 1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
 from rsrv.wire.socket import Closed, send
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.test_restart import one_executes_and_one_waits
-from tests.unit.runtime.test_stub_and_runtime import make_engine
 from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 
@@ -56,14 +55,6 @@ def runtime(start_runtime: StartRuntime, successor: Successor) -> Runtime:
     runtime = start_runtime(SETTINGS)
     runtime.loop.have_successor(successor)
     return runtime
-
-
-@pytest.fixture
-def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
-    engine = make_engine(runtime, doubling)
-    yield engine
-    runtime.device.gate.set()
-    engine.close()
 
 
 def test_stubs_hear_cold_before_the_runtime_ends(
@@ -122,7 +113,7 @@ def test_without_a_next_runtime_the_device_stays_awake(
             refused = operator.do("sleep", drain_s=30)
             assert refused["code"] == "FAILED_PRECONDITION"
             assert why in refused["error"]
-    assert answered(ask(engine)) == 1
+    assert answered(send_one(engine)) == 1
     assert successor.asked[-1] == "withdraw"
 
 
@@ -165,7 +156,7 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
             assert operator.do("sleep", drain_s=0, force=True) == {}
         wait_until(lambda: not runtime.alive)
         wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
-        later = ask(engine)
+        later = send_one(engine)
 
         start_runtime(settings)
 
@@ -184,7 +175,7 @@ def test_a_device_without_requests_sleeps_by_itself(
     engine = make_engine(runtime, doubling)
     try:
         runtime.device.gate.clear()
-        executing = ask(engine)
+        executing = send_one(engine)
         assert runtime.device.gate.waiting.wait(10)
         assert runtime.alive
         runtime.device.gate.set()

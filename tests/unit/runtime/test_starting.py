@@ -15,7 +15,8 @@ from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
 from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.unit.runtime.engines import make_engine, ramp
+from tests.unit.runtime.metas import ask
 from tests.waiting import wait_until
 
 
@@ -53,7 +54,7 @@ def test_a_model_is_ready_before_its_first_stub_comes(runtime: Runtime, doubling
     wait_until(is_ready(runtime, "a"))
     runtime.device.compiles.clear()
     engine = make_engine(runtime, doublings["a"], name="a")
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
 
     assert answer.error is None
     engine.close()
@@ -107,7 +108,7 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     """The start is kept, unless the model is let go meanwhile."""
     engine = make_engine(runtime, doublings["a"], name="a")
     runtime.device.gate.clear()
-    assert engine.execute([FakeRequest({"x": rows(1)})]) is None
+    assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
     assert runtime.device.gate.waiting.wait(10)
     engine.close()
     wait_until(lambda: states(runtime) == {"a": "draining"})

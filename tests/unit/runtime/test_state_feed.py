@@ -20,8 +20,7 @@ from rsrv_bundle import read_bundle
 from tests.builders import FEW_EXAMPLES, broken_bundle, write_meta
 from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
-from tests.unit.runtime.test_residency import answered, ask
-from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.watchers import Operator, Watcher
 
 #: Bytes of a model of `doublings`.
@@ -79,7 +78,7 @@ def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublin
         watcher.until(lambda: watcher.is_("b", weights="resident"))
 
         for w, engine in enumerate(engines, 1):
-            assert answered(ask(engine)) == w
+            assert answered(send_one(engine)) == w
         watcher.until(lambda: len(watcher.seen) == 6)
 
         assert watcher.history("a", "weights") == ["loading", "resident", "absent"]

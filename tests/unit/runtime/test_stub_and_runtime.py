@@ -15,28 +15,14 @@ from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import WireTensor
-from rsrv.stub.engine import Engine
 from rsrv.wire.memory import Arena, Place
-from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
+from tests.fakes import FakeError, FakeRequest, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
-from tests.unit.runtime.metas import engine_of
+from tests.unit.runtime.engines import make_engine, ramp, refused
+from tests.unit.runtime.metas import ask
 from tests.waiting import wait_until
 
 Array = npt.NDArray[Any]
-
-
-def rows(count: int, start: float = 0) -> Array:
-    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
-
-
-def ask(engine: Engine, *requests: FakeRequest) -> list[FakeResponse]:
-    """Return the answers, given in place or later."""
-    answers = engine.execute(list(requests))
-    return answers if answers is not None else [request.answers.get(timeout=10) for request in requests]
-
-
-def refused(response: FakeResponse, code: str, text: str) -> bool:
-    return response.error is not None and response.error.code == code and text in response.error.message
 
 
 def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
@@ -45,7 +31,7 @@ def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
     """1 + 2 + 1 rows run as one execution of size 4; each answer holds its request's rows."""
     engine = start_engine()
     runtime.device.executed.clear()
-    sent = [rows(1), rows(2, 10), rows(1, 100)]
+    sent = [ramp(1), ramp(2, 10), ramp(1, 100)]
 
     answers = ask(engine, *(FakeRequest({"x": x}) for x in sent))
 
@@ -59,8 +45,8 @@ def test_padding_never_shows(runtime: Runtime, start_engine: StartEngine) -> Non
     engine = start_engine()
 
     for count in (3, 2, 7, 5, 1):
-        (answer,) = ask(engine, FakeRequest({"x": rows(count)}))
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(count) + 1)
+        (answer,) = ask(engine, FakeRequest({"x": ramp(count)}))
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(count) + 1)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +63,11 @@ def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
     """A wrong shape is refused with the input and both shapes; its neighbours are answered."""
     engine = start_engine()
 
-    before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (rows(1), array, rows(2))))
+    before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (ramp(1), array, ramp(2))))
 
     assert refused(bad, FakeError.INVALID_ARG, text)
-    np.testing.assert_array_equal(before.arrays["y"], 2 * rows(1) + 1)
-    np.testing.assert_array_equal(after.arrays["y"], 2 * rows(2) + 1)
+    np.testing.assert_array_equal(before.arrays["y"], 2 * ramp(1) + 1)
+    np.testing.assert_array_equal(after.arrays["y"], 2 * ramp(2) + 1)
 
 
 def test_no_rows_need_no_device(runtime: Runtime, start_engine: StartEngine) -> None:
@@ -102,14 +88,14 @@ def test_a_failing_execution_fails_its_requests_and_nothing_else(
     engine = start_engine()
     runtime.device.fail = "secret detail of the device"
 
-    (failed,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (failed,) = ask(engine, FakeRequest({"x": ramp(1)}))
     runtime.device.fail = None
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}))
 
     assert refused(failed, FakeError.INTERNAL, "failed to execute")
     assert failed.error is not None
     assert "secret" not in failed.error.message
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1) + 1)
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1) + 1)
 
 
 def test_what_takes_longer_than_predicted_is_answered_later(
@@ -118,14 +104,14 @@ def test_what_takes_longer_than_predicted_is_answered_later(
     """A request that takes longer than predicted is answered later, and so are its neighbours."""
     engine = start_engine()
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(2)}), FakeRequest({"x": rows(9)})]
+    requests = [FakeRequest({"x": ramp(2)}), FakeRequest({"x": ramp(9)})]
 
     assert engine.execute(list(requests)) is None
 
     assert refused(requests[1].answers.get(timeout=10), FakeError.INVALID_ARG, "9 rows")
     assert requests[0].answers.empty()
     runtime.device.gate.set()
-    np.testing.assert_array_equal(requests[0].answers.get(timeout=10).arrays["y"], 2 * rows(2) + 1)
+    np.testing.assert_array_equal(requests[0].answers.get(timeout=10).arrays["y"], 2 * ramp(2) + 1)
 
 
 def test_requests_that_come_while_others_wait_are_answered_too(
@@ -134,16 +120,16 @@ def test_requests_that_come_while_others_wait_are_answered_too(
     """Requests that arrive while slow ones hold the first connection use the other one."""
     engine = start_engine()
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1, i)}) for i in range(20)]
+    requests = [FakeRequest({"x": ramp(1, i)}) for i in range(20)]
 
     for request in requests:
         assert engine.execute([request]) is None
     runtime.device.gate.set()
 
     for i, request in enumerate(requests):
-        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * rows(1, i) + 1)
-    (quick,) = ask(engine, FakeRequest({"x": rows(1)}))
-    np.testing.assert_array_equal(quick.arrays["y"], 2 * rows(1) + 1)
+        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * ramp(1, i) + 1)
+    (quick,) = ask(engine, FakeRequest({"x": ramp(1)}))
+    np.testing.assert_array_equal(quick.arrays["y"], 2 * ramp(1) + 1)
 
 
 def test_a_deadline_that_passed_is_told_and_never_executed(
@@ -154,7 +140,7 @@ def test_a_deadline_that_passed_is_told_and_never_executed(
     runtime.device.executed.clear()
     past = json.dumps({"rsrv_deadline_unix_ns": time.time_ns() - 1})
 
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=past))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=past))
 
     assert refused(answer, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     assert runtime.device.executed == []
@@ -166,7 +152,7 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     """A request whose deadline passes in the queue is answered before the device is free."""
     engine = start_engine()
     runtime.device.gate.clear()
-    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, timeout_us=20_000)
+    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}, timeout_us=20_000)
     assert engine.execute([first]) is None
     runtime.device.executed.clear()
 
@@ -182,7 +168,7 @@ def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: St
     """A cancelled request leaves the queue without being executed."""
     engine = start_engine()
     runtime.device.gate.clear()
-    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)})
+    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)})
     assert engine.execute([first]) is None
     assert engine.execute([second]) is None
     runtime.device.executed.clear()
@@ -201,7 +187,7 @@ def test_each_waiting_request_is_checked_for_cancellation(
     """Of 60 waiting requests, a cancelled one is found, although each round checks only a few."""
     engine = start_engine()
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1)}) for _ in range(60)]
+    requests = [FakeRequest({"x": ramp(1)}) for _ in range(60)]
     for request in requests:
         assert engine.execute([request]) is None
 
@@ -223,7 +209,7 @@ def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
     monkeypatch.setattr(FakeSender, "is_cancelled", fault)
     engine = start_engine()
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1)}) for _ in range(3)]
+    requests = [FakeRequest({"x": ramp(1)}) for _ in range(3)]
     for request in requests:
         assert engine.execute([request]) is None
     with pytest.raises(queue.Empty):
@@ -243,13 +229,13 @@ def test_executions_of_any_length_and_depth_do_not_mix(
     runtime = start_runtime(load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0}}"))
     runtime.device.seconds = seconds
     engine = make_engine(runtime, doubling)
-    requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(200)]
+    requests = [FakeRequest({"x": ramp(1 + i % 3, i)}) for i in range(200)]
 
     for request in requests:
         assert engine.execute([request]) is None
 
     for i, request in enumerate(requests):
-        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * rows(1 + i % 3, i) + 1)
+        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * ramp(1 + i % 3, i) + 1)
     engine.close()
 
 
@@ -260,7 +246,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(
     runtime = start_runtime(load_settings("models: {doubling: {max_queue_depth: 2}}"))
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1)}) for _ in range(4)]
+    requests = [FakeRequest({"x": ramp(1)}) for _ in range(4)]
 
     for request in requests:
         assert engine.execute([request]) is None
@@ -282,20 +268,16 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(
 )
 def test_a_wrong_parameter_of_ours_is_the_clients_fault(start_engine: StartEngine, parameters: str) -> None:
     """The message names the parameter."""
-    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}, parameters=parameters))
+    (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}, parameters=parameters))
 
     assert refused(answer, FakeError.INVALID_ARG, "parameter rsrv_")
 
 
 def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
     """Unknown parameters, as of other parts of a pipeline, are ignored."""
-    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}, parameters='{"tenant": "a"}'))
+    (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}, parameters='{"tenant": "a"}'))
 
     assert answer.error is None
-
-
-def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
-    return engine_of(runtime.open, bundle, name, hooks)
 
 
 def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: StartEngine) -> None:
@@ -305,10 +287,10 @@ def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: Star
         (WireTensor("y", "f32", (-1, 1)),),
     )
 
-    one, two = ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(2, 5)}))
+    one, two = ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(2, 5)}))
 
-    np.testing.assert_array_equal(one.arrays["y"], (20 * rows(1) + 1)[:, :1])
-    np.testing.assert_array_equal(two.arrays["y"], (20 * rows(2, 5) + 1)[:, :1])
+    np.testing.assert_array_equal(one.arrays["y"], (20 * ramp(1) + 1)[:, :1])
+    np.testing.assert_array_equal(two.arrays["y"], (20 * ramp(2, 5) + 1)[:, :1])
 
 
 def raising(arrays: dict[str, Array]) -> dict[str, Array]:
@@ -323,7 +305,7 @@ def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hoo
     engine = start_engine(hooks)
     bad = np.full((1, 3), 666, np.float32)
 
-    fine, failed = ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": bad}))
+    fine, failed = ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": bad}))
 
     assert fine.error is None
     assert refused(failed, FakeError.INTERNAL, "hook failed")
@@ -371,7 +353,7 @@ def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine,
     wrong: Callable[..., Any] = lambda arrays: result
 
     for hooks in (Hooks(preprocess=wrong), Hooks(postprocess=wrong)):
-        (answer,) = ask(start_engine(hooks), FakeRequest({"x": rows(1)}))
+        (answer,) = ask(start_engine(hooks), FakeRequest({"x": ramp(1)}))
         assert refused(answer, FakeError.INTERNAL, "hook failed")
 
 
@@ -381,7 +363,7 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     """When the runtime ends, a line says so; requests in flight and later ones wait for its successor, which answers them."""
     engine = start_engine()
     runtime.device.gate.clear()
-    held = [FakeRequest({"x": rows(1, i)}) for i in range(5)]
+    held = [FakeRequest({"x": ramp(1, i)}) for i in range(5)]
     for request in held:
         assert engine.execute([request]) is None
 
@@ -390,13 +372,13 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     wait_until(lambda: not engine.ready)
     wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
     assert sum("runtime" in one for one in caplog.messages if not one.startswith("no runtime yet")) == 1
-    held.append(FakeRequest({"x": rows(1, 5)}))
+    held.append(FakeRequest({"x": ramp(1, 5)}))
     assert engine.execute(held[5:]) is None
     start_runtime()
     for start, request in enumerate(held):
         answer = request.answers.get(timeout=10)
         assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1, start) + 1)
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1, start) + 1)
 
 
 def test_a_request_waits_whose_runtime_ends_during_its_hook(
@@ -419,14 +401,14 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
         wait_until(lambda: attachment.deferred.sock.fileno() < 0)
 
     ends.append(end)
-    request = FakeRequest({"x": rows(1)})
+    request = FakeRequest({"x": ramp(1)})
     assert engine.execute_later([request]) is None
 
     start_runtime()
 
     answer = request.answers.get(timeout=10)
     assert answer.error is None
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1) + 1)
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1) + 1)
 
 
 def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, doubling: Path) -> None:
@@ -436,7 +418,7 @@ def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, 
     attachment = engine.session.attachment
     assert attachment is not None
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
+    requests = [FakeRequest({"x": ramp(1)}) for _ in range(2)]
     engine.execute(requests[:1])
 
     runtime.stop()
@@ -458,12 +440,12 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
     assert runtime.device.resident == 1
 
     first.close()
-    (answer,) = ask(second, FakeRequest({"x": rows(1)}))
+    (answer,) = ask(second, FakeRequest({"x": ramp(1)}))
     assert answer.error is None
     second.close()
     wait_until(lambda: runtime.device.resident == 0)
 
-    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}))
+    (answer,) = ask(start_engine(), FakeRequest({"x": ramp(1)}))
     assert answer.error is None
     assert runtime.device.resident == 1
 
@@ -472,7 +454,7 @@ def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -
     """Closing the stub answers the executing and the waiting request, and waits for neither."""
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
+    requests = [FakeRequest({"x": ramp(1)}) for _ in range(2)]
     for request in requests:
         assert engine.execute([request]) is None
 
@@ -491,7 +473,7 @@ def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: Star
         (WireTensor("best", "f32", (-1, 1)),),
     )
 
-    (answer,) = ask(engine, FakeRequest({"x": rows(2)}))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(2)}))
 
     assert answer.arrays["best"].shape == (2, 1)
 
@@ -563,7 +545,7 @@ def test_memory_that_was_refused_once_is_requested_again(
 ) -> None:
     """A batch without memory is refused, and each later batch requests memory again."""
     engine = start_engine()
-    first = engine.execute([FakeRequest({"x": rows(1)})])
+    first = engine.execute([FakeRequest({"x": ramp(1)})])
     assert first is not None
 
     def full(lane: RuntimeConnection, nbytes: int, users: int) -> Slab:
@@ -583,9 +565,9 @@ def test_memory_that_was_refused_once_is_requested_again(
         )  # No memory is worth keeping, so each batch requests it.
         patched.setattr(RuntimeConnection, "take", full)
         for _ in range(2):
-            (refusal,) = ask(engine, FakeRequest({"x": rows(1)}))
+            (refusal,) = ask(engine, FakeRequest({"x": ramp(1)}))
             assert refused(refusal, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
     assert len(given) == 1
-    (answer,) = ask(engine, FakeRequest({"x": rows(2)}))
-    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(2) + 1)
+    (answer,) = ask(engine, FakeRequest({"x": ramp(2)}))
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(2) + 1)

@@ -26,9 +26,8 @@ from tests.builders import write_meta
 from tests.fakes import FakeRequest
 from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
-from tests.unit.runtime.metas import FakeCallees, meta_engine, model_engine
-from tests.unit.runtime.metas import ask as ask_meta
-from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.unit.runtime.engines import make_engine, ramp
+from tests.unit.runtime.metas import FakeCallees, ask, meta_engine, model_engine
 from tests.waiting import wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -185,7 +184,7 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(
     runtime.device.seconds = 0.0  # Otherwise executions would seem to begin before their requests.
     engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
 
-    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)}))
+    ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)}))
 
     spans = told(engine, "infer doubling")
     infer, queue = spans["infer doubling"], spans["queue"]
@@ -207,7 +206,7 @@ def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engin
         raise RuntimeError("secret")
 
     engine = start_engine(Hooks(broken))
-    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED))
+    ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED))
 
     spans = told(engine, "infer doubling")
     assert spans.keys() == {"preprocess", "infer doubling"}
@@ -222,7 +221,7 @@ def test_a_clients_mistake_is_in_the_spans_as_it_is_told(start_engine: StartEngi
         raise BadInput("no picture")
 
     engine = start_engine(Hooks(picky))
-    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED))
+    ask(engine, FakeRequest({"x": ramp(2)}, traceparent=SAMPLED))
 
     spans = told(engine, "infer doubling")
     assert (spans["preprocess"].error, spans["infer doubling"].error) == ("no picture", "no picture")
@@ -233,22 +232,22 @@ def test_a_context_that_cannot_be_read_costs_no_request(
 ) -> None:
     """A malformed trace context fails no request, of a model or of a meta model."""
 
-    def ask_all(engine: Any, asked: Any) -> None:
-        odd, plain = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
+    def ask_all(engine: Engine | MetaEngine) -> None:
+        odd, plain = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}, traceparent=SAMPLED)
         odd.context = "null"
-        assert [answer.error for answer in asked(engine, odd, plain)] == [None, None]
+        assert [answer.error for answer in ask(engine, odd, plain)] == [None, None]
 
     engine = start_engine()
-    ask_all(engine, ask)
+    ask_all(engine)
     assert "execute" in told(engine, "infer doubling")
-    ask_all(start_meta(runtime, lambda inputs, call: call("a", inputs)), ask_meta)
+    ask_all(start_meta(runtime, lambda inputs, call: call("a", inputs)))
 
 
 def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -> None:
     """A request with a wrong parameter is traced with its message."""
     engine = start_engine()
     wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=wrong))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=wrong))
 
     infer = told(engine, "infer doubling")["infer doubling"]
     assert answer.error is not None
@@ -265,8 +264,8 @@ def test_a_request_without_a_runtime_is_traced(
     runtime.stop()
     wait_until(lambda: not engine.ready and not meta.ready)
     for each in (engine, meta):
-        wanted, other = FakeRequest({"x": rows(1)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)})
-        first, second = ask_meta(each, wanted, other)
+        wanted, other = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)})
+        first, second = ask(each, wanted, other)
 
         ((infer,), _) = each.meters.spans.take()
         assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each.session.model}")
@@ -289,10 +288,10 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
         raise TimeoutError
 
     monkeypatch.setattr(RuntimeConnection, "report_spans", stuck)
-    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     reporting = Reporting(engine.session, engine.meters, None, period=0.01)
     assert tried.wait(10)
-    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
     reporting.close()
 
@@ -306,7 +305,7 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
         return {"y": call("a", inputs)["y"]}
 
     engine = start_meta(runtime, run)
-    (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     assert answer.error is None
 
     spans = told(engine, "infer meta")
@@ -330,7 +329,7 @@ def test_calls_through_triton_are_parts_as_well(
     triton = FakeCallees(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
     meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
     with meta_engine(runtime, meta, {"a": doublings["a"]}, triton=triton) as engine:
-        (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+        (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
         assert answer.error is None
         spans = told(engine, "infer meta") | told(triton.engines["a"], "infer a")
     triton.close()
@@ -345,7 +344,7 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
     """Without a collector, neither stub nor runtime keeps spans."""
     runtime = start_runtime()
     engine = make_engine(runtime, doubling)
-    request = FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
+    request = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED)
     engine._attachment.direct.mark([Mark(number, TRACE, PARENT) for number in range(100)])
     ask(engine, request)
 
@@ -361,7 +360,7 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
     """Marks of refused requests and calls are removed."""
     engine = make_engine(runtime, doubling)
     ended = json.dumps({"rsrv_run": "1"})
-    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
+    (answer,) = ask(engine, FakeRequest({"x": ramp(1)}, parameters=ended, traceparent=SAMPLED))
     assert answer.error is not None
     calls = start_meta(runtime, lambda inputs, call: inputs).session.attachment
     assert calls is not None
@@ -378,7 +377,7 @@ def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubl
     engine = make_engine(runtime, doubling)
     for start in range(1000, 6000, 1000):
         engine._attachment.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])
-    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
 
     assert "execute" in told(engine, "infer doubling")
     engine.close()

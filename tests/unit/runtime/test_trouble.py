@@ -18,9 +18,9 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.engines import make_engine, ramp
 from tests.unit.runtime.metas import ask, send
 from tests.unit.runtime.test_metrics import metrics, reporting
-from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ class Troubled:
     def ask(self, times: int, name: str = "a", count: int = 1, **options: Any) -> None:
         """Send requests one after the other."""
         for _ in range(times):
-            ask(self.engines[name], FakeRequest({"x": rows(count)}, **options))
+            ask(self.engines[name], FakeRequest({"x": ramp(count)}, **options))
 
     def reported(self, status: str, count: int, name: str = "a") -> None:
         """Return when the stub has reported that many answers."""
@@ -140,7 +140,7 @@ def test_a_full_queue(troubled: Any) -> None:
     """Requests beyond a short queue are refused while the device is held."""
     server = troubled("scheduler: {max_queue_depth: 1}")
     server.runtime.device.gate.clear()
-    requests = [FakeRequest({"x": rows(8)}) for _ in range(20)]
+    requests = [FakeRequest({"x": ramp(8)}) for _ in range(20)]
     waiting = [send(server.engines["a"], request) for request in requests]
     wait_until(lambda: metrics(server.runtime)["models"]["a"]["refused"].get("queue_full", 0) >= 10)
     found = server.findings()
@@ -157,7 +157,7 @@ def test_a_paused_model_with_requests(troubled: Any) -> None:
     with Operator(server.runtime) as operator:
         operator.do("pause", model="a", mode="hold")
         assert server.findings() == {}
-        thread = send(server.engines["a"], FakeRequest({"x": rows(1)}))
+        thread = send(server.engines["a"], FakeRequest({"x": ramp(1)}))
         wait_until(lambda: metrics(server.runtime)["models"]["a"]["queued"] == 1)
         found = server.findings()
         operator.do("continue", model="a")
@@ -203,9 +203,9 @@ def test_deadlines_pass_in_the_queue(troubled: Any) -> None:
     """Requests that a held device does not reach in time miss their deadlines in the queue."""
     server = troubled()
     server.runtime.device.gate.clear()
-    first = send(server.engines["a"], FakeRequest({"x": rows(8)}))
+    first = send(server.engines["a"], FakeRequest({"x": ramp(8)}))
     server.runtime.device.gate.waiting.wait()
-    late = [send(server.engines["a"], FakeRequest({"x": rows(8)}, timeout_us=300_000)) for _ in range(8)]
+    late = [send(server.engines["a"], FakeRequest({"x": ramp(8)}, timeout_us=300_000)) for _ in range(8)]
     wait_until(lambda: sum(metrics(server.runtime)["models"]["a"]["missed"].values()) >= 8)
     found = server.findings()
     server.runtime.device.gate.set()

@@ -23,7 +23,7 @@ from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.test_stub_and_runtime import rows
+from tests.unit.runtime.engines import ramp
 from tests.waiting import wait_until
 
 
@@ -64,7 +64,7 @@ def two(start_runtime: StartRuntime, doubling: Path) -> Iterator[TwoRuntimes]:
 
 
 def request(start: float) -> FakeRequest:
-    return FakeRequest({"x": rows(8, start)})
+    return FakeRequest({"x": ramp(8, start)})
 
 
 def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes) -> None:
@@ -77,7 +77,7 @@ def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes) -> None:
     for number, one in enumerate(batch):
         answer = one.answers.get(timeout=10)
         assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, number) + 1)
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, number) + 1)
     executed = [sum(runtime.device.executed) for runtime in two.runtimes]
     assert min(executed) >= 4 * 8
 
@@ -97,7 +97,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
     for start, one in enumerate([executing, *queued]):
         answer = one.answers.get(timeout=10)
         assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, start) + 1)
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
 
 
 def test_a_batch_that_is_answered_in_place_survives_as_well(
@@ -116,7 +116,7 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
     for start, one in enumerate(batch):
         answer = one.answers.get(timeout=10)
         assert answer.error is None
-        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(8, start) + 1)
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
     two.runtimes[0].device.gate.set()
     two.replicas.close()
 

@@ -12,7 +12,8 @@ import safetensors
 from rsrv.stub.connection import Rejected
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime
-from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+from tests.unit.runtime.engines import make_engine, ramp
+from tests.unit.runtime.metas import ask
 from tests.waiting import wait_until
 
 
@@ -50,11 +51,11 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
         ):
             loading.result(20)
 
-    assert ask(other, FakeRequest({"x": rows(1)}))[0].error is None
+    assert ask(other, FakeRequest({"x": ramp(1)}))[0].error is None
     shutil.rmtree(mine, ignore_errors=True)
     shutil.copytree(doublings["b"], mine)
     again = make_engine(runtime, mine, name="mine")
-    assert ask(again, FakeRequest({"x": rows(1)}))[0].error is None
+    assert ask(again, FakeRequest({"x": ramp(1)}))[0].error is None
     for engine in (other, again):
         engine.close()
     wait_until(lambda: runtime.device.resident == 0)

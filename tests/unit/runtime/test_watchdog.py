@@ -20,7 +20,7 @@ from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from tests.fakes import FakeDevice, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
-from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
+from tests.unit.runtime.engines import make_engine, ramp
 from tests.waiting import wait_until
 
 
@@ -204,7 +204,7 @@ def test_a_runtime_notes_its_execution(
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     engine = make_engine(runtime, doubling)
     runtime.device.gate.clear()
-    request = FakeRequest({"x": rows(3)})
+    request = FakeRequest({"x": ramp(3)})
     engine.execute([request])
     assert runtime.device.gate.waiting.wait(10)
 

@@ -33,8 +33,7 @@ from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.runtime_commands import Refused, compact, configure, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
-from tests.unit.runtime.test_residency import answered, ask, register
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
+from tests.unit.runtime.engines import answered, make_engine, refused, register, send_one
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,7 +110,7 @@ def test_each_load_has_a_line_with_its_numbers(
     with caplog.at_level(logging.INFO, "rsrv.placement"):
         house.start(f"weight_budget_bytes: {3 * _BYTES}")
         engines = {name: house.engine(relatives[name]) for name in "abc"}
-        assert answered(ask(engines["a"])) == 1
+        assert answered(send_one(engines["a"])) == 1
 
     lines = [record for record in caplog.records if record.__dict__["fields"].get("event") == "loaded"]
     told = [record.__dict__["fields"] for record in lines]
@@ -148,7 +147,7 @@ def test_equal_tensors_are_stored_once_on_both_tiers(house: House, relatives: di
         assert house.runtime.device.device_bytes == (count + 1) * _BYTES
         assert house.host() == (2 * count * _BYTES, (count + 1) * _BYTES, count + 1)
 
-    assert [answered(ask(engine)) for engine in engines] == [1, 2, 3]
+    assert [answered(send_one(engine)) for engine in engines] == [1, 2, 3]
     figures = house.device_bytes()
     assert figures["logical_bytes"] == 6 * _BYTES
     assert figures["physical_bytes"] == figures["held_bytes"] == 4 * _BYTES
@@ -164,7 +163,7 @@ def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
     first.close()
     wait_until(lambda: house.runtime.device.device_bytes == 2 * _BYTES)
     wait_until(lambda: house.host() == (2 * _BYTES, 2 * _BYTES, 2))
-    assert answered(ask(second)) == 2
+    assert answered(send_one(second)) == 2
     second.close()
     wait_until(lambda: house.runtime.device.device_bytes == 0)
     wait_until(lambda: house.host() == (0, 0, 0))
@@ -176,7 +175,7 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
     engines = [house.engine(relatives[name]) for name in "abc"]
     before = house.runtime.device.uploaded
 
-    assert [answered(ask(engine)) for engine in engines * 2] == [1, 2, 3] * 2
+    assert [answered(send_one(engine)) for engine in engines * 2] == [1, 2, 3] * 2
     assert house.runtime.device.device_bytes == 2 * _BYTES
     assert house.runtime.device.uploaded == before + 6, "what they share was moved again"
 
@@ -192,10 +191,10 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, b = house.engine(path), house.engine(doublings["b"])
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
     os.utime(path / "weights.safetensors", (0, 0))
     house.runtime.device.uploads.clear()
-    late = ask(b)
+    late = send_one(b)
     assert house.runtime.device.uploads.waiting.wait(10)
 
     set_residency(os.getpid(), "a", "device")
@@ -206,7 +205,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     assert answered(late) == 2
     wait_until(lambda: house.model("a")["weights"] == "resident")
     wait_until(lambda: house.host()[2] == 1)
-    assert [answered(ask(engine)) for engine in (a, b, a)] == [1, 2, 1]
+    assert [answered(send_one(engine)) for engine in (a, b, a)] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("before", _RESIDENCIES)
@@ -225,7 +224,7 @@ def test_every_residency_follows_every_other(
         wait_until(lambda kept=kept: house.host()[2] == kept)  # type: ignore[misc]
         assert house.model("a")["residency"] == residency
         assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
-        assert [answered(ask(engine)) for engine in (a, b, a, b)] == [1, 2, 1, 2]
+        assert [answered(send_one(engine)) for engine in (a, b, a, b)] == [1, 2, 1, 2]
         assert house.model("a")["weights"] == ("resident" if residency == "device" else "absent")
 
 
@@ -237,7 +236,7 @@ def test_the_residency_changes_while_the_weights_are_on_their_way(
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, _ = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.uploads.clear()
-    request = ask(a)
+    request = send_one(a)
     assert house.runtime.device.uploads.waiting.wait(10)
 
     set_residency(os.getpid(), "a", residency)
@@ -258,7 +257,7 @@ def test_the_residency_changes_while_the_model_executes(
     house.engine(doublings["a"])
     b = house.engine(doublings["b"])
     house.runtime.device.gate.clear()
-    request = ask(b)
+    request = send_one(b)
     assert house.runtime.device.gate.waiting.wait(10)
 
     set_residency(os.getpid(), "b", residency)
@@ -267,7 +266,7 @@ def test_the_residency_changes_while_the_model_executes(
     house.runtime.device.gate.set()
     assert answered(request) == 2
     wait_until(lambda: house.model("a")["weights"] == "resident")
-    assert answered(ask(b)) == 2
+    assert answered(send_one(b)) == 2
     pinned = house.device_bytes()["pinned_bytes"]
     assert pinned == (2 * _BYTES if residency == "device" else _BYTES)
 
@@ -295,7 +294,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
 
     b = house.engine(doublings["b"])
     assert not ended
-    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
+    assert [answered(send_one(engine)) for engine in (a, b)] == [1, 2]
 
 
 def test_the_residency_changes_while_the_model_is_compiled(house: House, doublings: dict[str, Path]) -> None:
@@ -329,7 +328,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
         f"pinned models take {2 * _BYTES} bytes of the device, and weights may take {_BYTES}" in caplog.text
     )
     assert "models.NAME.residency" in caplog.text
-    assert [answered(ask(engine)) for engine in engines] == [1, 2]
+    assert [answered(send_one(engine)) for engine in engines] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +374,7 @@ def test_no_mix_of_models_ever_exceeds_the_budget(
             here[name] = house.engine(paths[name], name)
         elif chance.random() < 0.1:
             here.pop(name).close()
-        asked = [(one, ask(here[one])) for one in chance.choices(sorted(here), k=5)] if here else []
+        asked = [(one, send_one(here[one])) for one in chance.choices(sorted(here), k=5)] if here else []
         for one, request in asked:
             assert answered(request) == "abcd".index(one[-1]) + 1
 
@@ -418,10 +417,10 @@ def test_an_execution_without_memory_is_tried_once_more(
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where)
 
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
     wait_until(lambda: house.model("b")["evictions"] == 1)
     assert house.model("a")["evictions"] == 0
-    assert answered(ask(b)) == 2
+    assert answered(send_one(b)) == 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -434,9 +433,9 @@ def test_an_execution_that_finds_no_memory_twice_fails_alone(
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.fail_next(where, times=2)
 
-    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed to execute")
-    assert answered(ask(a)) == 1
-    assert answered(ask(b)) == 2
+    assert refused(send_one(a).answers.get(timeout=10), FakeError.INTERNAL, "failed to execute")
+    assert answered(send_one(a)) == 1
+    assert answered(send_one(b)) == 2
     assert house.model("a")["outcomes"]["failed"] == 1
 
 
@@ -447,14 +446,14 @@ def test_a_load_without_memory_is_tried_once_more(
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     a, b, c = (house.engine(doublings[name]) for name in "abc")
     house.runtime.device.fail_next("upload")
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
     wait_until(lambda: house.model("c")["evictions"] > 0)
 
-    assert answered(ask(b)) == 2
-    assert answered(ask(c)) == 3
+    assert answered(send_one(b)) == 2
+    assert answered(send_one(c)) == 3
     house.runtime.device.fail_next("upload", times=2)
     caplog.set_level(logging.INFO, "rsrv.placement")
-    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "could not be loaded")
+    assert refused(send_one(a).answers.get(timeout=10), FakeError.INTERNAL, "could not be loaded")
     # The evictions have their own lines, and no load came in their place.
     gone = [
         one
@@ -463,9 +462,9 @@ def test_a_load_without_memory_is_tried_once_more(
     ]
     assert {one["version"][0] for one in gone} == {"b", "c"}
     why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; they are tried again in "
-    assert refused(ask(a).answers.get(timeout=10), FakeError.UNAVAILABLE, why)
-    assert [answered(ask(engine)) for engine in (c, b)] == [3, 2]
-    wait_until(lambda: ask(a).answers.get(timeout=10).error is None)
+    assert refused(send_one(a).answers.get(timeout=10), FakeError.UNAVAILABLE, why)
+    assert [answered(send_one(engine)) for engine in (c, b)] == [3, 2]
+    wait_until(lambda: send_one(a).answers.get(timeout=10).error is None)
 
 
 def test_a_load_that_stops_halfway_leaves_nothing_behind(house: House, relatives: dict[str, Path]) -> None:
@@ -473,14 +472,14 @@ def test_a_load_that_stops_halfway_leaves_nothing_behind(house: House, relatives
     house.start()
     house.runtime.device.fail_next("upload", after=1, times=1)
     a = house.engine(relatives["a"])
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
     house.runtime.device._failures.put("upload", [None, MemoryError("no OutOfMemory")])
 
     with pytest.raises(Exception, match="its weights cannot be loaded: MemoryError"):
         house.engine(export_of_two(relatives["a"].parent / "other"))
 
     assert house.runtime.device.device_bytes == 2 * _BYTES
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
 
 
 def export_of_two(path: Path) -> Path:
@@ -495,7 +494,7 @@ def test_a_warm_up_that_finds_no_memory_is_tried_once_more(house: House, doublin
 
     b = house.engine(doublings["b"])
 
-    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
+    assert [answered(send_one(engine)) for engine in (a, b)] == [1, 2]
 
 
 def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
@@ -512,8 +511,8 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     # The other model was evicted for the second try.
     wait_until(lambda: house.runtime.device.device_bytes == 0)
     wait_until(lambda: house.host()[2] == 1)
-    assert answered(ask(a)) == 1
-    assert answered(ask(house.engine(doublings["b"]))) == 2
+    assert answered(send_one(a)) == 1
+    assert answered(send_one(house.engine(doublings["b"]))) == 2
 
 
 def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
@@ -537,11 +536,11 @@ def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str,
     house.start()
     a, b = (house.engine(doublings[name]) for name in "ab")
     house.runtime.device.gate.clear()
-    first = ask(a)
+    first = send_one(a)
     assert house.runtime.device.gate.waiting.wait(10)
 
     compact(os.getpid())
-    second = ask(b)
+    second = send_one(b)
 
     assert house.runtime.device.uploaded == 2
     house.runtime.device.gate.set()
@@ -564,14 +563,14 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
         house.engine(path)
         for path in (relatives["a"], doublings["b"], export_of_two(relatives["a"].parent / "two"))
     )
-    assert answered(ask(one)) == 2
+    assert answered(send_one(one)) == 2
     house.runtime.device.uploads.clear(after=1)
     before = house.runtime.device.uploaded
-    gone = ask(other)
+    gone = send_one(other)
     assert house.runtime.device.uploads.waiting.wait(10)
     gone.cancelled = True
     assert refused(gone.answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
-    waiting = ask(two)
+    waiting = send_one(two)
     wait_until(lambda: house.model("a")["queued"] == 1)
     house.runtime.device.uploads.set()
 
@@ -596,7 +595,7 @@ def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
 
     wait_until(lambda: house.host() == (_BYTES, _BYTES, 1))
     assert house.runtime.device.uploaded == 1
-    assert answered(ask(b)) == 2
+    assert answered(send_one(b)) == 2
     registering.lane.close()
 
 
@@ -659,19 +658,19 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     a, b = house.engine(mine), house.engine(doublings["b"])
     weights = mine / "weights.safetensors"
     os.truncate(weights, weights.stat().st_size - 4)
-    assert answered(ask(a)) == 1
+    assert answered(send_one(a)) == 1
 
     set_residency(os.getpid(), "mine", "unpinned")
     wait_until(lambda: house.host()[2] == 1)
 
     for _ in range(2):
-        assert answered(ask(b)) == 2
+        assert answered(send_one(b)) == 2
         assert refused(
-            ask(a).answers.get(timeout=10), FakeError.INTERNAL, "weights.safetensors: was written to"
+            send_one(a).answers.get(timeout=10), FakeError.INTERNAL, "weights.safetensors: was written to"
         )
     # The host cannot keep it either; the model's residency does not change.
     set_residency(os.getpid(), "mine", "system")
-    assert answered(ask(b)) == 2
+    assert answered(send_one(b)) == 2
     assert house.host()[2] == 1
 
 

@@ -1,0 +1,76 @@
+"""Engines of models' stubs in this process, and requests to them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rsrv.hooks.loader import Hooks
+from rsrv.stub.connection import Rejected, RuntimeConnection
+from rsrv.stub.engine import Engine
+from rsrv.stub.tensors import Array
+from rsrv.wire.socket import Closed
+from tests.fakes import FakeRequest, FakeResponse
+from tests.unit.runtime.metas import answer_of, engine_of
+
+if TYPE_CHECKING:
+    from tests.unit.runtime.conftest import Runtime
+
+
+def ramp(count: int, start: float = 0) -> Array:
+    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
+
+
+def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
+    return engine_of(runtime.open, bundle, name, hooks)
+
+
+def refused(response: FakeResponse, code: str, text: str) -> bool:
+    return response.error is not None and response.error.code == code and text in response.error.message
+
+
+def send_one(engine: Engine) -> FakeRequest:
+    request = FakeRequest({"x": ramp(1)})
+    assert engine.execute([request]) is None
+    return request
+
+
+def answered(request: FakeRequest) -> float:
+    """The w of y = 2 x + w: whose weights answered."""
+    x = request.inputs()[0].as_numpy()
+    offsets = answer_of(request).arrays["y"] - 2 * x
+    assert offsets.min() == offsets.max()
+    return float(offsets.min())
+
+
+@dataclass
+class Registering:
+    """A stub that waits for its model on a thread."""
+
+    lane: RuntimeConnection
+    thread: threading.Thread
+    rejected: list[str]
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def register(runtime: Runtime, name: str, path: Path) -> Registering:
+    lane, rejected = RuntimeConnection(runtime.open()), []
+
+    def wait() -> None:
+        try:
+            lane.register({"model": name, "bundle": str(path)})
+        except Rejected as error:
+            rejected.append(str(error))
+        except Closed:
+            rejected.append("closed")
+
+    registering = Registering(lane, threading.Thread(target=wait), rejected)
+    registering.thread.start()
+    return registering

@@ -115,7 +115,8 @@ class Members:
         try:
             async with asyncio.timeout(_DNS_TIMEOUT_S):
                 trouble = await ask(name)
-        except (OSError, ValueError) as error:  # also a timeout, and a name or a resolv.conf that cannot be
+        # Also a timeout, a name or a resolv.conf that cannot be, and no thread left in the system.
+        except (OSError, ValueError, RuntimeError) as error:
             trouble = str(error) or "no answer in time"
         self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
 
@@ -154,7 +155,7 @@ class Members:
             if text != self._text:
                 self._filed = read_workers(text)
                 self._text = text
-        except (OSError, UnicodeError, MembersError) as error:
+        except (OSError, UnicodeError, RuntimeError, MembersError) as error:
             self._say("file", f"gateway.workers_file: {path}: {error}")
         else:
             self._say("file", "")

@@ -147,6 +147,28 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(name: str, monkeypatch: pyt
     ended.set()
 
 
+def test_without_a_thread_no_worker_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the system has no thread left, neither the DNS nor the file is read, and the gateway goes on with its workers."""
+    file = tmp_path / "workers.yaml"
+    file.write_text("[{host: b}]")
+    members = Members(section(workers=[{"host": "a"}], workers_dns="workers", workers_file=file))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        # The loop's end starts a thread, too.
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            await members.look()
+
+    asyncio.run(main())
+    assert list(members.workers()) == ["a:8001"]
+    assert caplog.text.count("can't start new thread") == 2
+
+
 def test_one_address_is_one_worker_in_all_sources() -> None:
     """An address in several sources is one worker, with the name of the settings' list."""
     members = Members(

@@ -177,7 +177,7 @@ class HostCopies:
 
     @property
     def shortage(self) -> str:
-        """What models have to fall back to cold for; empty: nothing."""
+        """Reason for which models fall back to cold; empty: there is none."""
         if self.is_short:
             return "memory is short"
         lacks = self._mover is not None and self._mover.lacks_mappings

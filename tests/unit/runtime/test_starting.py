@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.transport import Transport
 from rsrv.settings import load_settings
 from rsrv.wire.socket import read_status
@@ -67,6 +68,26 @@ def test_a_model_that_is_held_stays_until_it_is_let_go(runtime: Runtime, doublin
     wait_until(is_ready(runtime, "a"))
     wait_until(is_ready(runtime, "b"))
     start({"a": doublings["a"]})
+
+    command(os.getpid(), {"command": "start", "models": {"a": None}})
+
+    wait_until(lambda: served() == ["b"])
+
+
+def test_a_second_start_that_fails_keeps_no_model_for_good(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its bundle changed while the first start read it: the model that came of that can still be let go."""
+    registry = runtime.loop._registry
+
+    def start_twice() -> None:
+        for path in (doublings["a"], tmp_path / "nowhere"):
+            registry.start("a", str(path), Demand())
+
+    runtime.loop._inbox.post(start_twice)
+    start({"b": doublings["b"]})
+    for name in "ab":
+        wait_until(is_ready(runtime, name))
 
     command(os.getpid(), {"command": "start", "models": {"a": None}})
 

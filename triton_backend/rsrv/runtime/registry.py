@@ -343,14 +343,14 @@ class Registry:
     def _read_for_none(self, message: BundlesRead) -> None:
         """Begin the life of a model that no stub has registered, unless one has or the model was let go meanwhile."""
         wanted = message.result
-        if message.name not in self._held:
+        if message.name not in self._held or self.catalog.serves(message.name):
             return
         if isinstance(wanted, str) or message.verdicts:
             reason = wanted if isinstance(wanted, str) else next(iter(message.verdicts.values()))
             self.start_failures[message.name] = reason
             del self._held[message.name]
             return
-        if self.catalog.serves(wanted.name) or self._is_deferred(message, wanted):
+        if self._is_deferred(message, wanted):
             return
         self._begin(wanted, message.demand)
         for key in wanted.models:

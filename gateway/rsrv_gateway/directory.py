@@ -1,14 +1,16 @@
 """Private directory of a running gateway, with the socket of its control service."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rsrv.control.find import ControlEndpoint, choose, working_directory
+from rsrv.control.find import ControlEndpoint, choose, sockets, working_directory
 from rsrv.triton_command_line import Options, read_command_line
-from rsrv.wire.paths import CONTROL_SOCKET, base_directory, hold, make_private, start_time
+from rsrv.wire.paths import base_directory, hold, make_private, remove, start_time, sweep
+
+#: in the name of a gateway's directory, as a runtime's has its device
+_KIND = "gateway"
 
 
 @contextmanager
@@ -19,15 +21,15 @@ def private_directory() -> Iterator[Path]:
     """
     base = base_directory()
     make_private(base)
-    _sweep(base)
-    path = base / f"gateway-{os.getpid()}-{start_time(os.getpid())}"
+    sweep(base, _KIND)
+    path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
     # In another PID namespace our pid means nothing: a directory that no process holds counts as dead there.
     held = hold(path)
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
         if held is not None:
             os.close(held)
 
@@ -37,11 +39,7 @@ def address(which: str | None) -> str:
 
     `which` is as in `rsrv.control.find.choose`; a gateway's folder is that of its settings. Raises NotFound.
     """
-    running = [
-        ControlEndpoint(pid, path, _settings_folder(pid))
-        for path in sorted(base_directory().glob(f"gateway-*-*/{CONTROL_SOCKET}"))
-        if (pid := _alive(path.parent))
-    ]
+    running = [ControlEndpoint(pid, socket, _settings_folder(pid)) for pid, socket in sockets(_KIND)]
     start = "Start one with `rsrv-gateway --workers HOST:PORT,...`"
     return choose(which or os.environ.get("RSRV_GATEWAY_ADDRESS"), running, "gateway", start)
 
@@ -49,23 +47,3 @@ def address(which: str | None) -> str:
 def _settings_folder(pid: int) -> Path:
     config = Options(read_command_line(pid)).last("config", "rsrv.yaml")
     return (working_directory(pid) / config).resolve().parent
-
-
-def _alive(path: Path) -> int:
-    """Return the pid of the directory's gateway; 0: it has ended."""
-    _, pid, started = path.name.split("-")
-    lives = pid.isdigit() and started.isdigit() and start_time(int(pid)) == int(started)
-    return int(pid) if lives else 0
-
-
-def _sweep(base: Path) -> None:
-    for path in base.glob("gateway-*-*"):
-        if _alive(path):
-            continue
-        try:
-            held = hold(path)
-        except OSError:
-            continue  # another process removes it
-        if held is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(held)

@@ -161,7 +161,7 @@ class RunningGateway:
 
     @property
     def control(self) -> str:
-        (socket,) = base_directory().glob(f"gateway-{self.pid}-*/{CONTROL_SOCKET}")
+        (socket,) = base_directory().glob(f"{self.pid}-*-gateway/{CONTROL_SOCKET}")
         return f"unix:{socket}"
 
     def status(self) -> pb.GetStatusResponse:

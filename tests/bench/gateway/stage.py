@@ -64,7 +64,7 @@ class Gateway:
         self._ask("SetPolicy", pb.SetPolicyRequest(policy=pb.Policy(**policy), update_mask=mask))
 
     def _ask(self, call: str, request: Any) -> Any:
-        (socket,) = base_directory().glob(f"gateway-{self.process.pid}-*/{CONTROL_SOCKET}")
+        (socket,) = base_directory().glob(f"{self.process.pid}-*-gateway/{CONTROL_SOCKET}")
         with grpc.insecure_channel(f"unix:{socket}") as channel:
             return getattr(gateway_pb2_grpc.GatewayStub(channel), call)(request, timeout=_PATIENCE)
 

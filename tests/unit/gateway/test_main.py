@@ -276,11 +276,11 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 @looped
 async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path) -> None:
     """The command finds the gateway by its socket; the directory of a dead gateway is removed."""
-    left = base / "gateway-1-1"
+    left = base / "1-1-gateway"
     left.mkdir()
     async with serving(FakeServer()) as port, gateway(tmp_path, port) as running:
         assert not left.exists()
-        (socket,) = base.glob(f"gateway-{running.process.pid}-*/control.sock")
+        (socket,) = base.glob(f"{running.process.pid}-*-gateway/control.sock")
         async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
             stub: Any = gateway_pb2_grpc.GatewayStub(channel)
             (worker,) = (await stub.GetStatus(pb.GetStatusRequest())).workers

@@ -1,7 +1,7 @@
 """Finds the control services of this user's servers on this machine."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,21 +43,27 @@ class ControlEndpoint:
 def running() -> list[ControlEndpoint]:
     """Return the control services of all running servers, by pid."""
     found = []
-    for socket in sorted(base_directory().glob(f"*-*-gpu*/{CONTROL_SOCKET}")):
+    for pid, socket in sockets("gpu*"):
+        options = Options(read_command_line(pid))
+        repository = options.last("model-repository", options.last("model-store", "."))
+        ports = options.last("grpc-port", "8001"), options.last("http-port", "8000")
+        found.append(
+            ControlEndpoint(
+                pid,
+                socket,
+                (working_directory(pid) / repository).resolve(),
+                tuple(int(port) for port in ports if port.isdecimal()),
+            )
+        )
+    return found
+
+
+def sockets(kind: str) -> Iterator[tuple[int, Path]]:
+    """Yield the pid and the control service's socket of each process that runs and has a directory of this kind."""
+    for socket in sorted(base_directory().glob(f"*-*-{kind}/{CONTROL_SOCKET}")):
         pid, started, _ = socket.parent.name.split("-", 2)
         if pid.isdigit() and started.isdigit() and start_time(int(pid)) == int(started):
-            options = Options(read_command_line(int(pid)))
-            repository = options.last("model-repository", options.last("model-store", "."))
-            ports = options.last("grpc-port", "8001"), options.last("http-port", "8000")
-            found.append(
-                ControlEndpoint(
-                    int(pid),
-                    socket,
-                    (working_directory(int(pid)) / repository).resolve(),
-                    tuple(int(port) for port in ports if port.isdecimal()),
-                )
-            )
-    return found
+            yield int(pid), socket
 
 
 def working_directory(pid: int) -> Path:

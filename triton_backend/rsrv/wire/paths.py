@@ -126,12 +126,12 @@ def hold(directory: Path) -> int | None:
     return fd
 
 
-def sweep(base: Path) -> None:
-    """Remove the directories of dead servers, whose runtimes were killed with them and could not.
+def sweep(base: Path, kind: str = "gpu*") -> None:
+    """Remove the directories of a kind that dead servers left, whose runtimes were killed with them and could not.
 
     A pid that is unknown here may live in another container that shares `base`: locked directories stay.
     """
-    for directory in base.glob("*-*-gpu*"):
+    for directory in base.glob(f"*-*-{kind}"):
         if is_stale(directory.name):
             try:
                 held = hold(directory)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rsrv.placement.contract import Table, Worker
@@ -225,11 +226,9 @@ class GatewayLoop:
 
     async def _rounds(self) -> None:
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):
                     await self._stirred.wait()
-            except TimeoutError:
-                pass
             self._stirred.clear()
             await self.round()
 

@@ -7,14 +7,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.connections import (
-    SERVICE,
-    WorkerChannels,
-    answer_of,
-    gone,
-    refuse,
-    time_left,
-)
+from rsrv_gateway.connections import SERVICE, WorkerChannels, answer_of, gone, refuse, time_left
 from rsrv_gateway.fanout import Answer
 from rsrv_gateway.inquiries import ABOUT_A_MODEL, CHANGES, OPERATIONS, Inquiries
 from rsrv_gateway.outcomes import Refusal
@@ -104,5 +97,6 @@ async def _model(method: str, data: bytes, context: Any) -> str:
     try:
         return str(getattr(service_pb2, f"{method}Request").FromString(data).name)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {method}Request")
-        raise AssertionError("abort raises") from None
+        await refuse(
+            context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {method}Request")
+        )

@@ -37,7 +37,10 @@ _SWITCH_INTERVAL_S = 0.001
 
 def run(config: Path | None, workers: str | None, picker: str | None = None) -> int:
     """Run the gateway and return the exit status of `rsrv-gateway`."""
-    _log_to_stderr()
+    # Requests are forwarded on the same thread.
+    logs.setup("human", aside=True)
+    # It logs the number of files of each change.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         settings = read(config, workers)
     except (SettingsError, MembersError) as error:
@@ -133,11 +136,3 @@ def _until_signalled() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     return stop
-
-
-def _log_to_stderr() -> None:
-    # Requests are forwarded on the same thread.
-    logs.setup("human", aside=True)
-    # It logs the number of files of each change.
-    logging.getLogger("watchfiles").setLevel(logging.WARNING)
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

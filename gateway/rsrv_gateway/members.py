@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -96,11 +97,9 @@ class Members:
                 group.create_task(_listen(self._section.workers_file, hint))
             while True:
                 # Notifications only hasten the next read: network and bind mounts send none.
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(self._pause):
                         await hint.wait()
-                except TimeoutError:
-                    pass
                 hint.clear()
                 before = self.workers()
                 await self.look()

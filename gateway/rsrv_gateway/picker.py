@@ -128,11 +128,9 @@ class Picker:
 
     async def _resolve(self, host: str) -> None:
         """Note the address of a host; the last one stays if its name cannot be resolved now."""
-        try:
+        with suppress(ValueError):
             self._ips[host] = str(ip_address(host))
             return
-        except ValueError:
-            pass
         try:
             async with asyncio.timeout(_RESOLVE_S), self._room:
                 self._ips[host] = next(iter(await addresses_of(host)))

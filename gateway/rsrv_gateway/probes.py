@@ -8,6 +8,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -152,7 +153,8 @@ class _WorkerProbe:
         self._hurried = asyncio.Event()
         #: the error of the last probe, if it failed in the gateway itself
         self._error = ""
-        self._waiting: list[asyncio.Future[None]] = []
+        #: set at the end of the next probe to start
+        self._next_ended = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
@@ -161,30 +163,27 @@ class _WorkerProbe:
 
     async def looked(self) -> None:
         """Return after the next probe that starts from now on, or after the last one."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        ended = self._next_ended
         self.hurry()
-        await future
+        await ended.wait()
 
     async def stop(self) -> None:
         await cancel([self._task])
-        self._release(self._waiting)
+        self._next_ended.set()
         await self.prober.close()
 
     async def _run(self) -> None:
         while True:
             self._hurried.clear()
-            waiting, self._waiting = self._waiting, []
+            ended, self._next_ended = self._next_ended, asyncio.Event()
             try:
                 self._take(await self._look())
             finally:
-                self._release(waiting)
+                ended.set()
             await asyncio.sleep(min(_PROBE_MIN_S, self._pause))
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause - _PROBE_MIN_S):
                     await self._hurried.wait()
-            except TimeoutError:
-                pass
 
     async def _look(self) -> tuple[WorkerView, ...]:
         """Probe the worker. One whose answers the gateway cannot handle counts as dead, and is probed again."""
@@ -211,13 +210,6 @@ class _WorkerProbe:
         if _seen_of(self.views) != _seen_of(before):
             self._seen()
 
-    @staticmethod
-    def _release(waiting: list[asyncio.Future[None]]) -> None:
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-        waiting.clear()
-
 
 def _seen_of(views: tuple[WorkerView, ...]) -> tuple[object, ...]:
     return tuple([(view.device, view.alive, view.ready) for view in views])
@@ -232,33 +224,29 @@ class ActionQueue:
 
     def __init__(self, do: Do) -> None:
         self._do = do
-        self._pending: set[tuple[Act, ServerDevice, str]] = set()
+        #: queued and running actions
+        self._tasks: dict[tuple[Act, ServerDevice, str], asyncio.Task[None]] = {}
         #: locks by device, while actions are queued or running
         self._locks: WeakValueDictionary[ServerDevice, asyncio.Lock] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, act: Act, device: ServerDevice, model: str) -> None:
         errand = act, device, model
-        if errand in self._pending:
-            return
-        self._pending.add(errand)
-        task = asyncio.create_task(self._run(errand), name=f"{act.value} {model} at {device.server}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if errand not in self._tasks:
+            name = f"{act.value} {model} at {device.server}"
+            self._tasks[errand] = asyncio.create_task(self._run(*errand), name=name)
 
-    async def _run(self, errand: tuple[Act, ServerDevice, str]) -> None:
-        act, device, model = errand
+    async def _run(self, act: Act, device: ServerDevice, model: str) -> None:
         try:
             async with self._locks.setdefault(device, asyncio.Lock()):
                 await self._do(act, device, model)
         except ActError as error:
             log.warning("worker %s did not %s %s: %s", device.server, act.value, model, error)
         finally:
-            self._pending.discard(errand)
+            del self._tasks[act, device, model]
 
     async def close(self) -> None:
         """Cancel all actions."""
-        await cancel(self._tasks)
+        await cancel(self._tasks.values())
 
 
 class PlacementSender:

@@ -58,11 +58,11 @@ class Picker:
     def __init__(self, address: str, settings: GatewaySection, brain: Brain) -> None:
         """Prepare the server for `address`. Raises CredentialsError, TokenError."""
         self._address = address
-        self._token = Token(settings)
+        self.token = Token(settings)
         self.traffic = Traffic(settings.mode, brain)
         self.max_bytes = settings.max_message_bytes
         #: headers that servers do not get
-        self._hidden = _TOKEN_HEADER if self._token.needed else ()
+        self.hidden = _TOKEN_HEADER if self.token.needed else ()
         #: endpoints by worker, for gRPC and for HTTP
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
         #: IP address of each host, empty while it has none, and the task that asks for them again
@@ -156,12 +156,6 @@ class Picker:
     def request(self) -> "PickedRequest":
         """Begin a request, whose parts follow."""
         return PickedRequest(self)
-
-    def admits(self, head: Head) -> bool:
-        return self._token.lets_in([("authorization", head.authorization)])
-
-    def directed(self, part: str, endpoints: Iterable[str]) -> bytes:
-        return ext_proc.directed(part, tuple(endpoints), self._hidden)
 
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
         """Return the endpoints of the first of these workers, in order, that Envoy may use for the request."""
@@ -305,7 +299,7 @@ class PickedRequest:
             mode == pb.STREAMED and message.protocol_config.send_body_without_waiting_for_header_response
         )
         target = self._target = _target_of(head)
-        if not self._picker.admits(head):
+        if not self._picker.token.lets_in([("authorization", head.authorization)]):
             if target is not None and target.what in INFERENCE:
                 self._picker.traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
             return [self._refuse(unauthenticated())]
@@ -332,7 +326,7 @@ class PickedRequest:
         self._decided = True
         first, *others = self._waiting
         self._waiting, self._body = [], bytearray()
-        answer = self._picker.directed(first.WhichOneof("request"), found)
+        answer = ext_proc.directed(first.WhichOneof("request"), tuple(found), self._picker.hidden)
         return [answer, *(self._passed(other) for other in others)]
 
     def _endpoints(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:

@@ -49,7 +49,7 @@ class Scene:
     def run(
         self, script: str, rest: Callable[[float], Awaitable[None]] | None = None, **changes: Any
     ) -> asyncio.Task[int]:
-        hooks = SupervisorHooks(self._write, self._started, rest or self._rest, 0.2, self._watch)
+        hooks = SupervisorHooks(self._write, self._started, self._watch, rest or self._rest, 0.2)
         server = shell(script.format(fifo=self.fifo), **changes)
         return asyncio.create_task(supervise(server, hooks, self.orders))
 
@@ -262,7 +262,7 @@ from tests.unit.serve.test_supervise import STUBBORN, shell
 def started(pid):
     print(pid, flush=True)
 
-hooks = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started)
+hooks = SupervisorHooks(lambda lines: print(lines.decode(), end="", flush=True), started, asyncio.Event().wait)
 server = shell(STUBBORN.format(fifo={str(tmp_path / "fifo")!r}))
 asyncio.run(supervise(server, hooks, StopSignals()))
 """

@@ -218,7 +218,7 @@ async def _serve(
         tasks["settings"] = asyncio.ensure_future(_follow_settings(options, planned.repository))
     try:
         hooks = SupervisorHooks(
-            output.put, started, watch=partial(_reason_to_restart, planned.ports["http"], first)
+            output.put, started, partial(_reason_to_restart, planned.ports["http"], first)
         )
         status = await supervise(planned, hooks, orders)
     finally:

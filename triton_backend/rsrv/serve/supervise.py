@@ -63,11 +63,6 @@ class RestartReason:
     works: bool = False
 
 
-async def _content() -> RestartReason:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
 @dataclass(frozen=True, slots=True)
 class SupervisorHooks:
     """Effects of supervising: the log, the clock and callbacks."""
@@ -76,12 +71,12 @@ class SupervisorHooks:
     write: Callable[[bytes], None]
     #: called at each start, with the pid
     started: Callable[[int], None]
+    #: returns a reason to restart the running server
+    watch: Callable[[], Awaitable[RestartReason]]
     #: waits for a number of seconds
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: seconds for the server's own children to end after it
     follow_s: float = 5.0
-    #: returns a reason to restart the running server
-    watch: Callable[[], Awaitable[RestartReason]] = _content
 
 
 async def supervise(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> int:

@@ -14,7 +14,7 @@ import pytest
 from rsrv.sim.scenario import read_trace
 from rsrv.sim.schema import TraceKeys
 from rsrv.wire.frames import Status
-from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
+from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, mentions, strays
 
 COMMANDS = commands()
 #: A few rows as in the public traces whose converters are on the pages, and the times and models of the requests.
@@ -65,8 +65,14 @@ def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
 @of(*OURS)
 def test_the_flags_of_our_programs_exist(command: Command) -> None:
     """The real parser accepts the flags of each line, also of commands that are not run."""
-    parser = import_module(OURS[command.program]).parser()
-    parser.parse_args(command.words[1:])
+    parser_of(command.program).parse_args(command.words[1:])
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """Return the parser of one of our programs."""
+    parser: argparse.ArgumentParser = import_module(OURS[program]).parser()
+    return parser
 
 
 @of("make")
@@ -129,7 +135,7 @@ def test_commands_that_are_mentioned_exist(page: Path) -> None:
     for mention in mentions(page.read_text(encoding="utf-8")):
         program, *words = mention.split()
         if program in OURS:
-            assert unknown(import_module(OURS[program]).parser(), words) == [], mention
+            assert unknown(parser_of(program), words) == [], mention
         elif program == "make" and words:
             assert recipe_of(words[0]), mention
 
@@ -159,41 +165,3 @@ def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     flags = parser.format_help()
     first = [words[0]] if choices and words and re.fullmatch(r"[a-z]+", words[0]) else []
     return first + [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
-
-
-PAGE = """
-```sh
-rsrv status  # all
-for x in 1 2; do
-  rsrv history $x
-done
-curl a \\
-  b
-```
-
-    indented
-    rsrv health
-
-```
-$ rsrv load
-```
-"""
-
-
-def test_blocks_are_taken_apart() -> None:
-    """Indented lines continue a command, and commands outside of sh blocks are found."""
-    found = [(command.line, command.text) for command in commands_of(PAGE, "page.md")]
-    assert found == [
-        (3, "rsrv status  # all"),
-        (4, "for x in 1 2; do\n  rsrv history $x\ndone"),
-        (7, "curl a \\\n  b"),
-    ]
-    assert strays(PAGE) == [12, 15]
-
-
-def test_unknown_flags_and_subcommands_are_found() -> None:
-    """Unknown flags and subcommands are found, and placeholders are not taken for either."""
-    parser = import_module(OURS["rsrv"]).parser()
-    assert unknown(parser, ["gateway", "place", "MODEL", "--replicas", "…"]) == []
-    assert unknown(parser, ["gateway", "placed", "--all"]) == ["placed", "--all"]
-    assert mentions("a `b c` and\n```sh\n`d`\n```\n`e`") == ["b c", "e"]

@@ -11,6 +11,8 @@ import numpy as np
 _libc = ctypes.CDLL(None)
 #: bytes of a thread's stack if the system sets no limit
 _DEFAULT_STACK_BYTES = 2 << 20
+#: mappings where the system limits none
+_NO_LIMIT = 1 << 31
 
 
 def raise_limit(which: int) -> None:
@@ -51,7 +53,7 @@ def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
         count = (root / "proc" / "self" / "maps").read_bytes().count(b"\n")
     except OSError:
         most = None
-    return (1, 1) if most is None else (most - count, most)
+    return (_NO_LIMIT, _NO_LIMIT) if most is None else (most - count, most)
 
 
 def private_bytes(root: Path = Path("/")) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime import model_builder
 from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.transport import Transport
 from rsrv.settings import load_settings
@@ -158,6 +159,20 @@ def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doubli
     start({"a": doublings["a"]})
     wait_until(is_ready(runtime, "a"))
     assert start({"a": doublings["a"]}, look=True) == {}
+
+
+def test_a_model_for_whose_executables_no_mapping_is_left_is_refused(
+    runtime: Runtime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA would end the runtime, and with it all models. The mappings are counted again for the next one."""
+    left = iter([100, 30000])
+    monkeypatch.setattr(model_builder, "spare_mappings", lambda: (next(left), 65530))
+    start({"a": doublings["a"]})
+    wait_until(lambda: "vm.max_map_count: 65530" in start({"a": doublings["a"]}, look=True).get("a", ""))
+
+    for name in "abcd":
+        start({name: doublings[name]})
+        wait_until(is_ready(runtime, name))
 
 
 def test_a_connection_registers_without_a_look_at_the_others(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+from rsrv.limits import spare_mappings
 from rsrv.logs import fields
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.crash_history import BlackBox
@@ -30,6 +31,9 @@ log = logging.getLogger("rsrv.registry")
 _device_log = logging.getLogger("rsrv.equipment")
 
 _CLEAN_UP = Demand(Urgency.CLEAN_UP)
+
+#: mappings that a large executable takes on a CPU; and the share of all that is kept for anything else
+_MAPPINGS, _MAPPINGS_KEPT = 100, 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class ModelBuilder:
         self._inspector = inspector
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
+        #: mappings that executables may take before those of this process are counted again
+        self._mappings = 0
         self._build_thread = WorkerThread("build")
         self._queue = StartQueue()
         # A thread of its own: weights stay on the device until the warm-up is done, and a compilation takes seconds to
@@ -265,6 +271,7 @@ class ModelBuilder:
             with (slot := self._activity.build).doing(Phase.BUILDING, key, expected=inf):
                 signatures = check_signatures(bundle, self._inspector or signature_of)
                 self._inbox.post(ModulesRead(key))
+                self._require_mappings(len(signatures))
                 result = compile_model(bundle, device, weight_mover.host, settings, name, signatures, slot)
                 if result.measured:
                     self._crash_history.survived(key)
@@ -276,6 +283,18 @@ class ModelBuilder:
             result = f"{type(error).__name__}: {error}"
         self._inbox.post(ModelCompiled(key, result))
         _freeze()
+
+    def _require_mappings(self, executables: int) -> None:
+        """Raise DeviceError if the kernel allows this process few more mappings: XLA ends one that gets none."""
+        if self._mappings < _MAPPINGS * executables:
+            left, most = spare_mappings()
+            self._mappings = left - int(most * _MAPPINGS_KEPT)
+            if self._mappings <= 0:
+                raise DeviceError(
+                    f"the runtime has no memory mappings left for more executables ({most - left} of vm.max_map_count: "
+                    f"{most}): raise that limit of the kernel, or serve fewer models on this device"
+                )
+        self._mappings -= _MAPPINGS * executables
 
     def _warm_up(self, model: CompiledModel, device: Device, again: bool) -> None:
         try:

@@ -49,6 +49,18 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
 
 
+def test_a_device_is_woken_although_runtimes_are_killed_while_they_start(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    """An operator's wake, too, tries the next runtime, and not one that cannot start."""
+    launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
+
+    with pytest.raises(LaunchError, match="it ended without a message"):
+        launcher.start()
+
+    assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
+
+
 def test_a_further_device_that_cannot_start_delays_one_load_a_minute(
     interpreter: Path, tmp_path: Path
 ) -> None:

@@ -188,7 +188,7 @@ def _launch(options: argparse.Namespace, number: int) -> None:
 
     launcher = Launcher(options.server_pid, str(number), options.settings, Path.cwd(), os.environ)
     try:
-        launcher.open().sock.close()
+        launcher.start()
     except UNREACHABLE as error:
         raise StatusError(
             "UNAVAILABLE", f"the runtime of device {number} cannot be started: {error}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
@@ -28,6 +28,8 @@ from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.socket import Closed, connect
 
 log = logging.getLogger("rsrv.stub")
+
+T = TypeVar("T")
 
 DOWN = "the model runtime is not reachable; it is being restarted, try again"
 UNLOADED = "the model is being unloaded"
@@ -241,17 +243,7 @@ class Session(Startable):
         If the runtime crashes meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a
         model that crashes it repeatedly.
         """
-        backoff = _FIRST_BACKOFF_S
-        for _ in range(_FIRST_ATTEMPTS - 1):
-            try:
-                return self.attach()
-            except (Closed, ConnectionError) as error:
-                if self._closed.is_set():
-                    raise
-                log.error("the runtime ended before the model was ready: %s", error)
-            self._closed.wait(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
-        return self.attach()
+        return _outlive(self.attach, self._closed, "before the model was ready")
 
     def attach(self) -> Attachment:
         """Reach the runtime and register. Raises Cold, or one of UNREACHABLE."""
@@ -406,6 +398,21 @@ class Session(Startable):
                 self._latest.direct.close()
 
 
+def _outlive(attempt: Callable[[], T], closed: threading.Event, when: str) -> T:
+    """Return the result of the first attempt during which no runtime ends. Raises any other error, and that of the last attempt."""
+    backoff = _FIRST_BACKOFF_S
+    for _ in range(_FIRST_ATTEMPTS - 1):
+        try:
+            return attempt()
+        except (Closed, ConnectionError) as error:
+            if closed.is_set():
+                raise
+            log.error("the runtime ended %s: %s", when, error)
+        closed.wait(backoff)
+        backoff = min(2 * backoff, _MAX_BACKOFF_S)
+    return attempt()
+
+
 # --- starting the runtime -----------------------------------------------------------------------------------
 
 
@@ -419,6 +426,10 @@ class Launcher:
     #: the server's own, and its environment: hooks may change both in this process
     working_directory: Path
     environment: Mapping[str, str]
+
+    def start(self) -> None:
+        """Return when a runtime takes connections; if one ends meanwhile, the next one is tried. Raises one of UNREACHABLE."""
+        _outlive(self.open, threading.Event(), "as it was reached").sock.close()
 
     def open(self) -> Greeted:
         """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""

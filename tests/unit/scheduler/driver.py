@@ -149,6 +149,8 @@ class Driver:
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
+        #: Whether a model may have had a limit of idleness.
+        self.idling = False
         #: The latest model to be warmed up again.
         self.warming_again = ""
         #: Requests whose execution found no memory, and the number of those executions that wait for their second try.
@@ -185,7 +187,7 @@ class Driver:
             self.resident.add(event.model)
         if isinstance(event, ModelAdded):
             (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
-        if isinstance(event, ModelAdded):
+            self.idling = self.idling or event.program.idle_seconds < inf
             self.leaving.discard(event.program.model)
             self.paused[event.program.model] = event.program.paused
             self.finishing[event.program.model] = set()
@@ -211,6 +213,7 @@ class Driver:
             self.limits[event.model] = event.max_queue_depth or self.limits[event.model]
             if event.max_delay:
                 self.patient.add(event.model)
+            self.idling = self.idling or event.idle_seconds is not None
         if isinstance(event, Evict):
             self.leaving.update(event.models)
         if not self.settings.on_demand and isinstance(event, WarmUpEnded | Pinned):
@@ -448,7 +451,9 @@ class Driver:
                 self.resident.remove(instruction.model)
 
     def _idle_evictions(self) -> dict[str, int]:
-        """Return the number of evictions of each model for lack of use."""
+        """Return the number of evictions of each model for lack of use, where there may be any."""
+        if not self.idling:
+            return {}
         models = self.scheduler._models
         return {name: model.totals.evictions.get(Cause.IDLE, 0) for name, model in models.items()}
 

@@ -62,6 +62,7 @@ async def stream(
         return
     finally:
         one.end()
+    await one.begun()
     if isinstance(ended, _StreamRefused):
         await refuse(context, ended.refusal)
     raise ended
@@ -168,8 +169,9 @@ class _Stream:
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
-        #: answers are written one by one
+        #: answers are written one by one; the first one takes the stream's headers along
         self._writing = asyncio.Lock()
+        self._first_write: asyncio.Future[None] | None = None
         #: each request gets one answer; None: not asked yet
         self._once: bool | None = None
 
@@ -193,9 +195,20 @@ class _Stream:
             while upstream.waiting:
                 self._over(upstream.waiting.popleft(), CANCELLED)
 
+    async def begun(self) -> None:
+        """Return when no headers are on their way: gRPC would send the end with headers, too, and fail."""
+        if self._first_write is not None:
+            await asyncio.wait([self._first_write])
+
     async def _write(self, answer: bytes) -> None:
         async with self._writing:
-            await self._context.write(answer)
+            if self._first_write is None:
+                self._first_write = asyncio.ensure_future(self._context.write(answer))
+                # Its error is of no interest when this stream has been cancelled.
+                self._first_write.add_done_callback(lambda write: write.cancelled() or write.exception())
+                await asyncio.shield(self._first_write)
+            else:
+                await self._context.write(answer)
 
     # --- from the client -------------------------------------------------------------------------------
 
@@ -280,9 +293,10 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             refusal = refusal_of(error)
         except asyncio.CancelledError:
-            if is_cancelled():
-                raise
             refusal = gone(upstream.worker)
+        # A cancelled wait may have ended in another way, as with the worker's end of the call.
+        if is_cancelled():
+            return
         self._upstream = None
         if refusal is not None and refusal.suspects_worker():
             self._traffic.brain.failed(upstream.worker)

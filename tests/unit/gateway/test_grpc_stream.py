@@ -399,6 +399,36 @@ async def test_the_client_leaves() -> None:
 
 
 @looped
+async def test_the_client_leaves_as_the_worker_fails() -> None:
+    """A cancelled wait for the worker may end with the worker's failure, and no other worker gets the request then."""
+    async with serving(2, TWO) as house:
+        asked = asyncio.Event()
+
+        class Failing:
+            """A call that fails while its wait is cancelled."""
+
+            async def write(self, _: bytes) -> None:
+                asked.set()
+
+            async def read(self) -> bytes:
+                try:
+                    return await asyncio.Event().wait() and b""
+                except asyncio.CancelledError:
+                    nothing = grpc.aio.Metadata()
+                    raise grpc.aio.AioRpcError(Code.UNAVAILABLE, nothing, nothing, "ending") from None
+
+            def cancel(self) -> None: ...
+
+        for link in house.proxy.grpc._channels["a"]._links:
+            link.stream = lambda **_: Failing()
+        call = await opened(house, "m")
+        await asked.wait()
+        call.cancel()
+
+        await counted(house, ("m", "a", "CANCELLED"))
+
+
+@looped
 async def test_a_deadline() -> None:
     """The deadline of a stream applies at the worker, and the client gets DEADLINE_EXCEEDED."""
     async with serving(1) as house:
@@ -416,6 +446,36 @@ async def test_what_is_no_request() -> None:
         call = house.client.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", None, None)()
         await call.write(b"\x0a\xff")
 
+        assert (await ending(call))[0] == "INVALID_ARGUMENT"
+
+
+@looped
+async def test_a_stream_is_refused_while_its_first_answer_is_written() -> None:
+    """The client gets the answer, however late it takes it, and then the reason for the end."""
+    async with AsyncExitStack() as ends:
+        house = await ends.enter_async_context(serving(1))
+        (worker,), size, gone = house.workers, 32 << 20, asyncio.Event()
+
+        async def large(requests: Any, context: Any) -> None:
+            try:
+                async for request in requests:
+                    answer = await worker.echo(request, context)
+                    answer.raw_output_contents.append(bytes(size))
+                    await context.write(service_pb2.ModelStreamInferResponse(infer_response=answer))
+            finally:
+                gone.set()
+
+        worker.does["ModelStreamInfer"] = large
+        address = f"127.0.0.1:{house.proxy.grpc.port}"
+        unlimited = grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
+        client = await ends.enter_async_context(unlimited)
+        call = client.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", None, None)()
+        await call.write(Infer(model_name="m").SerializeToString())
+        await counted_at_least(house, ("m", "a", "OK"), 1)
+        await call.write(b"\x0a\xff")
+        await gone.wait()
+
+        assert len(await call.read()) > size
         assert (await ending(call))[0] == "INVALID_ARGUMENT"
 
 

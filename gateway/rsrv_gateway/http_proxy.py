@@ -307,13 +307,12 @@ async def _stream(
                     piece = await rest.read()
             except (ClientError, TimeoutError, OSError):
                 return _broken_off(request, response), _BROKEN
-            try:
-                async with asyncio.timeout(patience):
-                    await (response.write(piece) if piece else response.write_eof())
-            except TimeoutError:
-                return _broken_off(request, response), CANCELLED
+            async with asyncio.timeout(patience):
+                await (response.write(piece) if piece else response.write_eof())
             if not piece:
                 return response, "OK"
+    except (TimeoutError, ConnectionResetError):
+        return _broken_off(request, response), CANCELLED
     finally:
         rest.close()
 

@@ -540,6 +540,27 @@ async def test_a_client_that_does_not_read() -> None:
 
 
 @looped
+async def test_a_client_that_goes_as_its_answer_begins(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that closes between a worker's answer and its first bytes to the client is no error of the gateway."""
+    prepare = web.StreamResponse.prepare
+
+    async def begin(response: web.StreamResponse, request: Any) -> Any:
+        if response.headers.get("Server") == "rsrv-gateway":
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", begin)
+    async with serving(1) as house:
+        house.workers[0].does[""] = house.workers[0].says(200, bytes(1 << 20))
+        with pytest.raises(ClientError):
+            await house.infer()
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+    assert caplog.records == []
+
+
+@looped
 async def test_a_client_that_does_not_read_the_end() -> None:
     """If a client stops reading just before the end of a long answer, its request ends, too."""
     async with serving(1, request_timeout_s=0.2) as house:

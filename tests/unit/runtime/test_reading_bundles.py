@@ -38,8 +38,10 @@ EAGER, REQUESTED = Urgency.EAGER, Urgency.REQUESTED
 _BYTES = 64 << 20
 
 
-def write(path: Path) -> Path:
-    """Write a bundle with two weights."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a bundle with two weights."""
+    path = tmp_path_factory.mktemp("bundles") / "large"
     half = np.zeros(_BYTES // 8, np.float32)
     export_bundle(
         lambda params, x: x + params["a"][0] + params["b"][0],
@@ -60,13 +62,14 @@ def bytes_read() -> int:
 @pytest.mark.parametrize(("version", "times"), [("3.1", 1), ("3.0", 2)])
 @pytest.mark.parametrize("residency", ["system", "unpinned"])
 def test_adding_a_model_reads_its_weights_once(
-    tmp_path: Path, version: Literal["3.0", "3.1"], times: int, residency: str
+    large: Path, tmp_path: Path, version: Literal["3.0", "3.1"], times: int, residency: str
 ) -> None:
     """With checksums, weights are read once, and without them twice."""
-    path = write(tmp_path / "large")
+    path = shutil.copytree(large, tmp_path / "large", copy_function=os.link)
     if version == "3.0":
         manifest = path / "manifest.yaml"
         text = manifest.read_text().replace("3.1", "3.0", 1)
+        manifest.unlink()
         start = text.index("sha256:")
         manifest.write_text(text[:start] + text[text.index("provenance:") :])
     settings = load_settings(f"models: {{large: {{residency: {residency}}}}}")

@@ -14,7 +14,6 @@ from tests.unit.sim.helpers import run
     ("models", "sources", "smallest"),
     [
         (1, "closed: {clients: 4}", 10_000),
-        (5, "poisson: {rate: 500}", 15_000),
         (1000, "zipf: {rate: 2000}", 15_000),
         (3, "requests: []", 5_000),
     ],

@@ -219,10 +219,14 @@ _DEADLINE_MAX_S = 27_000 * 3600.0
 _LOST = re.compile(
     "Stream removed|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:|keepalive |ping "
 )
+#: gRPC's message, instead of the worker's, where a stream ends while a message is sent on it
+_ENDED = "Internal error from Core"
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
     code, message = error.code(), error.details() or ""
+    if message == _ENDED:
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the stream broke", lost=True)
     lost = code is grpc.StatusCode.UNAVAILABLE and _LOST.match(message) is not None
     return Refusal(code, message, sendable(error.trailing_metadata() or ()), lost)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import grpc
@@ -327,6 +327,44 @@ async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
         assert await call.read() is grpc.aio.EOF
 
 
+class Failing:
+    """A worker's stream that fails with a code once it has a message, or only when the wait for it is `cancelled`."""
+
+    def __init__(self, code: Any, message: str, *, cancelled: bool = False) -> None:
+        nothing = grpc.aio.Metadata()
+        self._error = grpc.aio.AioRpcError(code, nothing, nothing, message)
+        self._cancelled = cancelled
+        self.asked = asyncio.Event()
+
+    async def write(self, _: bytes) -> None:
+        self.asked.set()
+
+    async def read(self) -> bytes:
+        with suppress(asyncio.CancelledError):
+            await (asyncio.Event() if self._cancelled else self.asked).wait()
+        raise self._error
+
+    async def done_writing(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def take_place_of(self, house: House, worker: str) -> None:
+        for link in house.proxy.grpc._channels[worker]._links:
+            link.stream = lambda **_: self
+
+
+@looped
+async def test_a_worker_fails_while_a_message_is_sent_to_it() -> None:
+    """gRPC then has an error of its own in place of the worker's; another worker answers."""
+    async with serving(2, TWO) as house:
+        Failing(Code.INTERNAL, "Internal error from Core").take_place_of(house, "a")
+        call = await opened(house, "m")
+        await call.done_writing()
+
+        assert await answers(call) == [("m0", "b", "")]
+        assert house.brain.failures == ["a"]
+
+
 @looped
 async def test_too_much_to_keep() -> None:
     """Messages too large to be kept are lost with their worker."""
@@ -402,27 +440,10 @@ async def test_the_client_leaves() -> None:
 async def test_the_client_leaves_as_the_worker_fails() -> None:
     """A cancelled wait for the worker may end with the worker's failure, and no other worker gets the request then."""
     async with serving(2, TWO) as house:
-        asked = asyncio.Event()
-
-        class Failing:
-            """A call that fails while its wait is cancelled."""
-
-            async def write(self, _: bytes) -> None:
-                asked.set()
-
-            async def read(self) -> bytes:
-                try:
-                    return await asyncio.Event().wait() and b""
-                except asyncio.CancelledError:
-                    nothing = grpc.aio.Metadata()
-                    raise grpc.aio.AioRpcError(Code.UNAVAILABLE, nothing, nothing, "ending") from None
-
-            def cancel(self) -> None: ...
-
-        for link in house.proxy.grpc._channels["a"]._links:
-            link.stream = lambda **_: Failing()
+        failing = Failing(Code.UNAVAILABLE, "ending", cancelled=True)
+        failing.take_place_of(house, "a")
         call = await opened(house, "m")
-        await asked.wait()
+        await failing.asked.wait()
         call.cancel()
 
         await counted(house, ("m", "a", "CANCELLED"))

@@ -50,8 +50,10 @@ class _HttpForm:
         try:
             said = json.loads(answer.body)
             if what == "index":
-                return _message(service_pb2.RepositoryIndexResponse(), {"models": said})
-            return _message(service_pb2.ModelStatisticsResponse(), said)
+                message, said = service_pb2.RepositoryIndexResponse(), {"models": said}
+            else:
+                message = service_pb2.ModelStatisticsResponse()
+            return ParseDict(said, message, ignore_unknown_fields=True)
         except (ValueError, ParseError, KeyError, TypeError, AttributeError):
             return Refusal(StatusCode.INTERNAL, "its answer cannot be parsed")
 
@@ -62,10 +64,6 @@ class _HttpForm:
             said = [{name: value for name, value in each.items() if value} for each in said["models"]]
         body = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
         return HttpReply(200, CIMultiDict({"Content-Type": "application/json"}), body)
-
-
-def _message(message: Any, said: Any) -> Any:
-    return ParseDict(said, message, ignore_unknown_fields=True)
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def stream(
     try:
         await one.run()
     except BaseExceptionGroup as group:
-        ended = _first(group)
+        ended = group.exceptions[0]
     else:
         return
     finally:
@@ -66,12 +66,6 @@ async def stream(
     if isinstance(ended, _StreamRefused):
         await refuse(context, ended.refusal)
     raise ended
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _error_code(answer: bytes) -> str:

@@ -51,9 +51,7 @@ class Proxy:
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests with UNAVAILABLE, and return when those in flight have ended, or after `seconds`."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.http.drain(seconds))
-            await self.grpc.drain(seconds)
+        await asyncio.gather(self.http.drain(seconds), self.grpc.drain(seconds))
 
     async def stop(self) -> None:
         """End all requests in flight and free all resources. Without effect the second time."""

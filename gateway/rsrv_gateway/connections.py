@@ -28,8 +28,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Otherwise channels to one address share a connection, and closing one that hangs would return the same
-    # one.
+    # Otherwise channels to one address share a connection, and closing one that hangs would return the same one.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -193,8 +193,7 @@ def _merge_index(answers: Mapping[str, Any]) -> Any:
             known = best.get((each.name, each.version))
             if known is None or _rank(each) < _rank(known):
                 best[each.name, each.version] = each
-    # A model that is not loaded has no version; such an entry says nothing if the model is loaded on another
-    # worker.
+    # A model that is not loaded has no version; such an entry says nothing if the model is loaded on another worker.
     versioned = {name for name, version in best if version}
     return service_pb2.RepositoryIndexResponse(
         models=[best[key] for key in sorted(best) if key[1] or key[0] not in versioned]

@@ -49,8 +49,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    #: the operation, as in the path; "server" and "model": metadata; "server ready"; "status": of shared
-    #: memory
+    #: the operation, as in the path; "server" and "model": metadata; "server ready"; "status": of shared memory
     what: str
     #: name of the model; empty: the operation concerns none
     model: str = ""

@@ -23,8 +23,7 @@ MEANT = {
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
-#: Connections that may break during one request: a request that crashes its server must not reach all of
-#: them.
+#: Connections that may break during one request: a request that crashes its server must not reach all of them.
 CONNECTION_LOSSES_MAX = 2
 
 #: characters of a client's invented name in an error message

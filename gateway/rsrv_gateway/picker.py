@@ -9,6 +9,7 @@ import logging
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from itertools import count
 from time import monotonic
@@ -80,9 +81,8 @@ class Picker:
 
     async def start(self) -> None:
         """Listen from now on. Raises ListenError."""
-        self._listener, self.port = await listen(
-            lambda: EnvoyConnection(self.request, self._connections), self._address, "--picker", self._tls
-        )
+        begin = partial(EnvoyConnection, partial(PickedRequest, self), self._connections)
+        self._listener, self.port = await listen(begin, self._address, "--picker", self._tls)
         self._resolving = asyncio.create_task(self._keep_resolving())
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -152,10 +152,6 @@ class Picker:
         self._endpoints = named
 
     # --- one request ---------------------------------------------------------------------------------------
-
-    def request(self) -> "PickedRequest":
-        """Begin a request, whose parts follow."""
-        return PickedRequest(self)
 
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
         """Return the endpoints of the first of these workers, in order, that Envoy may use for the request."""

@@ -27,8 +27,7 @@ _ASKED_WORKERS_MAX = 3
 class TrafficCounts:
     """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
 
-    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as
-    #: "OK"
+    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as "OK"
     requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
     #: items of forwarded requests, by model
     items: Mapping[str, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 from rsrv.placement.contract import Routes, Table, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.ext_proc import DESTINATION
-from rsrv_gateway.picker import Picker
+from rsrv_gateway.picker import PickedRequest, Picker
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 from tests.unit.gateway.proxies import SERVICE, FakeBrain
 from tests.waiting import looped
@@ -540,7 +540,7 @@ async def _decide(table: Table, workers: Mapping[str, Worker], count: int) -> fl
         parts.append((head.SerializeToString(), body.SerializeToString()))
     began = process_time()
     for number in range(count):
-        request = picker.request()
+        request = PickedRequest(picker)
         for part in parts[number % 100]:
             assert request.take(part)
         request.end()

@@ -252,6 +252,43 @@ def test_state_leaves_a_host_that_is_short_of_memory(
     assert [client.step(id) for id in (3, 4, 5)] == [(2.0, 2)] * 3
 
 
+def test_state_stays_where_memory_is_not_plentiful_again(
+    start_runtime: StartRuntime,
+    bundles: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Sequences end while memory is scarce, and no longer until twice as much is free: others may have it for days."""
+    spare, looks = 8 << 30, 0
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        return spare
+
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    monkeypatch.setattr("rsrv.runtime.registry._NEXT_FALLS_S", 0.0)
+    monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 << 30)
+    monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", look)
+    runtime = start_runtime(compute=compute)
+    client = Client(runtime.open(), bundles("host"))
+    request.addfinalizer(client.connection.close)
+    for id in (1, 2, 3, 4, 5):  # three slots
+        client.step(id, START)
+    spare = 512 << 20
+    wait_until(lambda: counts()["stored"] == 0 and runtime.loop._weights.copies.is_short)
+
+    spare, seen = 1536 << 20, looks
+    wait_until(lambda: looks > seen + 2)
+    for id in (6, 7):
+        client.step(id, START)
+    seen = looks
+    wait_until(lambda: looks > seen + 10)
+
+    assert counts()["stored"] == 2
+    assert client.step(3) == (2.0, 2)
+
+
 def test_the_budget_counts_the_pools(start_client: StartClient) -> None:
     """State takes device memory as weights do."""
     client = start_client()

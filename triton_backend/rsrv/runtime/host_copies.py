@@ -204,14 +204,15 @@ class HostCopies:
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.
 
-        Returns the bytes that lack then.
+        Returns the bytes that sequences' state must give back then.
         """
         mover = self._mover
         if mover is None or self._drops:
             return 0
         limit, taken, left = mover.host.limit, mover.host.taken, mover.host.left
         short = 0 if limit is None else limit.lacking(spare, ends=self.is_short)
-        excess = 0 if limit is None else max(short, limit.excess(taken + left, spare))
+        over = 0 if limit is None else limit.excess(taken + left, spare)
+        excess = max(short, over)
         if excess > 0 and left:
             # No front has asked for their models since the last runtime.
             mover.forget_left(excess)
@@ -228,7 +229,8 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        return lacking
+        # State is not read again, as copies are: what lacks only until memory is plentiful again does not end sequences.
+        return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:
         """Free what was read for loads that have not begun; it is read again."""

@@ -187,6 +187,28 @@ def test_a_suspect_whose_next_runtime_dies_before_it_is_executed_goes_on(outage:
     wait_until(lambda: len(outage.submitted) == 3)
 
 
+def test_a_request_whose_runtime_is_gone_when_it_is_submitted_waits_on(outage: Outage) -> None:
+    """It is the next one again, and no suspect that others wait for."""
+    tried: list[ClientRequest] = []
+
+    def place(request: ClientRequest) -> bool:
+        tried.append(request)
+        return outage._place(request)
+
+    outage.resubmission.place = place
+    requests = [outage.add(deaths=1) for _ in range(2)]
+    outage.session.attachment = object()  # of a runtime that has just died
+    wait_until(lambda: len(tried) >= 3)
+    assert all(one.triton is requests[0] for one in tried)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+    outage.answer(0)
+    wait_until(lambda: len(outage.submitted) == 2)
+    assert [one.triton for one in outage.submitted] == requests
+
+
 def test_a_request_ends_two_runtimes_at_most(outage: Outage) -> None:
     """It fails alone, as a fault that no retry of its client cures."""
     outage.come_back()

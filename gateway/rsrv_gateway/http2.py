@@ -10,7 +10,7 @@ of the picker's CPU instead of 169 with 16 clients, and 1,397 instead of 553 wit
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,12 +48,14 @@ class Exchange(Protocol):
 
     #: no more messages are wanted: the stream ends well after the answers
     done: bool
+    #: `look` has more answers
+    looking: bool
 
     def take(self, data: bytes) -> Iterable[bytes]:
         """Return the answers that are due after this message. Raises ValueError if it is none."""
 
-    def later(self) -> Coroutine[Any, Any, Iterable[bytes]] | None:
-        """Return the wait for answers that are due without another message; None: there are none."""
+    async def look(self) -> Iterable[bytes]:
+        """Return the answers that are due without another message."""
 
     def end(self) -> None:
         """Note that the stream has ended, in whatever way."""
@@ -261,13 +263,13 @@ class EnvoyConnection(asyncio.Protocol):
             self._end(stream, _status(StatusCode.INTERNAL))
             return False
         self._answer(stream, answers)
-        if (later := stream.exchange.later()) is not None:
-            stream.waiting = asyncio.create_task(self._wait(stream, later))
+        if stream.exchange.looking:
+            stream.waiting = asyncio.create_task(self._wait(stream))
         return True
 
-    async def _wait(self, stream: _Http2Stream, later: Coroutine[Any, Any, Iterable[bytes]]) -> None:
+    async def _wait(self, stream: _Http2Stream) -> None:
         try:
-            answers = await later
+            answers = await stream.exchange.look()
         except Exception:
             log.exception(_UNANSWERED)
             stream.waiting = None

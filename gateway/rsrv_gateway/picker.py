@@ -6,7 +6,7 @@ protocol, and keeps it while the request is in flight, so the stream's length is
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -239,7 +239,7 @@ class PickedRequest:
         self._wanted = _Wanted("")
         self._choice: Choice | None = None
         #: the model is unknown, and all workers are being probed
-        self._looking = False
+        self.looking = False
         #: refused: Envoy needs nothing more
         self.done = False
 
@@ -269,14 +269,12 @@ class PickedRequest:
                 return []
         return self._decide(self._head)
 
-    def later(self) -> Coroutine[Any, Any, Iterable[bytes]] | None:
-        """Return the look for an unknown model, which ends with the answers that it delayed."""
-        return self._look(self._head) if self._looking and self._head is not None else None
-
-    async def _look(self, head: Head) -> Iterable[bytes]:
+    async def look(self) -> Iterable[bytes]:
+        """Look for an unknown model, and return the answers that this delayed."""
+        assert self._head is not None
         await self._picker.traffic.brain.refresh()
-        self._looking = False
-        return self._decide(head, looked=True)
+        self.looking = False
+        return self._decide(self._head, looked=True)
 
     def end(self) -> None:
         """Stop counting it."""
@@ -315,7 +313,7 @@ class PickedRequest:
         """Choose, and return the answers to all parts that wait; none if the model is unknown and was not looked for."""
         found = self._endpoints(head, self._target, looked)
         if found is None:
-            self._looking = True
+            self.looking = True
             return []
         if isinstance(found, Refusal):
             return [self._refuse(found)]

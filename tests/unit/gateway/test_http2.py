@@ -7,7 +7,6 @@ import gc
 import struct
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from hypothesis import given

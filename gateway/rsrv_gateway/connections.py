@@ -253,7 +253,7 @@ def gone(worker: str) -> Refusal:
 
 
 def is_cancelled() -> bool:
-    """Return true, after a CancelledError, if this task was cancelled, and not the worker's channel closed."""
+    """Return true if this task was cancelled; else a CancelledError says that the worker's channel was closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -271,11 +271,12 @@ async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        return refusal_of(error)
+        refusal = refusal_of(error)
     except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        return gone(worker)
+        refusal = gone(worker)
+    if is_cancelled():  # a cancelled wait may end with the worker's error, too
+        raise asyncio.CancelledError
+    return refusal
 
 
 async def refuse(context: Any, refusal: Refusal) -> NoReturn:

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import grpc_proxy
-from rsrv_gateway.connections import ChannelFactory, WorkerChannels
+from rsrv_gateway.connections import ChannelFactory, WorkerChannels, answer_of
 from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
@@ -213,6 +213,25 @@ async def test_the_client_leaves() -> None:
         await (until_counted := asyncio.ensure_future(counted(house)))
         assert until_counted.result() == {("m", "a", "CANCELLED"): 1}
         assert house.proxy.counts().outstanding == {}
+
+
+@looped
+async def test_the_client_leaves_as_the_worker_fails() -> None:
+    """A cancelled wait for the worker may end with the worker's failure, which no other worker makes good then."""
+    nothing, asked = grpc.aio.Metadata(), asyncio.Event()
+
+    async def fail() -> bytes:
+        try:
+            asked.set()
+            return await asyncio.Event().wait() and b""
+        except asyncio.CancelledError:
+            raise grpc.aio.AioRpcError(Code.UNAVAILABLE, nothing, nothing, "ending") from None
+
+    waiting = asyncio.create_task(answer_of(fail(), "a"))
+    await asked.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 @looped

@@ -99,6 +99,13 @@ def raising(arrays: dict[str, Any]) -> dict[str, Any]:
             FakeError.INVALID_ARG,
             "stage 'a': input 'x' is float64",
         ),
+        (
+            {"x": rows(1)[:, :2]},
+            False,
+            Hooks(preprocess=raising),
+            FakeError.INVALID_ARG,
+            "stage 'a': input 'x': expected shape",
+        ),
         ({"x": rows(9)}, False, None, FakeError.INVALID_ARG, "stage 'a': 9 rows"),
         ({}, False, None, FakeError.INVALID_ARG, "stage 'a': input 'x' is missing"),
         ({"x": rows(1)}, ["z"], None, FakeError.INTERNAL, "stage 'a': keep_on_device names 'z'"),

@@ -1,8 +1,10 @@
 """Connections to workers over HTTP."""
 
 import asyncio
+import socket
 import ssl
 from dataclasses import dataclass
+from ipaddress import ip_address
 from math import inf
 
 from aiohttp import (
@@ -15,6 +17,7 @@ from aiohttp import (
     DummyCookieJar,
     TCPConnector,
 )
+from aiohttp.abc import AbstractResolver, ResolveResult
 from grpc import StatusCode
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
@@ -22,6 +25,7 @@ from yarl import URL
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import PROBE_TIMEOUT_S, RENEW_MIN_S
 from rsrv_gateway.http_protocol import http_refusal
+from rsrv_gateway.members import addresses_of
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
 
@@ -106,6 +110,28 @@ class _Connections:
         """Close when no request is in flight."""
         await self._idle.wait()
         await self.session.close()
+
+
+class _Resolver(AbstractResolver):
+    """The addresses of workers' names, without aiohttp's questions in the threads of the event loop: see `addresses_of`."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = [(each, ip_address(each).version) for each in await addresses_of(host)]
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET if version == 4 else socket.AF_INET6,
+                proto=0,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address, version in found
+        ]
+
+    async def close(self) -> None: ...
 
 
 class UnreadBody:
@@ -202,7 +228,9 @@ class Pool:
 
     def _open(self) -> _Connections:
         session = ClientSession(
-            connector=TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S),
+            connector=TCPConnector(
+                limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S, resolver=_Resolver()
+            ),
             # The caller limits the whole request; a worker that is slow to accept counts as dead.
             timeout=ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             cookie_jar=DummyCookieJar(),

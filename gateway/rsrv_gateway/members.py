@@ -114,8 +114,7 @@ class Members:
         try:
             async with asyncio.timeout(_DNS_TIMEOUT_S):
                 trouble = await ask(name)
-        # Also a timeout, a name or a resolv.conf that cannot be, and no thread left in the system.
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError) as error:  # also a timeout, and a name or a resolv.conf that cannot be
             trouble = str(error) or "no answer in time"
         self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
 
@@ -239,7 +238,7 @@ async def addresses_of(name: str) -> Iterable[str]:
 
 
 async def _ask_aside(question: Callable[[], T]) -> T:
-    """Ask the DNS in a thread of its own.
+    """Ask the DNS in a thread of its own. Raises OSError if the system has no thread left.
 
     The event loop's end waits for the threads of its pool, and planning needs one of them: a silent name server may hold
     a question for a minute.
@@ -253,7 +252,10 @@ async def _ask_aside(question: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  the asking task gets it
             answer.set_exception(error)
 
-    Thread(target=ask, name="dns", daemon=True).start()
+    try:
+        Thread(target=ask, name="dns", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
     return await asyncio.wrap_future(answer)
 
 

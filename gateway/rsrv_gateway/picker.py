@@ -134,7 +134,7 @@ class Picker:
         try:
             async with asyncio.timeout(_RESOLVE_S), self._room:
                 self._ips[host] = next(iter(await addresses_of(host)))
-        except (OSError, UnicodeError, RuntimeError) as error:
+        except (OSError, UnicodeError) as error:
             if host not in self._ips:
                 self._ips[host] = ""
                 log.warning(

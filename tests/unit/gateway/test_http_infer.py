@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -424,6 +426,40 @@ async def test_a_client_that_stalls() -> None:
         writer.close()
 
         assert house.brain.failures == []
+
+
+def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop ends while a name server owes the address of a worker that a request was for."""
+    asked, ended, waited_for = threading.Event(), threading.Event(), []
+
+    def hang(*_: Any, **__: Any) -> Any:
+        asked.set()
+        waited_for.append(not ended.wait(5))
+        raise OSError
+
+    async def main() -> None:
+        pool = Pool("worker:8000", GatewaySection(), None)
+        asking = asyncio.create_task(pool.ask(HttpQuery("GET", "/v2", CIMultiDict(), whole=True)))
+        await asyncio.to_thread(asked.wait)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await pool.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", hang)
+        asyncio.run(main())
+    assert waited_for == []
+    ended.set()
+
+
+@looped
+async def test_a_worker_with_a_name() -> None:
+    """A worker that has a name, and no address, in the settings gets its requests."""
+    async with serving(1) as house:
+        where = type(house.workers[0].worker)("a", "127.0.0.1:1", f"localhost:{house.workers[0].port}")
+        await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
+
+        assert (await house.infer()).headers["X-Worker"] == "a"
 
 
 @looped

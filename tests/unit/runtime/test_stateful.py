@@ -252,6 +252,25 @@ def test_state_leaves_a_host_that_is_short_of_memory(
     assert [client.step(id) for id in (3, 4, 5)] == [(2.0, 2)] * 3
 
 
+def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
+    start_runtime: StartRuntime,
+    bundles: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Models that fall back because mappings are few free no memory for state: `runtime.host_memory_bytes` holds all the same."""
+    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+    monkeypatch.setattr("rsrv.runtime.weight_mover.spare_mappings", lambda: (0, 1000))
+    monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
+    runtime = start_runtime(load_settings("runtime: {host_memory_bytes: 30}"), compute=compute)
+    client = Client(runtime.open(), bundles("host"))
+    request.addfinalizer(client.connection.close)
+    for id in (1, 2, 3, 4, 5):  # three slots of 16 bytes
+        client.step(id, START)
+    wait_until(lambda: counts()["stored"] == 1)
+    assert runtime.loop._weights.copies.shortage == "the runtime has few memory mappings left"
+
+
 def test_state_stays_where_memory_is_not_plentiful_again(
     start_runtime: StartRuntime,
     bundles: Callable[..., Path],

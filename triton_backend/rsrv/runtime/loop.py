@@ -294,8 +294,10 @@ class Loop:
             case HostMemoryMeasured():
                 now = self._clock()
                 lacking = self._weights.measured(message, now)
-                shortage = self._weights.copies.shortage
-                if not (shortage and self._registry.relieve(now, shortage)):
+                copies = self._weights.copies
+                relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
+                # Models that leave for want of mappings free no memory for state.
+                if not (relieved and copies.is_short):
                     self._requests.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)

@@ -72,6 +72,24 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
 
 
 @looped
+async def test_a_model_is_starting_also_after_the_death_of_the_next_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may kill one runtime after the other before all processes have connected again."""
+    monkeypatch.setattr("rsrv.control.service.stub_processes", lambda *_: {"a"})
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.die()
+        for instance in ("22", "33"):
+            await until(server.runtimes, lambda: not server.runtimes.up)
+            following = FakeRuntime(tmp_path / "runtime.sock", instance=instance * 8)
+            await until(server.runtimes, lambda: server.runtimes.up)
+
+            (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
+            assert (a.name, a.starting) == ("a", "its process connects again")
+            following.die()
+
+
+@looped
 async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: Path) -> None:
     """The status has the versions, the failures, the meta models and the broken bundles."""
     async with served(tmp_path, models=["a"]) as server:

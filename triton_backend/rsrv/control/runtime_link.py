@@ -517,7 +517,7 @@ class RuntimeLink:
         self._publish(None)
 
     def _go_down(self) -> None:
-        self._served_before = self.served()
+        self._served_before = self.served() | self.returning()
         self.up = False
         since = asleep_since(self._path.parent)
         if since is not None:

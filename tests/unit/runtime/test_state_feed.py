@@ -138,6 +138,19 @@ def test_a_bundle_that_cannot_be_read_is_a_failed_model(
         watcher.until(lambda: not watcher.entries)
 
 
+def test_a_bundle_with_many_faults_is_a_failed_model(
+    runtime: Runtime, doubling: Path, tmp_path: Path
+) -> None:
+    """Watchers get the reason as the stub does, which is the beginning of a long one."""
+    faulty = shutil.copytree(doubling, tmp_path / "faulty")
+    with (faulty / "manifest.yaml").open("a") as manifest:
+        manifest.writelines(f"no_such_section_{n}: 1\n" for n in range(100))
+    with Watcher(runtime) as watcher:
+        with pytest.raises(Rejected) as caught:
+            register(runtime, "faulty", faulty)
+        watcher.until(lambda: watcher.is_("faulty", state="failed", error=str(caught.value)))
+
+
 def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """A failed version that is tried again is the same entry, loading and then ready."""
     runtime.device.fail = "told to"

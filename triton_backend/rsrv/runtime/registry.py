@@ -295,7 +295,8 @@ class Registry:
             return
         if isinstance(wanted, str):
             if not self._serves(message.name):
-                self.catalog.tell_unreadable(message.name, wanted, is_meta=message.is_meta)
+                reason = wanted[:_MAX_REASON]
+                self.catalog.tell_unreadable(message.name, reason, is_meta=message.is_meta)
             self._transport.guard(connection, _reject, connection, wanted)
             return
         if connection.flat and (wanted.bundle.hooks is not None or wanted.bundle.manifest.state is not None):

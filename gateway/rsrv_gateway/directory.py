@@ -9,7 +9,7 @@ from rsrv.control.find import ControlEndpoint, choose, sockets, working_director
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import base_directory, hold, make_private, remove, start_time, sweep
 
-#: in the name of a gateway's directory, as a runtime's has its device
+#: end of the name of a gateway's directory; a runtime's has its device there
 _KIND = "gateway"
 
 

@@ -190,7 +190,7 @@ class _Stream:
                 self._over(upstream.waiting.popleft(), CANCELLED)
 
     async def begun(self) -> None:
-        """Return when no headers are on their way: gRPC would send the end with headers, too, and fail."""
+        """Wait until the first answer, with the stream's headers, is sent: gRPC would send an end with headers before, and fail."""
         if self._first_write is not None:
             await asyncio.wait([self._first_write])
 
@@ -198,7 +198,7 @@ class _Stream:
         async with self._writing:
             if self._first_write is None:
                 self._first_write = asyncio.ensure_future(self._context.write(answer))
-                # Its error is of no interest when this stream has been cancelled.
+                # If this stream is cancelled meanwhile, nothing else reads its error.
                 self._first_write.add_done_callback(lambda write: write.cancelled() or write.exception())
                 await asyncio.shield(self._first_write)
             else:

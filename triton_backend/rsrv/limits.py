@@ -44,9 +44,9 @@ def spare_memory(root: Path = Path("/")) -> int:
 
 
 def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
-    """Return how many mappings this process may still make, and have in all; to count 60,000 takes 60 ms.
+    """Return how many more mappings this process may make, and how many it may have. Counting 60,000 takes 60 ms.
 
-    A system that does not tell has enough.
+    If the system does not tell, there is no limit.
     """
     most = _number(root / "proc" / "sys" / "vm" / "max_map_count")
     try:

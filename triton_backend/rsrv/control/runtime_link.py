@@ -316,7 +316,7 @@ class RuntimeLink:
 
     @property
     def unreturned(self) -> set[str]:
-        """Names of the models that had a stub before the runtime's last end, and have had none since; it may be dead."""
+        """Names of the models that had a stub before the runtime's last end, and none since. Their processes may be dead."""
         return self._served_before - self._dismissed.keys()
 
     def wake(self) -> None:

@@ -172,7 +172,7 @@ class Runtimes:
 
     @property
     def awaited(self) -> set[str]:
-        """Names of the models that no runtime has and one had before it ended; their stubs may return, or be dead."""
+        """Names of the models that no runtime has, but one had before it ended. Their stubs may return, or be dead."""
         left = set[str]().union(*(link.unreturned for link in self.links))
         return left.difference(entry["name"] for entry in self.entries.values()) if left else left
 

@@ -114,7 +114,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         # A meta model that is cold is told from others when it has started.
         starting = {name: step for said in statuses.values() for name, step in said["starting"].items()}
         if awaited := runtimes.awaited:
-            # Those that import model.py see the end of their runtime after that, and connect to the next one then.
+            # A stub that imports model.py sees the end of its runtime afterwards, and connects to the next one then.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
             starting |= dict.fromkeys(awaited & living, "its process connects again")

@@ -350,7 +350,7 @@ class Catalog:
         )
 
     def tell_unreadable(self, name: str, reason: str, *, is_meta: bool) -> None:
-        """Tell watchers why the bundle of a model that does not serve cannot be read. So it has no digest."""
+        """Tell watchers why the bundle of a model that does not serve cannot be read; the entry has no digest."""
         self.feed.put(f"{name}@", FeedEntry(name, "meta" if is_meta else "model", "", "failed", reason))
 
     def tell_meta(self, group: Registration, error: str | None = None) -> None:

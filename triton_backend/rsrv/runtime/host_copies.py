@@ -85,9 +85,9 @@ class WarmModel(NamedTuple):
 def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) -> list[WarmModel]:
     """Choose the least recently used models, at most `most`, that free memory.
 
-    `users`: how many of all such models, a meta model with those that it calls, have each executable. Equal modules share
-    one, so it is freed with the last of them. If no choice frees one, models leave all the same: each takes some memory of
-    its own.
+    `users`: how many of all models, idle or not, have each executable; a meta model has those of its callees. Equal modules
+    share one, so it is freed with the last of them. If no choice frees one, models leave all the same: each takes some
+    memory of its own.
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}
@@ -229,7 +229,7 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        # State is not read again, as copies are: what lacks only until memory is plentiful again does not end sequences.
+        # Unlike copies, state cannot be read again: sequences do not end for bytes that lack only until memory is plentiful.
         return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:

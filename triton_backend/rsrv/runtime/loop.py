@@ -1,9 +1,9 @@
 """The loop: the one thread that owns all mutable state of the runtime.
 
 Stubs send frames, and threads post messages when their work ends. The parts of the runtime turn both into the
-scheduler's events, in one outbox. `Loop._handle` alone passes them to the scheduler; all other calls of it are questions. The
-scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and short
-executions (`executor`).
+scheduler's events, in one outbox. `Loop._handle` alone passes them to the scheduler; parts only ask it questions. Its
+instructions go out to the threads and back to the stubs. Nothing here blocks except the poll and short executions
+(`executor`).
 """
 
 import os

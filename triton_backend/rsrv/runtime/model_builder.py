@@ -285,7 +285,7 @@ class ModelBuilder:
         _freeze()
 
     def _require_mappings(self, executables: int) -> None:
-        """Raise DeviceError if the kernel allows this process few more mappings: XLA ends one that gets none."""
+        """Raise DeviceError if the kernel allows this process few more mappings: XLA aborts a process that gets none."""
         if self._mappings < _MAPPINGS * executables:
             left, most = spare_mappings()
             self._mappings = left - int(most * _MAPPINGS_KEPT)

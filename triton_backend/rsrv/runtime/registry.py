@@ -201,7 +201,7 @@ class Registry:
         return max(again, now + _MIN_LOOK_S)
 
     def relieve(self, now: float, shortage: str) -> bool:
-        """Dismiss models because of a shortage of memory, the least recently used first; return whether any becomes free.
+        """Dismiss models because of a `shortage`, the least recently used first; return whether any are leaving.
 
         Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time: how much
         memory that frees, only a measurement tells.

@@ -127,8 +127,8 @@ class DeviceWeights:
 
 #: bytes per second: a hundred times less than any storage reads at
 _SLOWEST_BYTES_PER_S = 1e9
-#: share of the mappings with less of which idle models leave: a large executable for a CPU takes a hundred, and XLA ends a
-#: process that has none left; and seconds between two counts at least
+#: Idle models leave while a smaller share of the mappings is left: a large executable for a CPU takes a hundred, and XLA
+#: aborts a process that gets none. And the least seconds between two counts.
 _SCARCE_MAPPINGS, _COUNT_S = 1 / 8, 2.0
 
 LoadEvent = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
@@ -339,7 +339,7 @@ class WeightMover:
             if self.lacks_mappings and not lacked:
                 log.warning(
                     "the kernel allows this process %d more memory mappings (vm.max_map_count: %d): idle models fall back "
-                    "to cold if they may, and without any left the runtime ends. Raise the limit",
+                    "to cold if they may, and the runtime ends when none is left. Raise the limit",
                     left,
                     most,
                 )

@@ -231,7 +231,7 @@ async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoR
 
 
 async def _starting(control: control_pb2_grpc.ControlStub) -> set[str]:
-    """Return the models that start; of those whose weights are loaded, the ones whose model.py is still being imported."""
+    """Return the models that are starting, also those that are loaded and whose model.py is still being imported."""
     with suppress(grpc.RpcError):
         status = await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S)
         return {one.name for one in (*status.models, *status.metas) if one.starting}

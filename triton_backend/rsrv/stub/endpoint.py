@@ -341,7 +341,7 @@ def check_results(
 
 
 def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Call a hook, which may write into its inputs: a second try, and an alias's copy of the request, read them again."""
+    """Call a hook with copies, as it may write into them: a second try and an alias's shadow read the inputs again."""
     return hook({name: array.copy() for name, array in arrays.items()})
 
 

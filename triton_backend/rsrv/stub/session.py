@@ -399,7 +399,7 @@ class Session(Startable):
 
 
 def _outlive(attempt: Callable[[], T], closed: threading.Event, when: str) -> T:
-    """Return the result of the first attempt during which no runtime ends. Raises any other error, and that of the last attempt."""
+    """Return the attempt's result; repeat it if a runtime ends meanwhile. Raises any other error, and that of the last time."""
     backoff = _FIRST_BACKOFF_S
     for _ in range(_FIRST_ATTEMPTS - 1):
         try:

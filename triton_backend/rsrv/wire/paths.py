@@ -127,7 +127,7 @@ def hold(directory: Path) -> int | None:
 
 
 def sweep(base: Path, kind: str = "gpu*") -> None:
-    """Remove the directories of a kind that dead servers left, whose runtimes were killed with them and could not.
+    """Remove the directories of this kind that killed processes left.
 
     A pid that is unknown here may live in another container that shares `base`: locked directories stay.
     """

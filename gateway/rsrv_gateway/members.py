@@ -324,5 +324,6 @@ async def _listen(path: Path, hint: asyncio.Event) -> None:
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False
         ):
             hint.set()
-    except (OSError, RuntimeError) as error:
-        log.info("changes of %s are not notified (%s); it is read every %g s", path, error, READ_PAUSE_S)
+    except* (OSError, RuntimeError) as errors:  # in a group, if its thread cannot start
+        why = errors.exceptions[0]
+        log.info("changes of %s are not notified (%s); it is read every %g s", path, why, READ_PAUSE_S)

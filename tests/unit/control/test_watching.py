@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
-from rsrv.control.watching import Looks, scan, watch
+from rsrv.control.watching import Looks, Notices, _listen, scan, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.signatures import LINK_BYTES, sign
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -135,6 +137,22 @@ async def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> Non
             if after[root].bundles != before.bundles:
                 break
         watcher.cancel()
+
+
+@looped
+async def test_without_a_thread_for_notices_the_periodic_looks_stay(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the system has no thread left for the kernel's notices, the log says it in a line."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with caplog.at_level(logging.INFO), monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        await _listen([root], Notices())
+
+    assert "no notices of changes of bundles (can't start new thread)" in caplog.text
 
 
 def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.connections import cancel
 from rsrv_gateway.members import Members, MembersError, parse_workers, read_workers
 from tests.unit.control.virtual import run
 
@@ -167,6 +168,34 @@ def test_without_a_thread_no_worker_leaves(
     asyncio.run(main())
     assert list(members.workers()) == ["a:8001"]
     assert caplog.text.count("can't start new thread") == 2
+
+
+def test_without_a_thread_the_file_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the system has no thread left for the notices of a file's changes, the file is read again and again."""
+    file = tmp_path / "workers.yaml"
+    file.write_text("[{host: b}]")
+    members = Members(section(workers_file=file), pause=0.01)
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            changed = asyncio.Event()
+            running = asyncio.create_task(members.run(changed.set))
+            while "not notified (can't start new thread)" not in caplog.text:
+                await asyncio.sleep(0)
+                assert not running.done()
+        async with asyncio.timeout(20):
+            await changed.wait()
+        await cancel([running])
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert list(members.workers()) == ["b:8001"]
 
 
 def test_one_address_is_one_worker_in_all_sources() -> None:

@@ -219,10 +219,10 @@ async def _listen(roots: Iterable[Path], notices: Notices) -> None:
     try:
         async for changes in awatch(*roots, watch_filter=None, step=200, debounce=400):
             notices.add(path for _, path in changes)
-    except (OSError, RuntimeError) as error:
+    except* (OSError, RuntimeError) as errors:  # in a group, if its thread cannot start
         log.info(
             "the kernel gives no notices of changes of bundles (%s): they are found at the periodic looks",
-            error,
+            errors.exceptions[0],
         )
 
 

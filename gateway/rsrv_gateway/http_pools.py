@@ -113,7 +113,7 @@ class _Connections:
 
 
 class _Resolver(AbstractResolver):
-    """The addresses of workers' names, without aiohttp's questions in the threads of the event loop: see `addresses_of`."""
+    """Resolver of workers' names that leaves the event loop's threads alone, unlike aiohttp's: see `addresses_of`."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.jax_compiler import AheadCompiler
-from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.stored_executables import (
     CompileTarget,
     StoredExecutables,
@@ -21,8 +19,6 @@ from rsrv.runtime.stored_executables import (
     find_executables,
     write_executables,
 )
-from rsrv_bundle import read_bundle
-from rsrv_bundle.modules import check_signatures, read_module
 
 HERE = CompileTarget(card="NVIDIA L4", capability="8.9", versions="jax 0.10.2", flags="")
 MODULE, OTHER = "a" * 64, "b" * 64
@@ -187,6 +183,21 @@ def test_an_index_without_digests_is_refused(stored: Path) -> None:
 
 
 #: loads a bundle's executables from a repository, and says how many were compiled and how many loaded
+_STORE = """
+import sys
+from pathlib import Path
+from rsrv.runtime.jax_compiler import AheadCompiler
+from rsrv.runtime.jax_device import JaxDevice
+from rsrv.runtime.stored_executables import write_executables
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import check_signatures, read_module
+device, bundle = JaxDevice("cpu"), read_bundle(sys.argv[2])
+entries = {}
+for key, signature in check_signatures(bundle).items():
+    compiled = device.compile(read_module(bundle, key, signature), signature)
+    entries[signature.digest] = AheadCompiler.entry(compiled, 0.0)
+write_executables(Path(sys.argv[1]) / "cpu.executables", device.target, False, entries)
+"""
 _LOAD = """
 import json, sys
 from pathlib import Path
@@ -206,14 +217,10 @@ print(json.dumps([device.cache_counts.compiled, device.cache_counts.from_cache])
 
 def test_a_stored_executable_is_loaded_and_answers_right(tmp_path: Path, doubling: Path) -> None:
     """On the real jax device, without a compilation cache: of three modules none is compiled."""
-    device, bundle, entries = JaxDevice("cpu"), read_bundle(doubling), {}
-    for key, signature in check_signatures(bundle).items():
-        compiled = device.compile(read_module(bundle, key, signature), signature)
-        entries[signature.digest] = AheadCompiler.entry(compiled, 0.0)
-    write_executables(tmp_path / "cpu.executables", device.target, False, entries)
+    for script in (_STORE, _LOAD):
+        # Processes of their own, as those that store and load are: jax shares executables within a process.
+        command = [sys.executable, "-c", script, str(tmp_path), str(doubling)]
+        out = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert out.returncode == 0, out.stderr
 
-    # Another process, as the one that loads is: jax shares executables within a process.
-    command = [sys.executable, "-c", _LOAD, str(tmp_path), str(doubling)]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout.splitlines()[-1]) == [0, 3]

@@ -24,6 +24,7 @@ asked = st.builds(
     deadline_ns=st.integers(0, 2**63 - 1),
     priority=st.integers(0, 2**16 - 1),
     tag=st.integers(0, 2**64 - 1),
+    tokens_per_s=st.floats(allow_nan=False),
 )
 
 

@@ -234,48 +234,50 @@ def test_sequences_end_by_themselves_while_a_model_drains(start_client: StartCli
     assert client.step(2, START) == (1.0, 1)
 
 
-def test_state_leaves_a_host_that_is_short_of_memory(
+@pytest.fixture
+def start_five(
     start_runtime: StartRuntime,
     bundles: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+) -> Callable[..., tuple[Runtime, Client]]:
+    """Start a runtime that always reviews its host's memory, and five sequences: it has three slots of 16 bytes."""
+
+    def start(settings: str = "") -> tuple[Runtime, Client]:
+        monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
+        runtime = start_runtime(load_settings(settings), compute=compute)
+        client = Client(runtime.open(), bundles("host"))
+        request.addfinalizer(client.connection.close)
+        for id in (1, 2, 3, 4, 5):
+            client.step(id, START)
+        return runtime, client
+
+    return start
+
+
+def test_state_leaves_a_host_that_is_short_of_memory(
+    start_five: Callable[..., tuple[Runtime, Client]],
 ) -> None:
     """Sequences on the host count against `runtime.host_memory_bytes`; the one that was idle the longest ends."""
-    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
-    runtime = start_runtime(load_settings("runtime: {host_memory_bytes: 30}"), compute=compute)
-    client = Client(runtime.open(), bundles("host"))
-    request.addfinalizer(client.connection.close)
-    for id in (1, 2, 3, 4, 5):  # three slots of 16 bytes
-        client.step(id, START)
+    _, client = start_five("runtime: {host_memory_bytes: 30}")
     wait_until(lambda: counts()["stored"] == 1)
     assert client.refused(1)[0] is Status.SEQUENCE_LOST
     assert [client.step(id) for id in (3, 4, 5)] == [(2.0, 2)] * 3
 
 
 def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
-    start_runtime: StartRuntime,
-    bundles: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models that fall back because mappings are few free no memory for state: `runtime.host_memory_bytes` holds all the same."""
-    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_mappings", lambda: (0, 1000))
     monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
-    runtime = start_runtime(load_settings("runtime: {host_memory_bytes: 30}"), compute=compute)
-    client = Client(runtime.open(), bundles("host"))
-    request.addfinalizer(client.connection.close)
-    for id in (1, 2, 3, 4, 5):  # three slots of 16 bytes
-        client.step(id, START)
+    runtime, _ = start_five("runtime: {host_memory_bytes: 30}")
     wait_until(lambda: counts()["stored"] == 1)
     assert runtime.loop._weights.copies.shortage == "the runtime has few memory mappings left"
 
 
 def test_state_stays_where_memory_is_not_plentiful_again(
-    start_runtime: StartRuntime,
-    bundles: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    start_five: Callable[..., tuple[Runtime, Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences end while memory is scarce, and no longer until twice as much is free: others may have it for days."""
     spare, looks = 8 << 30, 0
@@ -285,15 +287,10 @@ def test_state_stays_where_memory_is_not_plentiful_again(
         looks += 1
         return spare
 
-    monkeypatch.setattr(host_copies, "REVIEW_S", 0.01)
     monkeypatch.setattr("rsrv.runtime.registry._NEXT_FALLS_S", 0.0)
     monkeypatch.setattr("rsrv.runtime.host_memory.total_memory", lambda: 16 << 30)
     monkeypatch.setattr("rsrv.runtime.weight_mover.spare_memory", look)
-    runtime = start_runtime(compute=compute)
-    client = Client(runtime.open(), bundles("host"))
-    request.addfinalizer(client.connection.close)
-    for id in (1, 2, 3, 4, 5):  # three slots
-        client.step(id, START)
+    runtime, client = start_five()
     spare = 512 << 20
     wait_until(lambda: counts()["stored"] == 0 and runtime.loop._weights.copies.is_short)
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, Final
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rsrv.placement.contract import WorkerView
 from rsrv.placement.status import PlannerStatus
@@ -54,9 +54,17 @@ def expose(
     scraped: Mapping[str, bool],
 ) -> str:
     """Return the gateway's metrics. `scraped`: success of the scrape of each worker, by name."""
-    families = [*_traffic(counts), *_workers(views, scraped), *_plan(status)]
-    registry: Any = SimpleNamespace(collect=lambda: families)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([*_traffic(counts), *_workers(views, scraped), *_plan(status)]))
     return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def _traffic(counts: TrafficCounts) -> Iterator[Metric]:

@@ -1,0 +1,351 @@
+"""Narrow a bundle: its weights in a narrower type, with modules that widen them, and a comparison that may refuse it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import jax  # noqa: F401 - imported before jaxlib's parts, because it keeps their log quiet
+import numpy as np
+
+from rsrv.progress import steps
+from rsrv.text import amount
+from rsrv_bundle import dtypes, writer
+from rsrv_bundle.dtypes import is_whole
+from rsrv_bundle.errors import BundleError, Problems, TargetError
+from rsrv_bundle.half_modules import computed_in
+from rsrv_bundle.inputs import example_inputs, integers_of, random_inputs
+from rsrv_bundle.manifest import FILE
+from rsrv_bundle.modules import Look, module_file, signature_of
+from rsrv_bundle.narrow_modules import Change, narrowed, shared_axes
+from rsrv_bundle.narrowing import (
+    BOUNDS,
+    KEEP,
+    PROVENANCE,
+    TASK_BOUNDS,
+    Narrow,
+    WeightTypes,
+    kept_because,
+    narrow,
+)
+from rsrv_bundle.numerics import Array, ModuleRunner, Rows, answers, difference, label
+from rsrv_bundle.reader import read_bundle, sha256_of
+from rsrv_bundle.spec import Bundle, WeightSpec
+from rsrv_bundle.weights import FILE as WEIGHTS_FILE
+from rsrv_bundle.weights import WeightsFile, as_array
+
+#: Figure of a task -> its words before the number.
+_MEANING = {
+    "cosine": "1 minus the smallest cosine of an embedding and its wide one is",
+    "top1": "the share of samples with another best score is",
+}
+_CURE = "Keep the type of some weights, choose a wider type, or accept the error with --tolerance"
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowedBundle:
+    """Result of narrowing a bundle."""
+
+    bundle: Bundle
+    #: Bytes of the weights before.
+    bytes_before: int
+    #: Weight's name -> why it keeps its type.
+    kept: Mapping[str, str]
+    #: Module's name -> error relative to the wide module.
+    errors: Mapping[str, float]
+    #: Figures of the task, by the names in TASK_BOUNDS.
+    task: Mapping[str, float]
+    #: Largest error that the type of the weights allows.
+    bound: float
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        size = self.bundle.weight_bytes
+        share = f"{amount(self.bytes_before)} of weights -> {amount(size)}"
+        error = f"at most {max(self.errors.values(), default=0.0):.3g} from the wide model; the bound is {self.bound:g}"
+        figures = "".join(f"; {_MEANING[figure]} {value:.3g}" for figure, value in self.task.items())
+        return f"{share}, {error}{figures}" + (f". {_summary(self.kept)}" if self.kept else "")
+
+
+def narrow_bundle(
+    directory: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    weights: str = KEEP,
+    compute: str | None = None,
+    samples: Callable[[Bundle], Mapping[int, Rows]] = lambda _: MappingProxyType({}),
+    tolerance: Mapping[str, float] = MappingProxyType({}),
+    overwrite: bool = False,
+    look: Look = signature_of,
+) -> NarrowedBundle:
+    """Write the bundle in `directory` to `out_dir` with narrow weights. Compare both, and return what was measured.
+
+    weights: the type of the weights, and of those that patterns name, such as "i8,*.norm*=keep".
+    compute: "bf16" or "f16", to compute products in; see `rsrv_bundle.half_modules`.
+    samples: takes the bundle, and returns rows by variant to compare on. Integers of random inputs for other variants
+        are taken from them.
+    tolerance: element type of an output -> largest error, in place of the weights' bound; or name of a figure in
+        TASK_BOUNDS -> its bound.
+    overwrite: replace an existing bundle. Without it that is an error.
+    look: reads each module, old and new, before it is compiled.
+
+    Nothing appears at `out_dir` unless all errors are within their bounds. Raises BundleError with a line for each module
+    and output that is not, ValueError for a wrong `weights`, FileExistsError, TargetError if one directory is inside the
+    other.
+    """
+    target = writer.free_target(out_dir, overwrite)
+    if Path(directory).resolve() in target.resolve().parents:
+        raise TargetError(f"{out_dir}: is inside {directory}, which would be copied into itself")
+    old = read_bundle(directory)
+    if not old.modules:
+        raise BundleError("has no modules of its own; narrow the bundles that it calls")
+    with writer.scratch_beside(target) as scratch:
+        work = Path(scratch, target.name)
+        report = narrow_into(
+            ModuleRunner(old, look),
+            work,
+            weights,
+            compute,
+            samples=samples(old),
+            tolerance=tolerance,
+            look=look,
+        )
+        writer.put_in_place(work, target, Path(scratch, "replaced"))
+    return replace(report, bundle=read_bundle(target))
+
+
+def narrow_into(
+    before: ModuleRunner,
+    work: Path,
+    weights: str = KEEP,
+    compute: str | None = None,
+    *,
+    samples: Mapping[int, Rows] = MappingProxyType({}),
+    examples: Mapping[str, Array] = MappingProxyType({}),
+    tolerance: Mapping[str, float] = MappingProxyType({}),
+    look: Look = signature_of,
+) -> NarrowedBundle:
+    """Write a bundle with narrow weights to the directory `work`, which must not exist, as `narrow_bundle` does.
+
+    before: the bundle's modules, which are compared with the new ones.
+    examples: as `numerics.compare` takes them.
+    """
+    old = read_bundle(before.bundle.path, digest=False)
+    weight_types = WeightTypes.parse(weights)
+    if unmatched := weight_types.unmatched([weight.name for weight in old.weights]):
+        raise BundleError(f"--weights: no weight's name fits {', '.join(unmatched)}")
+    shutil.copytree(old.path, work, ignore=shutil.ignore_patterns("__pycache__"))
+    choice = chosen(old, weight_types)
+    if compute is None and not any(isinstance(tensor, Narrow) for tensor in choice.tensors):
+        raise BundleError(f"--weights {weights}: narrows no weight. {_summary(choice.kept)}")
+    for file in sorted(set(old.modules.values())):
+        (work / file.name).write_bytes(rewritten(old, file, choice, compute))
+    if old.weights:
+        writer.write_weights(work / WEIGHTS_FILE, choice.stored(old.weights))
+    document = writer.document_of(old.manifest, sha256_of(work / file.name for file in old.summed_files))
+    document["provenance"][PROVENANCE] = {
+        "weights": weights,
+        **({} if compute is None else {"compute": compute}),
+        "bytes_before": old.weight_bytes,
+    }
+    types = {change.dtype for tensor in choice.tensors if (change := _change(tensor)) is not None}
+    bound = max((BOUNDS[token] for token in types), default=0.0) + (BOUNDS[compute] if compute else 0.0)
+    writer.write_manifest(work / FILE, document)
+    new = read_bundle(work, digest=False)
+    values = {**examples, **integers_of(old, samples)}
+    errors = _compared(before, ModuleRunner(new, look), samples, values, tolerance, bound)
+    allowed = {spec.dtype: tolerance.get(spec.dtype, bound) for spec in old.manifest.outputs}
+    document["numerics"] = {
+        **document.get("numerics", {}),
+        "narrowed": errors.modules,
+        **({"narrowed_task": errors.task} if errors.task else {}),
+        "narrowed_tolerance": {token: error for token, error in allowed.items() if not is_whole(token)},
+    }
+    writer.write_manifest(work / FILE, document)
+    return NarrowedBundle(
+        read_bundle(work, digest=False), old.weight_bytes, choice.kept, errors.modules, errors.task, bound
+    )
+
+
+def rewritten(old: Bundle, file: Path, tensors: StoredTensors, compute: str | None) -> bytes:
+    """Return a module of a bundle as it takes these tensors, and with its products computed in `compute`."""
+    blob, first, changes = file.read_bytes(), _first(old), [_change(one) for one in tensors.tensors]
+    if compute == "f16":
+        # Products first: `narrowed` then knows which of them have results that overflow without the scale.
+        return narrowed(computed_in(blob, file.name, compute, first), file.name, first, changes)
+    blob = narrowed(blob, file.name, first, changes)
+    return blob if compute is None else computed_in(blob, file.name, compute, first)
+
+
+@dataclass(slots=True)
+class StoredTensors:
+    """Tensors to store, in argument order, and why others keep their type."""
+
+    tensors: list[Array | Narrow] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def stored(self, weights: Sequence[WeightSpec]) -> list[tuple[str, Array]]:
+        """Return names and arrays: all weights, then the scales."""
+        names = {weight.name for weight in weights}
+        tensors: list[tuple[str, Array]] = []
+        scales = []
+        for weight, tensor in zip(weights, self.tensors, strict=True):
+            tensors.append((weight.name, tensor.values if isinstance(tensor, Narrow) else tensor))
+            if isinstance(tensor, Narrow) and tensor.scale is not None:
+                name = f"{weight.name}:scale"
+                if name in names:
+                    raise BundleError(
+                        f"weights: {name}: is the name of the scale of {weight.name}; rename it"
+                    )
+                scales.append((name, tensor.scale))
+        return tensors + scales
+
+
+def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
+    """Return the tensors, narrow where the rules say so. Only one wide tensor at a time is also in memory."""
+    shared: dict[int, frozenset[int]] = {}
+    for file in sorted(set(bundle.modules.values())):
+        shared = shared_axes(file.read_bytes(), _first(bundle), len(bundle.weights)) | shared
+    choice = StoredTensors([np.empty(0)] * len(bundle.weights))
+    with closing(WeightsFile(bundle)) as weights:
+        for index, raw in weights.read_all():
+            weight = bundle.weights[index]
+            array = as_array(raw, weight.dtype, weight.shape)
+            kind, named = types.of(weight.name)
+            # A scale for each row suits every other use: the row is what a table or a matrix of PyTorch shares.
+            axes = shared.get(index, frozenset({len(weight.shape) - 1}))
+            why = kept_because(weight, kind, named, axes)
+            tensor = why or narrow(array, kind, axes)
+            if isinstance(tensor, str):
+                choice.kept[weight.name] = tensor
+                choice.tensors[index] = array
+            else:
+                choice.tensors[index] = tensor
+    return choice
+
+
+def _summary(kept: Mapping[str, str]) -> str:
+    """Return why weights keep their type, each reason with the number of weights."""
+    reasons = list(kept.values())
+    counts = (f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
+    return f"Weights that keep their type: {', '.join(counts) or 'none'}"
+
+
+def _first(bundle: Bundle) -> int:
+    """Return the index of the first weight among the arguments of a module."""
+    return len(bundle.manifest.inputs) + (bundle.manifest.state is not None)
+
+
+def _change(tensor: Array | Narrow) -> Change | None:
+    if not isinstance(tensor, Narrow):
+        return None
+    return Change(dtypes.token_of(tensor.values.dtype), None if tensor.scale is None else tensor.scale.shape)
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Largest errors of a comparison."""
+
+    #: Module's name -> error of its worst output.
+    modules: dict[str, float] = field(default_factory=dict)
+    #: Figures of the task, by the names in TASK_BOUNDS.
+    task: dict[str, float] = field(default_factory=dict)
+
+
+def _compared(
+    before: ModuleRunner,
+    after: ModuleRunner,
+    samples: Mapping[int, Rows],
+    examples: Mapping[str, Array],
+    tolerance: Mapping[str, float],
+    bound: float,
+) -> _Errors:
+    """Compare two bundles at every size and variant.
+
+    Raises BundleError with a line for each module and output beyond its bound, and for each figure of the task.
+    """
+    bundle, problems = before.bundle, Problems()
+    errors = _Errors()
+    keys = before.keys()
+    with steps(f"compare {bundle.name}", len(keys)) as progress:
+        for key in keys:
+            name = label(bundle, key)
+            worst = [0.0] * len(bundle.manifest.outputs)
+            for random, wide, narrow_ in _answers(before, after, key, samples, examples):
+                differences = map(error_of, narrow_, wide)
+                worst = [max(old, error) for old, error in zip(worst, differences, strict=True)]
+                for figure, error in task_figures(bundle, narrow_, wide).items():
+                    # For random inputs, rounding often decides which score is the best.
+                    if figure != "top1" or not random:
+                        errors.task[figure] = max(errors.task.get(figure, 0.0), error)
+            errors.modules[name] = max(worst, default=0.0)
+            for spec, error in zip(bundle.manifest.outputs, worst, strict=True):
+                allowed = tolerance.get(spec.dtype, bound)
+                if not error <= allowed:
+                    what = "of its values" if is_whole(spec.dtype) else "of its largest magnitude"
+                    rule = f"differs from the wide model by {error:.3g} {what}; the bound is {allowed:g}"
+                    cure = f"{_CURE} {spec.dtype}={_above(error)}"
+                    problems.add(module_file(bundle, key).name, f"output '{spec.name}'", f"{rule}. {cure}")
+            progress.step(name)
+    for figure, error in errors.task.items():
+        if error > (allowed := tolerance.get(figure, TASK_BOUNDS[figure])):
+            rule = f"{_MEANING[figure]} {error:.3g}; the bound is {allowed:g}"
+            problems.add("task", figure, f"{rule}. {_CURE} {figure}={_above(error)}")
+    problems.raise_if_any()
+    return errors
+
+
+def _above(error: float) -> str:
+    """Return a bound with two digits that is larger than an error."""
+    return f"{1.1 * error:.2g}"
+
+
+def _answers(
+    before: ModuleRunner,
+    after: ModuleRunner,
+    key: tuple[int, int],
+    samples: Mapping[int, Rows],
+    examples: Mapping[str, Array],
+) -> Iterator[tuple[bool, list[Array], list[Array]]]:
+    """Yield whether inputs are random, the wide module's outputs for them, and the narrow module's outputs.
+
+    Real inputs count alone: many networks amplify differences on noise, which no user sends.
+    """
+    bundle = before.bundle
+    if key[0] in samples:
+        yield False, answers(before, key, samples[key[0]]), answers(after, key, samples[key[0]])
+        return
+    given = example_inputs(bundle, *key, examples)
+    inputs = random_inputs(bundle, *key, examples) if given is None else given
+    yield given is None, before(key, inputs), after(key, inputs)
+
+
+def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) -> dict[str, float]:
+    """Return the errors of a task's embedding or scores; empty without a task, or if hooks compute its outputs."""
+    task = bundle.manifest.task
+    names = [spec.name for spec in bundle.manifest.outputs]
+    figures = {}
+    for role in ("embedding", "scores") if task else ():
+        name = task.outputs.get(role) if task else None
+        if name not in names or want[names.index(name)].ndim != 2:
+            continue
+        one, other = (arrays[names.index(name)].astype(np.float64) for arrays in (got, want))
+        if role == "embedding":
+            lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+            cosines = (one * other).sum(1) / np.maximum(lengths, np.finfo(np.float64).tiny)
+            figures["cosine"] = 1.0 - float(cosines.min())
+        elif one.shape[1] > 1:
+            figures["top1"] = float(np.mean(one.argmax(1) != other.argmax(1)))
+    return figures
+
+
+def error_of(got: Array, want: Array) -> float:
+    """Return an output's error: relative to its largest magnitude, or the share of unequal integers."""
+    if got.dtype.kind in "iub":
+        return float(np.mean(got != want)) if got.size else 0.0
+    return difference(got, want)[1]

@@ -1,0 +1,313 @@
+"""Rewrite of a module so that it takes narrow weights and widens them where it uses them.
+
+The compiler fuses a widening into the operation that reads it. So the narrow tensor goes through transpositions, table
+lookups and loops as it is, and a product gets it without its scale: the product of a column with a scale is the scaled
+product, and its result is smaller than the weight. Products in f16 get the scaled weight, because they would overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.modules import artifact_version, parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A weight that is stored in a narrower type."""
+
+    #: Element type token of the stored tensor.
+    dtype: str
+    #: Shape of the scale. It has the weight's rank, and 1 for each axis that shares a scale. None: there is no scale.
+    scale: tuple[int, ...] | None
+
+
+def main_of(module: Any) -> Any:
+    """Return the function `main`, with the functions that it calls inlined."""
+    from jaxlib.mlir import ir, passmanager
+
+    functions = {op.sym_name.value: op for op in module.body.operations if op.operation.name == "func.func"}
+    main = functions["main"]
+    calls: list[Any] = []
+
+    def note(operation: Any) -> Any:
+        if operation.name == "func.call":
+            calls.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    main.operation.walk(note)
+    while calls:
+        call = calls.pop()
+        copy = functions[call.attributes["callee"].value].operation.clone()
+        (block,) = copy.regions[0].blocks
+        for argument, operand in zip(block.arguments, call.operands, strict=True):
+            argument.replace_all_uses_with(operand)
+        *inner, last = [operation.operation for operation in block.operations]
+        for operation in inner:
+            operation.move_before(call)
+            operation.walk(note)
+        for result, value in zip(call.results, last.operands, strict=True):
+            result.replace_all_uses_with(value)
+        call.erase()
+        copy.erase()
+    passmanager.PassManager.parse("builtin.module(symbol-dce)", module.context).run(module.operation)
+    return main
+
+
+def shared_axes(blob: bytes, first: int, count: int) -> dict[int, frozenset[int]]:
+    """Return the axes along which a weight's elements can share a scale at its first use, by the weight's index.
+
+    A product sums over these axes, or a lookup returns all of them. Weights with other uses are left out.
+
+    first: the index of the first weight among the arguments. count: the number of weights.
+    """
+    axes_of = {}
+    with parsed(blob) as module:
+        arguments = main_of(module).entry_block.arguments
+        for index in range(count):
+            axes = next(_shared(arguments[first + index]), None)
+            if axes is not None:
+                axes_of[index] = axes
+    return axes_of
+
+
+def narrowed(blob: bytes, file: str, first: int, changes: Sequence[Change | None]) -> bytes:
+    """Return the module with narrow weights in place of wide ones, and with the scales behind all weights.
+
+    first: the index of the first weight among the arguments. changes: one entry for each weight; None keeps it.
+    Raises BundleError, naming the file, if the result is no valid module.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    version = ".".join(map(str, artifact_version(blob)))
+    with parsed(blob) as module:
+        with ir.Location.unknown():
+            _rewrite(main_of(module), first, changes)
+        if not module.operation.verify():
+            raise BundleError(f"{file}: the verifier refuses the module with narrow weights")
+        return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+
+
+def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:
+    from jaxlib.mlir import ir
+
+    block = main.entry_block
+    old = list(block.arguments)
+    attributes = list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * len(old)
+    last = first + len(changes)
+    types = [argument.type for argument in old[:last]]
+    kept = attributes[:last]
+    scaled = []
+    for index, change in enumerate(changes):
+        if change is not None:
+            shape = types[first + index].shape
+            types[first + index] = ir.RankedTensorType.get(shape, element(change.dtype))
+            if change.scale is not None:
+                scaled.append(index)
+                types.append(ir.RankedTensorType.get(change.scale, ir.F32Type.get()))
+                kept.append(ir.DictAttr.get({}))
+    types += [argument.type for argument in old[last:]]
+    kept += attributes[last:]
+    new = [block.add_argument(kind, ir.Location.unknown()) for kind in types]
+    scales = dict(zip(scaled, new[last:], strict=False))
+    for index, argument in enumerate(old):
+        change = changes[index - first] if first <= index < last else None
+        if change is None:
+            argument.replace_all_uses_with(new[index if index < last else index + len(scaled)])
+        else:
+            _place(argument, argument.type, new[index], scales.get(index - first))
+    for _ in old:
+        block.erase_argument(0)
+    kind = main.function_type.value
+    main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(types, kind.results))
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
+
+
+def element(token: str) -> Any:
+    """Return the MLIR type of an element type token, in the present context."""
+    from jaxlib.mlir import ir
+
+    return ir.Type.parse(dtypes.mlir_name(token))
+
+
+def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -> None:
+    """Replace `value`, whose wide type is `kind`, by `narrow` and `scale` in all its users except `but`."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    for operation, place in [(use.owner.operation, use.operand_number) for use in value.uses]:
+        if but is not None and operation == but:
+            continue
+        with ir.InsertionPoint(operation):
+            if operation.name == "stablehlo.transpose":
+                order = operation.attributes["permutation"]
+                turned = None if scale is None else stablehlo.transpose(scale, order)
+                result = operation.results[0]
+                _place(result, result.type, stablehlo.transpose(narrow, order), turned)
+                operation.erase()
+            elif operation.name == "stablehlo.while" and _invariant(operation, place):
+                _through_loop(operation, place, narrow, scale)
+            elif (axes := _result_axes(operation, place)) is not None and _fits(operation, scale, axes):
+                operation.operands[place] = stablehlo.convert(kind, narrow)
+                if scale is not None:
+                    _scale_result(operation, scale, axes)
+            elif _looks_up(operation, place):
+                _look_up(operation, narrow, scale)
+            else:
+                wide = stablehlo.convert(kind, narrow)
+                operation.operands[place] = _multiplied(wide, scale, range(kind.rank))
+
+
+def _shared(value: Any) -> Iterator[frozenset[int]]:
+    """Yield the axes that can share a scale at each use of a value."""
+    for use in value.uses:
+        operation, place = use.owner.operation, use.operand_number
+        if operation.name == "stablehlo.transpose":
+            order = list(operation.attributes["permutation"])
+            yield from (frozenset(order[axis] for axis in axes) for axes in _shared(operation.results[0]))
+        elif operation.name == "stablehlo.while" and _invariant(operation, place):
+            for region in operation.regions:
+                yield from _shared(region.blocks[0].arguments[place])
+        elif (axes := _result_axes(operation, place)) is not None:
+            yield frozenset(range(value.type.rank)) - set(axes)
+        elif _looks_up(operation, place):
+            yield frozenset(range(1, value.type.rank))
+
+
+def _result_axes(operation: Any, place: int) -> dict[int, int] | None:
+    """Return the axes of a product's operand that its result also has: axis -> axis of the result. None: no product."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    if operation.name == "stablehlo.dot_general":
+        numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+        sides = (
+            (list(numbers.lhs_batching_dimensions), list(numbers.lhs_contracting_dimensions)),
+            (list(numbers.rhs_batching_dimensions), list(numbers.rhs_contracting_dimensions)),
+        )
+        free = [
+            [axis for axis in range(operation.operands[side].type.rank) if axis not in (*batch, *summed)]
+            for side, (batch, summed) in enumerate(sides)
+        ]
+        batch = sides[place][0]
+        start = len(batch) + (len(free[0]) if place else 0)
+        return {axis: i for i, axis in enumerate(batch)} | {
+            axis: start + i for i, axis in enumerate(free[place])
+        }
+    if operation.name == "stablehlo.convolution" and place == 1:
+        layout = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        return {layout.kernel_output_feature_dimension: layout.output_feature_dimension}
+    return None
+
+
+def _fits(product: Any, scale: Any, axes: Mapping[int, int]) -> bool:
+    """Return whether the scale can follow a product: it varies only along these axes, and the result without it does not overflow."""
+    from jaxlib.mlir import ir
+
+    if scale is None:
+        return True
+    shared = all(size == 1 or axis in axes for axis, size in enumerate(scale.type.shape))
+    return shared and product.results[0].type.element_type != ir.F16Type.get()
+
+
+def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
+    """Multiply a product's result by the scale of its operand."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    result = operation.results[0]
+    uses = [(use.owner.operation, use.operand_number) for use in result.uses]
+    ordered = sorted(axes, key=lambda axis: axes[axis])
+    order = [*(axis for axis in range(scale.type.rank) if axis not in axes), *ordered]
+    with ir.InsertionPoint.after(operation):
+        turned = stablehlo.transpose(scale, ir.DenseI64ArrayAttr.get(order))
+        shape = [scale.type.shape[axis] for axis in ordered]
+        flat = stablehlo.reshape(ir.RankedTensorType.get(shape, scale.type.element_type), turned)
+        product = _multiplied(result, flat, [axes[axis] for axis in ordered])
+    for user, place in uses:
+        user.operands[place] = product
+
+
+def _multiplied(value: Any, scale: Any, axes: Sequence[int]) -> Any:
+    """Return `value` times `scale`, whose axes are these axes of `value`. None: the value itself."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    if scale is None:
+        return value
+    kind = value.type
+    f32 = ir.RankedTensorType.get(kind.shape, scale.type.element_type)
+    spread = stablehlo.broadcast_in_dim(f32, scale, ir.DenseI64ArrayAttr.get(list(axes)))
+    if kind == f32:
+        return stablehlo.multiply(value, spread)
+    return stablehlo.convert(kind, stablehlo.multiply(stablehlo.convert(f32, value), spread))
+
+
+def _looks_up(operation: Any, place: int) -> bool:
+    """Return whether an operation gathers whole rows of this operand, as an embedding does."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    if operation.name != "stablehlo.gather" or place:
+        return False
+    numbers = stablehlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+    shape = operation.operands[0].type.shape
+    return (
+        list(numbers.collapsed_slice_dims) == [0]
+        and list(numbers.start_index_map) == [0]
+        and not list(numbers.operand_batching_dims)
+        and list(operation.attributes["slice_sizes"]) == [1, *shape[1:]]
+    )
+
+
+def _look_up(operation: Any, narrow: Any, scale: Any) -> None:
+    """Look up rows of the narrow table, and of the scales, and widen the rows alone."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    result = operation.results[0]
+    numbers = stablehlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+    offsets = list(numbers.offset_dims)
+
+    def rows(table: Any) -> Any:
+        inner = table.type.shape[1:]
+        shape = [
+            inner[offsets.index(axis)] if axis in offsets else size
+            for axis, size in enumerate(result.type.shape)
+        ]
+        gather = ir.Operation.create(
+            "stablehlo.gather",
+            results=[ir.RankedTensorType.get(shape, table.type.element_type)],
+            operands=[table, operation.operands[1]],
+            attributes={
+                **{name: operation.attributes[name] for name in operation.attributes},
+                "slice_sizes": ir.DenseI64ArrayAttr.get([1, *inner]),
+            },
+        )
+        return gather.results[0]
+
+    wide = stablehlo.convert(result.type, rows(narrow))
+    spread = None if scale is None else rows(scale)
+    result.replace_all_uses_with(_multiplied(wide, spread, range(result.type.rank)))
+    operation.erase()
+
+
+def _invariant(loop: Any, place: int) -> bool:
+    """Return whether a loop passes its operand on unchanged."""
+    body = loop.regions[1].blocks[0]
+    *_, last = body.operations
+    return bool(last.operation.operands[place] == body.arguments[place])
+
+
+def _through_loop(loop: Any, place: int, narrow: Any, scale: Any) -> None:
+    """Let a loop pass the narrow tensor on. Its regions read the scale from outside."""
+    loop.operands[place] = narrow
+    *_, last = loop.regions[1].blocks[0].operations
+    passed = [region.blocks[0].arguments[place] for region in loop.regions]
+    for value in (*passed, loop.results[place]):
+        kind = value.type
+        value.set_type(narrow.type)
+        _place(value, kind, value, scale, but=last.operation)

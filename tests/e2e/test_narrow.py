@@ -1,0 +1,54 @@
+"""Models with narrow weights, served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.export import export_bundle
+from tests.e2e.calls import caller
+from tests.e2e.harness import StartTriton, make_repository
+from tests.status import read_status
+
+
+def test_narrow_models_answer_as_their_sources(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Every type of weights, and half-precision computation, is within its bound; narrow fine-tunes share their table."""
+    rng = np.random.default_rng(0)
+    table, one, other = (
+        rng.standard_normal(shape, np.float32) / 8 for shape in ((512, 64), (64, 96), (64, 96))
+    )
+
+    def answer(p: Any, ids: Any) -> Any:
+        return {"y": jnp.tanh(p["table"][ids].mean(1) @ p["head"])}
+
+    kinds = {
+        "f16": (one, {"weights": "f16"}, 0.01),
+        "bf16": (one, {"weights": "bf16", "compute": "bf16"}, 0.1),
+        "f8": (one, {"weights": "f8_e4m3"}, 0.2),
+        "i8": (one, {"weights": "i8"}, 0.1),
+        "tuned": (other, {"weights": "i8"}, 0.1),
+    }
+    example = {"ids": rng.integers(0, 512, (4, 8)).astype(np.int32)}
+    for name, (head, options, _) in kinds.items():
+        export_bundle(
+            answer,
+            {"table": table, "head": head},
+            example,
+            batch_sizes=(1, 4),
+            out_dir=tmp_path / "bundles" / name,
+            **options,  # type: ignore[arg-type]
+        )
+    server = start_triton(make_repository(tmp_path))
+    with caller(server, "grpc") as call:
+        for rows in (1, 3):
+            ids = rng.integers(0, 512, (rows, 8)).astype(np.int32)
+            for name, (head, _, bound) in kinds.items():
+                want = np.tanh(table[ids].mean(1) @ head)
+                error = np.abs(call(name, {"ids": ids})["y"] - want).max() / np.abs(want).max()
+                assert 0 < error < bound, name
+    # i8 and the other fine-tune have the table and its scales in common.
+    host = read_status(server.pid)["host"]
+    assert host["logical_bytes"] - host["physical_bytes"] == 512 * 64 + 512 * 4

@@ -1,0 +1,419 @@
+"""Exporting ONNX files, checked against onnxruntime. Needs the extra `export-onnx`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+
+from rsrv.extras import install_command
+from rsrv_bundle.calling import Results
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.export import Original, export_bundle
+from rsrv_bundle.interface import LETTERS
+from rsrv_bundle.onnx_import.evaluate import Evaluator
+from rsrv_bundle.onnx_import.model import Graph, Input, Node, OnnxModel, Weight, read_model
+from rsrv_bundle.reader import sha256_of
+from rsrv_bundle.spec import Bundle
+from rsrv_bundle.writer import free_target
+
+Array = np.ndarray[Any, Any]
+
+#: Key in the provenance of what an export changed, as JSON: inputs that it fixed (`bind`), outputs that it chose
+#: (`outputs`), and batch axes of inputs that have one row in the file (`rows`).
+_CHANGES = "onnx_changes"
+#: Operators that pass an index on unchanged.
+_PASS = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand"})
+
+
+def export_onnx(
+    file: str | os.PathLike[str],
+    *,
+    out_dir: str | os.PathLike[str],
+    batch_sizes: Sequence[int] = (),
+    batch_axis: Mapping[str, int] | None = None,
+    input_shapes: Sequence[Mapping[str, int]] = (),
+    pad: str = "",
+    bind: Mapping[str, Any] | None = None,
+    outputs: Sequence[str] | None = None,
+    **options: Any,
+) -> Bundle:
+    """Write an ONNX model as a bundle, checked against onnxruntime at every size and variant.
+
+    file: the path of the model. Its external data must be in its folder. Nothing in it is executed.
+    batch_sizes: sizes to compile, in rows. Without it, the model keeps its shapes, and has no batch axis.
+    batch_axis: the batch axis of an input, by the input's name. For other inputs, it is the axis that has the same name
+        in the file as the first axis of the first input. If there is none, it is the first axis.
+    input_shapes: for each variant, the sizes of the other open axes, by their names in the file: `{"sequence": 128}`.
+        An axis without a name is called after its input and place: `{"image_2": 224}`. One variant fixes the axes.
+    pad: as for `export_bundle`, with the axis by its name in the file: `sequence=0,mask=attention_mask`.
+    bind: values of inputs that are fixed from now on, by name, such as `{"sr": 16000}`.
+    outputs: values of the graph to return in place of its outputs. Nodes that they do not depend on are dropped.
+    The rest is as for `rsrv_bundle.export.export_bundle`.
+
+    Raises BundleError for a file that is damaged or reads outside of its folder, for an operator that cannot be
+    compiled (named with its node), for shapes that the values of a request decide, and as `export_bundle`.
+    """
+    free_target(out_dir, options.get("overwrite", False))
+    path = Path(file)
+    with jax.enable_x64(True):
+        model = read_model(path)
+        evaluator = Evaluator(model, outputs)
+        bound = _bound(model, bind or {})
+        given = [
+            value for value in (evaluator.inputs if outputs else model.inputs) if value.name not in bound
+        ]
+        plan = _plan(given, batch_sizes, batch_axis or {}, input_shapes)
+        names = list(dict.fromkeys(outputs or model.graph.outputs))
+
+        def call(params: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
+            return evaluator(params, **inputs, **bound)
+
+        def shapes(**inputs: Any) -> Mapping[str, Any]:
+            found: Mapping[str, Any] = jax.eval_shape(call, dict(evaluator.weights), **inputs)
+            return found
+
+        # A value that appears twice among the outputs has one name.
+        return export_bundle(
+            call,
+            dict(evaluator.weights),
+            {value.name: _example(model, value, plan) for value in given},
+            batch_sizes=batch_sizes,
+            batch_axis=None,
+            out_dir=out_dir,
+            axes=plan.axes,
+            input_shapes=plan.input_shapes,
+            pad=",".join(_by_letter(part, plan.letters) for part in pad.split(",")),
+            original=_original(model, names, bound, plan.rows, shapes),
+            # The commit of rsrv's own files says nothing about the model.
+            **{"code": object, **options},
+        )
+
+
+def eager_onnx(file: str | os.PathLike[str]) -> OnnxSource:
+    """Return the model, run by onnxruntime, as a function from numpy arrays by name to numpy arrays."""
+    return OnnxSource(Path(file), {})
+
+
+class OnnxSource:
+    """A model that onnxruntime runs, as a function from numpy arrays by name to numpy arrays."""
+
+    def __init__(self, path: Path, provenance: Mapping[str, Any]) -> None:
+        self._path = path
+        self._changes = json.loads(provenance.get(_CHANGES, "{}"))
+        self._original: Original | None = None
+
+    def of(self, provenance: Mapping[str, Any]) -> OnnxSource:
+        """Return the model with the inputs that a bundle's export fixed, and with the outputs that it chose."""
+        return OnnxSource(self._path, provenance)
+
+    def __call__(self, **inputs: Any) -> Results:
+        if self._original is None:
+            model = read_model(self._path)
+            outputs = self._changes.get("outputs") or list(model.graph.outputs)
+            self._original = _original(
+                model, outputs, _bound(model, self._changes.get("bind", {})), self._changes.get("rows", {})
+            )
+        return self._original.eager(**inputs)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------
+
+
+class _Axes:
+    """The bundle's axes, planned from the axes in the file."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str] = {}
+        self.input_shapes: list[dict[str, int]] = []
+        #: Letters of the open axes by their names in the file.
+        self.letters: dict[str, str] = {}
+        #: Example shapes by input.
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: Batch axes of the inputs whose batch has one row in the file, by input.
+        self.rows: dict[str, int] = {}
+
+
+def _plan(
+    inputs: Sequence[Input],
+    batch_sizes: Sequence[int],
+    batch_axis: Mapping[str, int],
+    input_shapes: Sequence[Mapping[str, int]],
+) -> _Axes:
+    plan = _Axes()
+    if unknown := sorted(batch_axis.keys() - {value.name for value in inputs}):
+        raise BundleError(f"batch_axis: the model has no input '{unknown[0]}'")
+    #: Letters of open axes. The key is an axis's name, and how many earlier axes of the same input have this name.
+    letters: dict[tuple[str, int], str] = {}
+    free = iter(LETTERS)
+    batch = _batch_name(inputs)
+    for value in inputs:
+        dims = _dims(value)
+        axis = _batch_axis_of(value, dims, batch, batch_axis) if batch_sizes else None
+        shape, own, seen = [], [], dict[str, int]()
+        for at, dim in enumerate(dims):
+            if at == axis:
+                if dim == 1:
+                    plan.rows[value.name] = at
+                shape.append(1)
+                own.append("n")
+            elif isinstance(dim, int):
+                shape.append(dim)
+                own.append(next(free))
+            else:
+                name = dim or f"{value.name}_{at}"
+                size = _size(name, value, at, input_shapes, bool(batch_sizes))
+                key = (name, seen.get(name, 0))
+                seen[name] = key[1] + 1
+                if key not in letters:
+                    letters[key] = next(free)
+                shape.append(size)
+                own.append(letters[key])
+        plan.shapes[value.name] = tuple(shape)
+        plan.axes[value.name] = "".join(own)
+    plan.letters = {name: letter for (name, _), letter in letters.items()}
+    for sizes in input_shapes:
+        if unknown := sorted(sizes.keys() - plan.letters.keys()):
+            raise BundleError(
+                f"input_shapes: no open axis is called '{unknown[0]}'; the open ones are"
+                f" {', '.join(sorted(plan.letters)) or 'none'}"
+            )
+    if len(input_shapes) > 1:
+        plan.input_shapes = [
+            {letter: sizes[name] for (name, _), letter in letters.items()} for sizes in input_shapes
+        ]
+    return plan
+
+
+def _by_letter(part: str, letters: Mapping[str, str]) -> str:
+    """Return a part of `pad` with the letter of the axis that it names."""
+    name, equals, value = part.partition("=")
+    return f"{letters.get(name.strip(), name)}{equals}{value}"
+
+
+def _dims(value: Input) -> tuple[int | str | None, ...]:
+    if value.dims is None:
+        raise BundleError(
+            f"input '{value.name}': the file does not say how many axes it has; write its shape into the file"
+        )
+    return value.dims
+
+
+def _batch_name(inputs: Sequence[Input]) -> str | None:
+    first = inputs[0].dims if inputs else None
+    return first[0] if first and isinstance(first[0], str) else None
+
+
+def _batch_axis_of(
+    value: Input, dims: Sequence[int | str | None], batch: str | None, given: Mapping[str, int]
+) -> int:
+    if not dims:
+        raise BundleError(
+            f"input '{value.name}': has no axes, so it cannot differ between the rows of a batch; fix it with --bind"
+            f" {value.name}=VALUE, or leave out the batch sizes"
+        )
+    if value.name in given:
+        axis = given[value.name]
+        if not 0 <= axis < len(dims):
+            raise BundleError(f"batch_axis: input '{value.name}' has axes 0 to {len(dims) - 1}, not {axis}")
+    else:
+        axis = dims.index(batch) if batch in dims else 0
+    if isinstance(dims[axis], int) and dims[axis] != 1:
+        raise BundleError(
+            f"input '{value.name}': its axis {axis} has {dims[axis]} elements in the file, so it is not the batch; name"
+            f" the right one with --batch-axis {value.name}=AXIS, or leave out the batch sizes"
+        )
+    return axis
+
+
+def _size(name: str, value: Input, at: int, input_shapes: Sequence[Mapping[str, int]], batched: bool) -> int:
+    if not input_shapes or any(name not in sizes for sizes in input_shapes):
+        raise BundleError(
+            f"input '{value.name}': its axis {at} has no fixed size in the file; give one with --input-shape {name}=SIZE,"
+            " several times for several variants"
+            + ("" if batched or at else ", or make it the batch with --batch-sizes 1,8")
+        )
+    return input_shapes[0][name]
+
+
+def _bound(model: OnnxModel, bind: Mapping[str, Any]) -> dict[str, Array]:
+    found = {}
+    for name, value in bind.items():
+        spec = next((one for one in model.inputs if one.name == name), None)
+        if spec is None:
+            raise BundleError(
+                f"bind: the model has no input '{name}'; it has {', '.join(one.name for one in model.inputs)}"
+            )
+        array = np.asarray(value)
+        if array.dtype.kind == "f" and spec.dtype.kind in "iu" and (array != np.trunc(array)).any():
+            raise BundleError(f"bind: input '{name}' is {spec.dtype}, so its value must be a whole number")
+        shape = [dim if isinstance(dim, int) else 1 for dim in spec.dims or ()]
+        found[name] = (
+            np.broadcast_to(array, shape).astype(spec.dtype) if array.ndim == 0 else array.astype(spec.dtype)
+        )
+    return found
+
+
+def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
+    """Return example values. Integers that index a table are valid indices of it."""
+    shape = plan.shapes[value.name]
+    if value.dtype.kind not in "iu":
+        return jax.ShapeDtypeStruct(shape, value.dtype)
+    low = 0
+    size = _table_size(model, value.name)
+    if size is not None:
+        top = size
+    elif len(shape) == 1 and plan.axes[value.name] == "n":
+        # These are lengths, within the longest axis of the other inputs.
+        longest = [
+            size
+            for other, sizes in plan.shapes.items()
+            for letter, size in zip(plan.axes[other], sizes, strict=True)
+            if letter != "n" and other != value.name
+        ]
+        low, top = 1, max(longest, default=1) + 1
+    elif value.dtype.itemsize == 1:
+        # These are pixels.
+        top = np.iinfo(value.dtype).max + 1
+    else:
+        # This is a mask, or one of two kinds.
+        top = 2
+    # More rows use more values of the table.
+    several = [
+        64 if letter == "n" else size for letter, size in zip(plan.axes[value.name], shape, strict=True)
+    ]
+    top = max(min(top, np.iinfo(value.dtype).max), low + 1)
+    return np.random.default_rng(0).integers(low, top, several).astype(value.dtype)
+
+
+def _table_size(model: OnnxModel, name: str) -> int | None:
+    """Return the size of the smallest table that an input indexes, or None if it indexes no table."""
+    same = {name}
+    smallest: int | None = None
+
+    def rows(graph: Graph, table: str, axis: int) -> int | None:
+        constant = graph.constants.get(table)
+        array = model.weights[constant.name] if isinstance(constant, Weight) else constant
+        if array is None:
+            array = made.get(table)
+        return None if array is None or not array.ndim else int(array.shape[axis])
+
+    made = {
+        node.outputs[0]: value if isinstance(value, np.ndarray) else model.weights[value.name]
+        for node in model.graph.nodes
+        if node.op == "Constant" and isinstance(value := node.attributes.get("value"), np.ndarray | Weight)
+    }
+    for node in model.graph.nodes:
+        if node.inputs and node.inputs[0] in same and node.op in _PASS:
+            same.update(node.outputs)
+        elif (size := _chosen(node, same)) is not None:
+            count = rows(model.graph, node.inputs[size[0]], size[1])
+            if count is not None:
+                smallest = count if smallest is None else min(smallest, count)
+    return smallest
+
+
+def _chosen(node: Node, same: set[str]) -> tuple[int, int] | None:
+    """Return the input of a node that is the table which a value indexes, and the indexed axis."""
+    if node.op == "Gather" and node.inputs[1] in same:
+        return 0, int(node.attributes.get("axis", 0))
+    if node.op == "EmbedLayerNormalization":
+        return next(((2 * at + 2, 0) for at in (0, 1) if node.inputs[at] in same), None)
+    return None
+
+
+# --- onnxruntime ------------------------------------------------------------------------------------------
+
+
+def _original(
+    model: OnnxModel,
+    outputs: Sequence[str],
+    bound: Mapping[str, Array],
+    rows: Mapping[str, int],
+    shapes: Callable[..., Mapping[str, Any]] | None = None,
+) -> Original:
+    """Return a function that runs the model in onnxruntime.
+
+    `rows` has the batch axes of the inputs whose batch has one row in the file. `shapes` returns the outputs' shapes for a
+    whole batch of inputs; they show on which axis an output has its batch.
+    """
+    sessions: list[Any] = []
+
+    def run(**inputs: Any) -> dict[str, Any]:
+        # The session starts only after the whole graph was lowered, because onnxruntime creates any tensor that a file asks
+        # for, however large.
+        if not sessions:
+            sessions.append(_session(model, outputs))
+        [session] = sessions
+        taken = {one.name for one in session.get_inputs()}
+        constants = {name: array for name, array in bound.items() if name in taken}
+        arrays = {name: np.asarray(value) for name, value in inputs.items() if name in taken}
+        if not rows:
+            return dict(zip(outputs, session.run(list(outputs), {**arrays, **constants}), strict=True))
+        # The model takes one row at a time, so run it once for each row.
+        count = next(arrays[name].shape[axis] for name, axis in rows.items() if name in arrays)
+        parts = []
+        for row in range(count):
+            one = {
+                name: np.take(array, [row], rows[name]) if name in rows else array
+                for name, array in arrays.items()
+            }
+            parts.append(session.run(list(outputs), {**one, **constants}))
+        if count == 1 or shapes is None:
+            return {
+                name: np.concatenate([part[index] for part in parts]) for index, name in enumerate(outputs)
+            }
+        whole = shapes(**arrays)
+        joined = {}
+        for index, name in enumerate(outputs):
+            sizes = zip(parts[0][index].shape, whole[name].shape, strict=False)
+            axis = next((axis for axis, (one, all_rows) in enumerate(sizes) if one != all_rows), 0)
+            joined[name] = np.concatenate([part[index] for part in parts], axis)
+        return joined
+
+    facts = {f"onnx_{key}": value for key, value in model.description.items() if key in ("producer", "name")}
+    digest = sha256_of([model.path])[model.path.name]
+    facts |= {"onnx_file": model.path.name, "onnx_sha256": digest}
+    changes: dict[str, Any] = (
+        {"bind": {name: array.tolist() for name, array in bound.items()}} if bound else {}
+    )
+    if rows:
+        changes["rows"] = dict(rows)
+    if list(outputs) != list(dict.fromkeys(model.graph.outputs)):
+        changes["outputs"] = list(outputs)
+    return Original(
+        run, ("onnx", "onnxruntime"), facts=facts | ({_CHANGES: json.dumps(changes)} if changes else {})
+    )
+
+
+def _session(model: OnnxModel, outputs: Sequence[str]) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as e:
+        raise BundleError(
+            f"onnxruntime: cannot be imported ({e}); it checks the bundle; run {install_command('export-onnx')}"
+        ) from e
+    options = onnxruntime.SessionOptions()
+    # Warnings are about the file, and no user of rsrv can act on them.
+    options.log_severity_level = 3
+    source: Any = str(model.path)
+    if set(outputs) - set(model.graph.outputs):
+        proto = onnx.load_model(model.path, load_external_data=False)
+        there = {value.name for value in proto.graph.output}
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs if name not in there)
+        source = proto.SerializeToString()
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(model.path.resolve().parent)
+        )
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as e:
+        raise BundleError(
+            f"onnxruntime: cannot load {model.path.name}, so the bundle cannot be compared with it: {str(e).partition(chr(10))[0]}"
+        ) from e

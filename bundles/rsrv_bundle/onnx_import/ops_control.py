@@ -1,0 +1,140 @@
+"""If, Loop, Scan and SequenceMap: nested graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rsrv_bundle.onnx_import.model import Graph
+from rsrv_bundle.onnx_import.operators import Context, Unsupported, is_known, op, scalar
+
+#: A loop that evaluates at most this many nodes is unrolled, so that its values may be shapes.
+_UNROLLED = 1000
+
+
+@op("If", control=True)
+def _if(ctx: Context, condition: Any, *, then_branch: Graph, else_branch: Graph) -> Any:
+    if is_known(condition):
+        return tuple(ctx.run(then_branch if np.ravel(condition)[0] else else_branch, ()))
+    # Compute both branches and choose one result, since nodes have no side effects.
+    yes, no = ctx.run(then_branch, ()), ctx.run(else_branch, ())
+    chosen = []
+    for a, b in zip(yes, no, strict=True):
+        if isinstance(a, list) or isinstance(b, list) or a is None or b is None or a.shape != b.shape:
+            raise Unsupported(
+                "its branches return different shapes, and its condition depends on a request; shapes are fixed at export"
+            )
+        chosen.append(jnp.where(scalar(condition), a, b))
+    return tuple(chosen)
+
+
+@op("Loop", control=True)
+def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) -> Any:
+    state = list(carried)
+    scans = len(body.outputs) - 1 - len(state)
+    limit = int(np.ravel(count)[0]) if count is not None and is_known(count) else None
+    goes_on: Any = np.array(True) if condition is None else condition
+    if (limit is not None and limit * len(body.nodes) <= _UNROLLED) or (
+        limit is None and count is None and is_known(goes_on)
+    ):
+        results: list[list[Any]] = [[] for _ in range(scans)]
+        done = 0
+        while (limit is None or done < limit) and is_known(goes_on) and bool(np.ravel(goes_on)[0]):
+            if done > _UNROLLED:
+                raise Unsupported(
+                    f"it does not end after {_UNROLLED} rounds, and has no largest number of rounds"
+                )
+            goes_on, *values = ctx.run(body, [np.array(done, np.int64), np.array(True), *state])
+            state, found = values[: len(state)], values[len(state) :]
+            for one, value in zip(results, found, strict=True):
+                one.append(value)
+            done += 1
+        if is_known(goes_on):
+            if not all(results):
+                raise Unsupported("it has no rounds, so the shapes of its results are not known")
+            return (*state, *(jnp.stack(one) for one in results))
+        state = list(carried)
+        goes_on = np.array(True) if condition is None else condition
+    if any(isinstance(value, list) for value in state):
+        raise Unsupported(
+            "its number of rounds depends on a request, which is not supported for a loop that carries a sequence"
+        )
+    return _traced_loop(ctx, count, limit, goes_on, [jnp.asarray(value) for value in state], scans, body)
+
+
+def _traced_loop(
+    ctx: Context, count: Any, limit: int | None, first: Any, state: list[Any], scans: int, body: Graph
+) -> Any:
+    always = False
+
+    def one(index: Any, values: Any) -> tuple[Any, list[Any], list[Any]]:
+        nonlocal always
+        goes_on, *found = ctx.run(body, [jnp.asarray(index, np.int64), np.array(True), *values])
+        always = is_known(goes_on) and bool(np.ravel(goes_on)[0])
+        return goes_on, found[: len(values)], found[len(values) :]
+
+    if scans:
+        if limit is None or not (is_known(first) and np.ravel(first)[0]):
+            raise Unsupported("a request decides the number of its results, and shapes are fixed at export")
+
+        def step(values: Any, index: Any) -> tuple[Any, Any]:
+            _, after, found = one(index, values)
+            if not always:
+                raise Unsupported(
+                    "a request decides the number of its results, and shapes are fixed at export"
+                )
+            return [jnp.asarray(value) for value in after], [jnp.asarray(value) for value in found]
+
+        state, found = lax.scan(step, state, jnp.arange(limit))
+        return (*state, *found)
+    bound = np.int64(2**62) if count is None else scalar(count).astype(np.int64)
+
+    def more(values: Any) -> Any:
+        return (values[0] < bound) & values[1]
+
+    def again(values: Any) -> Any:
+        goes_on, after, _ = one(values[0], values[2])
+        return values[0] + 1, scalar(goes_on).astype(np.bool_), [jnp.asarray(value) for value in after]
+
+    start = (jnp.asarray(0, np.int64), scalar(first).astype(np.bool_), state)
+    return tuple(lax.while_loop(more, again, start)[2])
+
+
+@op("Scan", control=True)
+def _scan(
+    ctx: Context, *x: Any, body: Graph, num_scan_inputs: int, scan_input_axes: Any = None, scan_input_directions: Any = None,
+    scan_output_axes: Any = None, scan_output_directions: Any = None,
+) -> Any:  # fmt: skip
+    if ctx.opset < 9:
+        raise Unsupported("Scan of opset 8 is not supported; convert the file to opset 9 or newer")
+    state = [jnp.asarray(value) for value in x[: len(x) - num_scan_inputs]]
+    given = x[len(x) - num_scan_inputs :]
+    axes, turns = scan_input_axes or [0] * len(given), scan_input_directions or [0] * len(given)
+    rows = [
+        jnp.flip(jnp.moveaxis(value, axis, 0), 0) if turn else jnp.moveaxis(value, axis, 0)
+        for value, axis, turn in zip(given, axes, turns, strict=True)
+    ]
+
+    def step(values: Any, now: Any) -> tuple[Any, Any]:
+        found = [jnp.asarray(value) for value in ctx.run(body, [*values, *now])]
+        return found[: len(values)], found[len(values) :]
+
+    state, found = lax.scan(step, state, rows)
+    axes, turns = scan_output_axes or [0] * len(found), scan_output_directions or [0] * len(found)
+    results = [
+        jnp.moveaxis(jnp.flip(value, 0) if turn else value, 0, axis)
+        for value, axis, turn in zip(found, axes, turns, strict=True)
+    ]
+    return (*state, *results)
+
+
+@op("SequenceMap", control=True)
+def _sequence_map(ctx: Context, sequence: Any, *others: Any, body: Graph) -> Any:
+    rounds = [
+        ctx.run(body, [part, *(other[index] if isinstance(other, list) else other for other in others)])
+        for index, part in enumerate(sequence)
+    ]
+    return tuple([found[index] for found in rounds] for index in range(len(body.outputs)))

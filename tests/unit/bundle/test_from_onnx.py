@@ -1,0 +1,376 @@
+"""Exporting ONNX files, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from rsrv_bundle import BundleError, from_onnx
+from rsrv_bundle.cli import main
+from rsrv_bundle.from_onnx import eager_onnx, export_onnx
+from tests.onnx_files import KERNEL, TABLE, encoder, graph, node, write
+
+
+def test_a_padded_axis_is_called_by_its_name_in_the_file(tmp_path: Path) -> None:
+    """Elements that the mask keeps need no padding to be right; a mean over the axis does, and is refused."""
+    dims = ["rows", "sequence"]
+    masked = graph(
+        [node("Mul", "x mask", "y")],
+        dict.fromkeys(("x", "mask"), (np.float32, dims)),
+        {"y": (np.float32, dims)},
+    )
+    options: dict[str, Any] = {"batch_sizes": (1, 2), "input_shapes": [{"sequence": 3}, {"sequence": 8}]}
+
+    bundle = export_onnx(
+        write(tmp_path / "m.onnx", masked), out_dir=tmp_path / "m", pad="sequence=1,mask=mask", **options
+    )
+
+    assert bundle.manifest.pad is not None
+    assert bundle.manifest.pad.values == {"x": 1, "mask": 0}
+    assert bundle.manifest.padded_axis(bundle.manifest.outputs[0]) == 1
+    with pytest.raises(BundleError, match=r"a row of .* changes with padding behind it"):
+        export_onnx(encoder(tmp_path / "e.onnx"), out_dir=tmp_path / "e", pad="sequence=0", **options)
+
+
+def test_symbolic_dimensions_become_the_batch_and_the_variants(tmp_path: Path) -> None:
+    """The first axis of the first input is the batch, and the other names are those of --input-shape."""
+    file = encoder(tmp_path / "m.onnx")
+    bundle = export_onnx(
+        file, out_dir=tmp_path / "m", batch_sizes=(1, 4), input_shapes=[{"sequence": 3}, {"sequence": 8}]
+    )
+    manifest = bundle.manifest
+    assert [(spec.name, spec.dtype, spec.dims) for spec in manifest.inputs] == [("ids", "i64", (-1, -1))]
+    assert [(spec.name, spec.dtype, spec.dims) for spec in manifest.outputs] == [("y", "f32", (-1, 30))]
+    assert len(bundle.modules) == 4
+    # Indices are within the table, or the error would be that of cut-off indices.
+    error = manifest.numerics["max_rel_error"]
+    assert isinstance(error, float)
+    assert error < 1e-5
+    assert {weight.name for weight in bundle.weights} == {"table", "kernel"}
+    assert manifest.provenance["onnx_producer"] == "tests"
+    ids = np.array([[1, 39, 2]])
+    expected = TABLE[ids].mean(1) @ KERNEL
+    np.testing.assert_allclose(eager_onnx(file)(ids=ids).values[0], expected, rtol=1e-5)
+
+
+def test_one_variant_fixes_the_axes(tmp_path: Path) -> None:
+    bundle = export_onnx(
+        encoder(tmp_path / "m.onnx"), out_dir=tmp_path / "m", input_shapes=[{"rows": 2, "sequence": 3}]
+    )
+    assert [spec.dims for spec in bundle.manifest.inputs] == [(2, 3)]
+    assert not bundle.manifest.batched
+
+
+def test_a_batch_of_one_row_in_the_file_grows(tmp_path: Path) -> None:
+    """Most files of pictures have a batch of 1; the bundle takes more rows if the operators do."""
+    made = graph([node("Relu", "x", "y")], {"x": (np.float32, [1, 3])}, {"y": (np.float32, [1, 3])})
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 4))
+    assert bundle.manifest.inputs[0].dims == (-1, 3)
+
+
+def recurrent(path: Path) -> Path:
+    """A cell whose state [2, rows, 3] has the batch on its second axis, and whose rate is a scalar input."""
+    nodes = [
+        node("Cast", "rate", "scale", to=onnx.TensorProto.FLOAT),
+        node("Mul", "x scale", "scaled"),
+        node("Add", "scaled state", "after"),
+        node("ReduceSum", "after axes", "y", keepdims=0),
+    ]
+    inputs = {"x": (np.float32, ["rows", 3]), "state": (np.float32, [2, "rows", 3]), "rate": (np.int64, [])}
+    outputs = {"y": (np.float32, ["rows", 3]), "after": (np.float32, [2, "rows", 3])}
+    return write(path, graph(nodes, inputs, outputs, {"axes": np.array([0], np.int64)}))
+
+
+def test_a_batch_of_one_row_may_grow_along_another_axis_of_the_output(tmp_path: Path) -> None:
+    """Text recognisers return [time, batch, classes], so the rows of onnxruntime are joined along the second axis."""
+    nodes = [node("Transpose", "x", "turned", perm=[1, 0, 2]), node("Exp", "turned", "y")]
+    made = graph(nodes, {"x": (np.float32, [1, 5, 4])}, {"y": (np.float32, [5, 1, 4])})
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m", batch_sizes=(1, 3))
+    assert bundle.manifest.outputs[0].batch_axis == 1
+
+
+def test_state_has_its_batch_where_the_file_names_it(tmp_path: Path) -> None:
+    """The batch of the state is the axis with the name of the first input's first axis; a bound input is no input."""
+    bundle = export_onnx(
+        recurrent(tmp_path / "m.onnx"), out_dir=tmp_path / "m", batch_sizes=(1, 4), bind={"rate": 2}
+    )
+    assert [(spec.name, spec.dims, spec.batch_axis) for spec in bundle.manifest.inputs] == [
+        ("x", (-1, 3), 0),
+        ("state", (2, -1, 3), 1),
+    ]
+
+
+def test_an_inner_value_can_be_the_output(tmp_path: Path) -> None:
+    """The graph is cut behind it: what only the other outputs need is neither compiled nor stored."""
+    bundle = export_onnx(
+        encoder(tmp_path / "m.onnx"),
+        out_dir=tmp_path / "m",
+        batch_sizes=(1,),
+        input_shapes=[{"sequence": 3}],
+        outputs=["mean"],
+    )
+    assert [spec.name for spec in bundle.manifest.outputs] == ["mean"]
+    assert {weight.name for weight in bundle.weights} == {"table"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "axis 0 has no fixed size.*--input-shape rows=SIZE"),
+        ({"batch_sizes": (1,)}, "axis 1 has no fixed size.*--input-shape sequence=SIZE"),
+        (
+            {"batch_sizes": (1,), "input_shapes": [{"sequence": 3, "width": 4}]},
+            "no open axis is called 'width'.*sequence",
+        ),
+        ({"batch_sizes": (1,), "batch_axis": {"id": 0}}, "no input 'id'"),
+        ({"batch_sizes": (1,), "batch_axis": {"ids": 2}}, "has axes 0 to 1, not 2"),
+        ({"bind": {"rate": 1}}, "no input 'rate'; it has ids"),
+        ({"bind": {"ids": 1.5}}, "must be a whole number"),
+        ({"outputs": ["z"]}, "no value 'z'"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(BundleError, match=text):
+        export_onnx(encoder(tmp_path / "m.onnx"), out_dir=tmp_path / "m", **options)
+
+
+def test_one_whole_number_per_row_is_a_length(tmp_path: Path) -> None:
+    """Lengths are up to the longest axis, so that the comparison covers what lies behind the first element."""
+    nodes = [
+        node("Unsqueeze", "lengths one", "column"),
+        node("Less", "places column", "inside"),
+        node("Cast", "inside", "kept", to=onnx.TensorProto.FLOAT),
+        node("Mul", "x kept", "y"),
+    ]
+    inputs: dict[str, Any] = {"x": (np.float32, ["rows", 8]), "lengths": (np.int64, ["rows"])}
+    constants = {"one": np.array([1], np.int64), "places": np.arange(8)[None]}
+    file = write(tmp_path / "m.onnx", graph(nodes, inputs, {"y": (np.float32, ["rows", 8])}, constants))
+    seen = []
+    evaluate = from_onnx._original
+
+    def watched(*arguments: Any) -> Any:
+        original = evaluate(*arguments)
+
+        def run(**given: Any) -> Any:
+            seen.append(given["lengths"])
+            return original.run(**given)
+
+        return dataclasses.replace(original, run=run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(from_onnx, "_original", watched)
+        export_onnx(file, out_dir=tmp_path / "m", batch_sizes=(1, 8))
+    lengths = np.concatenate(seen)
+    assert lengths.min() >= 1
+    assert 4 < lengths.max() <= 8
+
+
+def test_a_scalar_cannot_have_rows(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"input 'rate': has no axes.*--bind rate=VALUE"):
+        export_onnx(recurrent(tmp_path / "m.onnx"), out_dir=tmp_path / "m", batch_sizes=(1,))
+
+
+# --- what cannot be compiled ------------------------------------------------------------------------------
+
+
+def test_a_bundle_with_a_fixed_input_and_a_chosen_output_can_be_compared_again(tmp_path: Path) -> None:
+    """`rsrv-bundle check --numerics --onnx` takes these, and the batch of one row in the file, from the provenance."""
+    nodes = [node("Mul", "x scale", "scaled"), node("Exp", "scaled", "y")]
+    inputs = {"x": (np.float32, [1, 3]), "scale": (np.float32, [])}
+    file = write(tmp_path / "m.onnx", graph(nodes, inputs, {"y": (np.float32, [1, 3])}))
+    bundle = tmp_path / "m"
+    export_onnx(file, out_dir=bundle, batch_sizes=(1, 2), bind={"scale": 3}, outputs=["scaled"])
+    assert main(["check", "--numerics", "--onnx", str(file), str(bundle)]) == 0
+
+
+def test_an_unknown_operator_is_named_with_its_node(tmp_path: Path) -> None:
+    made = graph(
+        [helper.make_node("Magic", ["x"], ["y"], name="here", domain="my.own")],
+        {"x": (np.float32, [3])},
+        {"y": (np.float32, [3])},
+    )
+    with pytest.raises(
+        BundleError, match=r"operator my\.own\.Magic at node 'here': rsrv does not know it.*--outputs"
+    ):
+        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+
+
+def test_an_unknown_operator_of_the_optimiser_is_refused_with_its_cure(tmp_path: Path) -> None:
+    """The file from before onnxruntime's optimiser has the operators of the standard."""
+    made = graph(
+        [helper.make_node("NewFusion", ["x"], ["y"], name="here", domain="com.microsoft")],
+        {"x": (np.float32, [3])},
+        {"y": (np.float32, [3])},
+    )
+    with pytest.raises(BundleError, match="take the file as it was before onnxruntime's optimiser"):
+        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+
+
+def test_results_of_a_size_that_a_request_decides_are_refused(tmp_path: Path) -> None:
+    made = graph([node("NonZero", "x", "y")], {"x": (np.float32, [3])}, {"y": (np.int64, [1, None])})
+    with pytest.raises(
+        BundleError, match=r"operator NonZero at node 'y': its number of results depends on the values"
+    ):
+        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+
+
+def test_a_request_may_choose_between_branches_of_one_shape(tmp_path: Path) -> None:
+    """Both branches are computed, and one is chosen; branches of different shapes are refused."""
+
+    def file(shape: list[int]) -> Path:
+        yes = helper.make_graph(
+            [node("Add", "x x", "a")], "yes", [], [helper.make_tensor_value_info("a", 1, [3])]
+        )
+        no = helper.make_graph(
+            [node("Slice", "x start end", "b")], "no", [], [helper.make_tensor_value_info("b", 1, shape)]
+        )
+        nodes = [
+            node("ReduceSum", "x", "sum", keepdims=0),
+            node("Greater", "sum zero", "positive"),
+            node("If", "positive", "y", then_branch=yes, else_branch=no),
+        ]
+        constants = {
+            "zero": np.zeros((), np.float32), "start": np.zeros(1, np.int64), "end": np.array(shape, np.int64),
+        }  # fmt: skip
+        made = graph(nodes, {"x": (np.float32, [3])}, {"y": (np.float32, [None])}, constants)
+        return write(tmp_path / f"m{shape[0]}.onnx", made)
+
+    export_onnx(file([3]), out_dir=tmp_path / "same")
+    with pytest.raises(BundleError, match="different shapes, and its condition depends on a request"):
+        export_onnx(file([2]), out_dir=tmp_path / "other")
+
+
+# --- hostile files ----------------------------------------------------------------------------------------
+
+
+def with_external(folder: Path, location: str, **entries: int) -> Path:
+    """A model whose weight of 16 bytes is in another file."""
+    folder.mkdir(exist_ok=True)
+    made = graph(
+        [node("Add", "x w", "y")],
+        {"x": (np.float32, [4])},
+        {"y": (np.float32, [4])},
+        {"w": np.ones(4, np.float32)},
+    )
+    tensor = made.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        tensor.external_data.add(key=key, value=str(value))
+    return write(folder / "m.onnx", made)
+
+
+def test_external_data_in_the_folder_is_read(tmp_path: Path) -> None:
+    values = np.arange(8, dtype=np.float32)
+    file = with_external(tmp_path / "in", "weights.bin", offset=16, length=16)
+    (tmp_path / "in" / "weights.bin").write_bytes(values.tobytes())
+    export_onnx(file, out_dir=tmp_path / "m")
+    assert np.array_equal(eager_onnx(file)(x=np.zeros(4, np.float32)).values[0], values[4:])
+
+
+@pytest.mark.parametrize(
+    "location", ["../weights.bin", "/etc/passwd", "a/../../weights.bin", "", "link.bin", "inside/weights.bin"]
+)
+def test_external_data_outside_of_the_folder_is_refused(tmp_path: Path, location: str) -> None:
+    """Neither a path nor a link, also of a folder, leads out."""
+    (tmp_path / "weights.bin").write_bytes(bytes(16))
+    file = with_external(tmp_path / "in", location)
+    os.symlink(tmp_path / "weights.bin", tmp_path / "in" / "link.bin")
+    os.symlink(tmp_path, tmp_path / "in" / "inside")
+    with pytest.raises(BundleError, match=r"tensor 'w': its data.*folder"):
+        export_onnx(file, out_dir=tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"offset": 4}, "ends at byte 20 .* has only 16"),
+        ({"length": 15}, "has 15 bytes in the file, but its shape takes 16"),
+        ({"offset": -4}, "its shape takes 16"),
+    ],
+)
+def test_external_data_of_a_wrong_length_is_refused(
+    tmp_path: Path, entries: dict[str, int], text: str
+) -> None:
+    file = with_external(tmp_path / "in", "weights.bin", **entries)
+    (tmp_path / "in" / "weights.bin").write_bytes(bytes(16))
+    with pytest.raises(BundleError, match=text):
+        export_onnx(file, out_dir=tmp_path / "m")
+
+
+def test_missing_external_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"'weights\.bin' is missing; put it beside the model"):
+        export_onnx(with_external(tmp_path / "in", "weights.bin"), out_dir=tmp_path / "m")
+
+
+def test_a_file_of_trees_alone_needs_no_opset_of_the_standard(tmp_path: Path) -> None:
+    """The converter of XGBoost names only the opset of ai.onnx.ml."""
+    made = graph(
+        [node("Scaler", "x", "y", domain="ai.onnx.ml", scale=[2.0], offset=[0.0])],
+        {"x": (np.float32, ["n", 2])},
+        {"y": (np.float32, ["n", 2])},
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("ai.onnx.ml", 3)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert export_onnx(tmp_path / "m.onnx", out_dir=tmp_path / "m", batch_sizes=(1, 2)).manifest.batched
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    for name, content in (
+        ("text.onnx", b"hello, world"),
+        ("empty.onnx", b""),
+        ("cut.onnx", encoder(tmp_path / "m").read_bytes()[:-900]),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BundleError, match="is no ONNX model, or is damaged"):
+            export_onnx(tmp_path / name, out_dir=tmp_path / "out")
+
+
+def test_a_tensor_of_too_many_elements_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    """A file of some bytes can ask for any number of elements, as a constant and in a result."""
+    nodes = [node("ConstantOfShape", "shape", "large"), node("ReduceMax", "large", "y", keepdims=0)]
+    made = graph(
+        nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [])}, {"shape": np.array([10**6] * 3, np.int64)}
+    )
+    with pytest.raises(BundleError, match=r"ConstantOfShape.*has 10{18} elements, more than"):
+        export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+
+
+def test_a_function_that_calls_itself_is_refused(tmp_path: Path) -> None:
+    body = helper.make_node("Again", ["x"], ["y"], domain="my.own")
+    function = helper.make_function(
+        "my.own", "Again", ["x"], ["y"], [body], [helper.make_opsetid("my.own", 1)]
+    )
+    made = graph([body], {"x": (np.float32, [1])}, {"y": (np.float32, [1])})
+    with pytest.raises(BundleError, match="call each other more than 50 deep"):
+        export_onnx(write(tmp_path / "m.onnx", made, functions=[function]), out_dir=tmp_path / "m")
+
+
+def test_a_loop_of_any_length_does_not_hold_the_export(tmp_path: Path) -> None:
+    """A loop is unrolled only if it is short; a long one stays a loop."""
+    body = helper.make_graph(
+        [node("Add", "value one", "next"), node("Identity", "go", "on")],
+        "body",
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("i", 7, []), ("go", 9, []), ("value", 1, [1]))
+        ],
+        [
+            helper.make_tensor_value_info(name, kind, shape)
+            for name, kind, shape in (("on", 9, []), ("next", 1, [1]))
+        ],
+    )
+    nodes = [node("Loop", "count - x", "y", body=body)]
+    made = graph(
+        nodes, {"x": (np.float32, [1])}, {"y": (np.float32, [1])},
+        {"count": np.array(100_000, np.int64), "one": np.ones(1, np.float32)},
+    )  # fmt: skip
+    bundle = export_onnx(write(tmp_path / "m.onnx", made), out_dir=tmp_path / "m")
+    assert (bundle.path / "model.mlir").stat().st_size < 20_000

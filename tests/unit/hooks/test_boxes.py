@@ -403,3 +403,15 @@ def test_without_regions_there_is_nothing() -> None:
     assert boxes.nms(nothing[None], np.zeros((1, 0)), 0.5).shape == (1, 0)
     assert boxes.iou(nothing, nothing).shape == (0, 0)
     assert math.isclose(boxes.iou(np.ones((1, 4)), np.ones((1, 4)))[0, 0], 0)
+
+
+def test_detections_are_whole_pixels_of_their_pictures() -> None:
+    """Objects above the threshold come in order, with their boxes in the pixels of their own picture."""
+    scores = np.array([[[0.8, 0.1, 0.1], [0.2, 0.2, 0.6], [0.1, 0.6, 0.3]]] * 2, np.float32)
+    found = np.array([[[0.5, 0.5, 0.5, 0.5], [0, 0, 1, 1], [0.25, 0.5, 0.1, 1.0]]] * 2, np.float32)
+    sizes = np.array([[100, 200], [10, 10]], np.int32)
+    first, second = boxes.detections(scores, found, sizes, ["cat", "dog"])
+    assert [each["label"] for each in first] == ["cat", "dog"]
+    assert first[0]["box"] == {"xmin": 50, "ymin": 25, "xmax": 150, "ymax": 75}
+    assert second[0]["box"] == {"xmin": 2, "ymin": 2, "xmax": 7, "ymax": 7}
+    assert boxes.detections(scores, found, sizes, ["cat", "dog"], threshold=0.7)[0] == first[:1]

@@ -20,7 +20,7 @@ from rsrv.wire.frames import Status
 
 _SCRIPT = """
 import json, sys
-from rsrv.hooks import boxes, image, labels, text
+from rsrv.hooks import audio, boxes, image, labels, text, tokens
 print(json.dumps(sorted(sys.modules)))
 """
 

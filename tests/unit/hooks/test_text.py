@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from rsrv.hooks import BadInput
 from rsrv.hooks.text import Tokeniser, as_text, from_text
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "north", "south", "east", "west"]
@@ -167,3 +168,30 @@ def test_strings_need_no_zeros_behind_them(path: Path) -> None:
     assert from_text(strings) == from_text(strings.reshape(-1, 1)) == texts
     tokens, wanted = Tokeniser(path, LENGTHS)(strings), Tokeniser(path, LENGTHS)(as_text(texts))
     assert tokens.ids.tolist() == wanted.ids.tolist()
+
+
+def test_a_text_that_is_too_long_may_be_refused(path: Path) -> None:
+    """With too_long="refuse", a text with too many tokens or bytes is the client's mistake, which names the limit."""
+    tokenise = Tokeniser(path, LENGTHS, too_long="refuse")
+    # One word, whose last character is only partly beyond the limit of 1,024 bytes.
+    with pytest.raises(BadInput, match="text 0 has more tokens"):
+        tokenise(np.array([("東" * 342).encode()], object))
+    assert tokenise(as_text(["the " * 14])).ids.shape == (1, 16)
+    with pytest.raises(BadInput, match="text 1 has 17 tokens; the model reads at most 16"):
+        tokenise(as_text(["the", "the " * 15]))
+    with pytest.raises(BadInput, match="text 0 has more tokens"):
+        tokenise(as_text(["x" * 2000]))
+    with pytest.raises(BadInput, match="text 0 has more tokens"):
+        tokenise(as_text(["the"]), as_text(["x" * 2000]))
+
+
+def test_a_prefix_and_places_of_tokens(path: Path) -> None:
+    """A prefix goes in front of each first text, and places are in characters, without those of marks and padding."""
+    plain, prefixed = Tokeniser(path, LENGTHS, spans=True), Tokeniser(path, LENGTHS, prefix="the ")
+    found = plain(as_text(["the  ünknown"]))
+    assert found.starts is not None
+    assert found.ends is not None
+    assert (found.starts.tolist(), found.ends.tolist()) == ([[-1, 0, 5, -1]], [[-1, 3, 12, -1]])
+    text = as_text(["the"])
+    assert prefixed(text).ids.tolist() == plain(as_text(["the the"])).ids.tolist()
+    assert prefixed(text).starts is None

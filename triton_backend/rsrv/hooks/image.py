@@ -103,12 +103,13 @@ def resize_crop(
     *,
     resample: Filter = "bilinear",
     most_pixels: int = 50_000_000,
+    rounding: Literal["torchvision", "transformers"] = "torchvision",
 ) -> Array:
     """Resize each image to `shorter` pixels of its shorter side, and crop its middle: u8 [n, height, width, c].
 
     The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
     down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
-    ValueError. most_pixels: of all images together once they are scaled and not yet cut, else BadInput: a line of one pixel by
+    ValueError. rounding: transformers' processors round the crop's corner down. most_pixels: of all images together once they are scaled and not yet cut, else BadInput: a line of one pixel by
     thousands, a file of a few bytes, becomes hundreds of times as broad.
     """
     if max(size) > shorter:
@@ -123,10 +124,24 @@ def resize_crop(
     _limit(sum(height * width for height, width in scaled), most_pixels)
     cropped = []
     for image, whole in zip(images, scaled, strict=True):
-        top, left = (round((had - wanted) / 2) for had, wanted in zip(whole, size, strict=True))
+        spare = [had - wanted for had, wanted in zip(whole, size, strict=True)]
+        top, left = (one // 2 if rounding == "transformers" else round(one / 2) for one in spare)
         middle = (left, top, left + size[1], top + size[0])
         cropped.append(_resized(image, whole, resample, middle))
     return _stack(cropped, size, images)
+
+
+def crop(pixels: Array, size: tuple[int, int]) -> Array:
+    """Cut the middle out of u8 [n, h, w, c]: [n, height, width, c], size = (height, width). The corner is rounded down."""
+    top, left = ((had - wanted) // 2 for had, wanted in zip(pixels.shape[1:3], size, strict=True))
+    if min(top, left) < 0:
+        raise ValueError(f"a crop of {size} does not fit into images of {pixels.shape[1:3]}")
+    return pixels[:, top : top + size[0], left : left + size[1]]
+
+
+def sizes(images: Images) -> Array:
+    """Return the heights and widths of images: i32 [n, 2]. They may travel through a model as a tensor of their own."""
+    return np.array([image.shape[:2] for image in images], np.int32).reshape(-1, 2)
 
 
 def letterbox(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.hooks import needs
+from rsrv.hooks import BadInput, needs
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,6 +37,16 @@ def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
     for row, one in zip(rows, coded, strict=True):
         row[: len(one)] = np.frombuffer(one, np.uint8)
     return rows
+
+
+def as_strings(texts: Sequence[str]) -> Array:
+    """Return one text per row: strings [n, 1], objects of type bytes."""
+    return np.array([text.encode() for text in texts], object).reshape(-1, 1)
+
+
+def as_json(rows: Sequence[Any]) -> Array:
+    """Return one JSON text per row: strings [n, 1], objects of type bytes."""
+    return as_strings([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 def from_text(rows: Array) -> list[str]:
@@ -65,11 +78,17 @@ def _open(path: Path | str) -> tokenizers.Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens, [n, length] each: their ids, 1 for a token and 0 behind the last, 1 in the second text of a pair."""
+    """Tokens, [n, length] each: their ids, 1 for a token and 0 behind the last, 1 in the second text of a pair.
+
+    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and behind the last token. None
+    unless the Tokeniser was made with spans=True.
+    """
 
     ids: Array
     mask: Array
     types: Array
+    starts: Array | None = None
+    ends: Array | None = None
 
 
 class Tokeniser:
@@ -82,10 +101,15 @@ class Tokeniser:
         *,
         pad_id: int | None = None,
         dtype: npt.DTypeLike = np.int32,
+        too_long: Literal["cut", "refuse"] = "cut",
+        prefix: str = "",
+        spans: bool = False,
     ) -> None:
         """Read the tokeniser's file.
 
         lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or 0.
+        too_long: what happens to a text with more tokens than the largest length. prefix: goes in front of each text, but not of a
+        pair's second one. spans: return places of the tokens, too.
 
         Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser, and when the largest length
         does not hold the marks that the file puts around each text or pair.
@@ -99,37 +123,81 @@ class Tokeniser:
             )
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)
+        self._cuts, self._prefix, self._spans = too_long == "cut", prefix, spans
         # The file may ask for padding and for another length; which side is cut stays its affair. Of a pair it may want only one
         # text cut, which raises where the other is too long by itself.
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(
-            self._lengths[-1], strategy="longest_first", direction=truncation.get("direction", "right")
-        )
+        self._tokenizer.no_truncation()
+        if self._cuts:
+            self._tokenizer.enable_truncation(
+                self._lengths[-1], strategy="longest_first", direction=truncation.get("direction", "right")
+            )
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
         """Make tokens of texts as in `from_text`, and of the second texts of pairs: Tokens [n, l], l the smallest length for all rows.
 
         Tokens beyond the largest length are cut off, of a pair from the longer text first, and so are bytes beyond 64
-        for each of its tokens.
+        for each of its tokens. With too_long="refuse", such a text raises BadInput instead.
         """
-        firsts = _texts(text, self._most_bytes)
-        seconds = [None] * len(firsts) if second is None else _texts(second, self._most_bytes)
+        # A whole character more shows that a text is too long: a part of one would be left out.
+        most = self._most_bytes + (0 if self._cuts else 4)
+        firsts = _texts(text, most)
+        seconds = [None] * len(firsts) if second is None else _texts(second, most)
+        if not self._cuts:
+            for index, pair in enumerate(zip(firsts, seconds, strict=True)):
+                if any(len(one.encode()) > self._most_bytes for one in pair if one):
+                    self._refuse(index, "more")
+        if self._prefix:
+            firsts = [self._prefix + one for one in firsts]
         # One by one: `encode_batch` starts a thread for each processor, in every process that serves a model.
         rows = [self._tokenizer.encode(*pair) for pair in zip(firsts, seconds, strict=True)]
         longest = max((len(row.ids) for row in rows), default=0)
+        if longest > self._lengths[-1]:
+            self._refuse([len(row.ids) for row in rows].index(longest), longest)
         shape = len(rows), next(length for length in self._lengths if length >= longest)
         tokens = Tokens(
             ids=np.full(shape, self._pad_id, self._dtype),
             mask=np.zeros(shape, self._dtype),
             types=np.zeros(shape, self._dtype),
+            starts=np.full(shape, -1, np.int32) if self._spans else None,
+            ends=np.full(shape, -1, np.int32) if self._spans else None,
         )
         for index, row in enumerate(rows):
             tokens.ids[index, : len(row.ids)] = row.ids
             tokens.mask[index, : len(row.ids)] = 1
             tokens.types[index, : len(row.ids)] = row.type_ids
+            if tokens.starts is not None and tokens.ends is not None and row.ids:
+                spans = np.where(np.array(row.special_tokens_mask)[:, None] == 1, -1, np.array(row.offsets))
+                tokens.starts[index, : len(spans)], tokens.ends[index, : len(spans)] = spans.T
         return tokens
+
+    def _refuse(self, row: int, count: int | str) -> None:
+        raise BadInput(
+            f"text {row} has {count} tokens; the model reads at most {self._lengths[-1]}: shorten it"
+        )
+
+    def id_of(self, token: str) -> int:
+        """Return the id of a token. Raises ValueError if the file has no such token."""
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokeniser has no token {token!r}")
+        return int(found)
+
+    def words(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens in the middle of a text, special ones included."""
+        names = [self._tokenizer.id_to_token(one) or "" for one in ids]
+        decoder = self._tokenizer.decoder
+        return " ".join(names) if decoder is None else str(decoder.decode(names))
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+
+#: Marks around what a chat's client has written, in a prompt made by a chat template. Unicode has no such characters.
+CONTENT_BEGIN, CONTENT_END = "\ufdd0", "\ufdd1"
 
 
 class PromptTokeniser:
@@ -156,11 +224,37 @@ class PromptTokeniser:
         self._after = tokenizer.encode(after[end:], add_special_tokens=False).ids
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
+        self._path = path
+        self._special = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def _template_tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokeniser for the parts of a chat's template, where special tokens count."""
+        tokenizer = _open(self._path)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Return the prompt for a text."""
         own = self._tokenizer.encode(self._left + text + self._right, add_special_tokens=self._marked).ids
         return [*self._before, *own, *self._after]
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the prompt for a chat, in which special tokens count outside of the marks around contents."""
+        ids: list[int] = []
+        plain = ""
+        for index, part in enumerate(re.split(f"[{CONTENT_BEGIN}{CONTENT_END}]", text)):
+            spots = [] if index % 2 else [spot.span() for spot in self._special.finditer(part)]
+            if spots:
+                begin, end = spots[0][0], spots[-1][1]
+                # Text before and behind belongs to the contents beside it, as spaces belong to words.
+                ids += self._tokenizer.encode(plain + part[:begin], add_special_tokens=False).ids
+                ids += self._template_tokenizer.encode(part[begin:end], add_special_tokens=False).ids
+                plain = ""
+                part = part[end:]
+            plain += part
+        return [*ids, *self._tokenizer.encode(plain, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

@@ -1,0 +1,1 @@
+"""Export of directories of Hugging Face: what `save_pretrained` and sentence-transformers write becomes a bundle."""

@@ -1,0 +1,289 @@
+"""Recipes for models that hear: speech to text with CTC, and classes of sounds. They read samples, as wav2vec2 does."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rsrv.hooks.audio import decode
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.hf.directory import Directory
+from rsrv_bundle.hf.loading import load_model
+from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_scores, numbers, row, strings
+
+#: Seconds to compile for, unless the user gives lengths.
+_SECONDS = (5, 15)
+#: Frames that a sound needs at least.
+_LEAST_FRAMES = 2
+#: Samples per second at most.
+_MAX_RATE = 192_000
+
+
+class _MaskedGroupNorm(nn.Module):
+    """A norm of each channel over the time, which leaves the samples behind a sound out.
+
+    The first layer of wav2vec2's smaller models has such a norm. Zeros behind a sound would change its mean and variance.
+    """
+
+    def __init__(self, norm: nn.GroupNorm, frames: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.frames = frames
+        #: Samples that count in each row; the module around this one sets it before each call.
+        self.lengths: Any = None
+
+    def forward(self, hidden: Any) -> Any:
+        counted = torch.arange(hidden.shape[-1])[None, None] < self.frames(self.lengths)[:, None, None]
+        counted = counted.to(hidden.dtype)
+        total = counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = (hidden * counted).sum(-1, keepdim=True) / total
+        spread = ((hidden - mean) ** 2 * counted).sum(-1, keepdim=True) / total
+        scaled = (hidden - mean) / torch.sqrt(spread + self.norm.eps)
+        return scaled * self.norm.weight[:, None] + self.norm.bias[:, None]
+
+
+class _Listener(nn.Module):
+    """A network that reads samples. Only the first `lengths` samples of each row count."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        base = getattr(network, network.base_model_prefix)
+        self.norms: list[_MaskedGroupNorm] = []
+        first = base.feature_extractor.conv_layers[0]
+        if isinstance(first.layer_norm, nn.GroupNorm):
+            kernel, stride = first.conv.kernel_size[0], first.conv.stride[0]
+            masked = _MaskedGroupNorm(
+                first.layer_norm,
+                lambda lengths: torch.div(lengths - kernel, stride, rounding_mode="floor") + 1,
+            )
+            first.layer_norm = masked
+            self.norms = [masked]
+
+    def hear(self, samples: Any, lengths: Any) -> Any:
+        mask = (torch.arange(samples.shape[1])[None] < lengths[:, None]).long()
+        for norm in self.norms:
+            norm.lengths = lengths
+        return self.network(input_values=samples, attention_mask=mask).logits.float()
+
+    def frames(self, lengths: Any) -> Any:
+        return self.network._get_feat_extract_output_lengths(lengths.long()).int()
+
+
+class _Speech(_Listener):
+    def forward(self, samples: Any, lengths: Any) -> dict[str, Any]:
+        return {"logits": self.hear(samples, lengths), "frames": self.frames(lengths)}
+
+
+class _SoundScorer(_Listener):
+    def forward(self, samples: Any, lengths: Any) -> dict[str, Any]:
+        return {"scores": self.hear(samples, lengths).softmax(-1)}
+
+
+class _Sound:
+    """Parts that both recipes share: the feature extractor, lengths, samples and hooks."""
+
+    def __init__(self, directory: Directory, options: HubOptions, network: Any) -> None:
+        from transformers import AutoFeatureExtractor
+
+        try:
+            loader: Any = AutoFeatureExtractor
+            self.extractor = loader.from_pretrained(
+                str(directory.path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as e:
+            raise BundleError(f"preprocessor_config.json: transformers cannot read it: {summary(e)}") from e
+        base = getattr(network, network.base_model_prefix, None)
+        if type(self.extractor).__name__ != "Wav2Vec2FeatureExtractor" or not hasattr(
+            base, "feature_extractor"
+        ):
+            raise BundleError(
+                f"preprocessor_config.json: {type(self.extractor).__name__} is not supported: only networks of samples are, such as"
+                " wav2vec2, HuBERT and WavLM"
+            )
+        self.rate = int(self.extractor.sampling_rate)
+        if not 0 < self.rate <= _MAX_RATE:
+            raise BundleError(
+                f"preprocessor_config.json: sampling_rate: {self.rate!s:.20} must be from 1 to {_MAX_RATE:,}"
+            )
+        self.lengths = options.lengths or tuple(seconds * self.rate for seconds in _SECONDS)
+        frames: Callable[[int], Any] = network._get_feat_extract_output_lengths
+        shortest = min(self.lengths)
+        try:
+            self.least = next(n for n in range(1, shortest + 1) if int(frames(n)) >= _LEAST_FRAMES)
+        except StopIteration:
+            raise BundleError(f"--lengths: {shortest} samples are less than the model needs") from None
+        self.normalise = bool(self.extractor.do_normalize)
+
+    def hooks(self, task: str, post: str = "") -> str:
+        """Return the text of model.py."""
+        imports = (
+            "import json\nfrom pathlib import Path\n\nfrom rsrv.hooks import audio, text\n"
+            if post
+            else ("from rsrv.hooks import audio\n")
+        )
+        return (
+            f'"""Hooks of a model for {task}: WAV files to samples."""\n\n{imports}\n'
+            f"RATE = {self.rate}\nLENGTHS = {list(self.lengths)}\n\n\n"
+            "def preprocess(inputs):\n"
+            '    sounds = audio.decode(inputs["audio"], RATE, most=max(LENGTHS))\n'
+            f"    padded = audio.pad(sounds, LENGTHS, least={self.least}, normalise={self.normalise})\n"
+            f'    return {{"samples": padded.samples, "lengths": padded.lengths}}\n{post}'
+        )
+
+    @property
+    def examples(self) -> dict[str, Array]:
+        rng = np.random.default_rng(0)
+        least = min(self.lengths)
+        samples = rng.normal(size=(2, least)).astype(np.float32)
+        return {"samples": samples, "lengths": np.array([least, max(self.least, least // 3)], np.int32)}
+
+    @property
+    def input_shapes(self) -> list[dict[str, int]]:
+        return [{"l": length} for length in sorted(self.lengths)]
+
+    def samples(self) -> dict[str, Request]:
+        """Return sounds of several lengths, some of them as long as the model reads, and of several formats."""
+        counts = {"short": self.least, "third": max(self.least, min(self.lengths) // 3)}
+        counts |= {f"{length} samples": length for length in self.lengths}
+        counts |= {"nearly all": max(self.lengths) - 17}
+        found = {
+            name: row(audio=_wav(seed, count, self.rate, 1, 2))
+            for seed, (name, count) in enumerate(counts.items())
+        }
+        found["stereo, 24 bits"] = row(audio=_wav(9, counts["third"], self.rate, 2, 3))
+        return found
+
+    def heard(self, request: Request) -> dict[str, Any]:
+        """Return a request's sound as the pipelines take it."""
+        (samples,) = decode(request["audio"], self.rate, most=max(self.lengths))
+        return {"raw": samples, "sampling_rate": self.rate}
+
+
+def _wav(seed: int, count: int, rate: int, channels: int, width: int) -> bytes:
+    """Return a WAV file: tones that change, with noise."""
+    rng = np.random.default_rng(seed)
+    time = np.arange(count)[:, None] / rate
+    pitch = rng.uniform(100, 800, (1, channels)) * (1 + 0.3 * np.sin(7 * time))
+    sound = 0.4 * np.sin(2 * np.pi * pitch * time) + rng.normal(0, 0.05, (count, channels))
+    whole = np.clip(sound * 2 ** (8 * width - 1), -(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1).astype(
+        "<i4"
+    )
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(channels)
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        out.writeframes(whole.reshape(-1, 1).view(np.uint8)[:, :width].tobytes())
+    return file.getvalue()
+
+
+_TEXT = """
+
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+
+
+def postprocess(outputs):
+    found = audio.ctc(outputs["logits"], outputs["frames"], WORDS, blank={blank}, delimiter={delimiter!r})
+    return {{"text": text.as_strings(found)}}
+"""
+
+
+def speech(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for speech to text with CTC."""
+    from transformers import AutoModelForCTC, AutoTokenizer, pipeline
+
+    network = load_model(AutoModelForCTC, directory)
+    sound = _Sound(directory, options, network)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory.path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as e:
+        raise BundleError(
+            f"{directory.path.name}: transformers finds no tokenizer in it: {summary(e)}"
+        ) from e
+    words = tokenizer.convert_ids_to_tokens(range(network.config.vocab_size))
+    if getattr(tokenizer, "do_lower_case", False):
+        words = [word.lower() for word in words]
+    make: Any = pipeline
+    # The module below changes the first norm, so the pipeline has a network of its own.
+    ask = make(
+        "automatic-speech-recognition",
+        model=load_model(AutoModelForCTC, directory),
+        feature_extractor=sound.extractor,
+        tokenizer=tokenizer,
+        device="cpu",
+    )
+
+    def reference(request: Request) -> dict[str, Any]:
+        return {"text": ask(sound.heard(request))["text"]}
+
+    delimiter = getattr(tokenizer, "word_delimiter_token", "|")
+    if tokenizer.pad_token_id is None:
+        raise BundleError("tokenizer_config.json: pad_token: is missing; CTC needs it as the blank")
+    # As literals: the text becomes code.
+    post = _TEXT.format(blank=int(tokenizer.pad_token_id), delimiter=str(delimiter))
+    return HubRecipe(
+        module=_Speech(network).eval(),
+        examples=sound.examples,
+        axes={"samples": "nl", "lengths": "n"},
+        input_shapes=sound.input_shapes,
+        hooks=sound.hooks("automatic-speech-recognition", post),
+        files={"words.json": json.dumps(words, ensure_ascii=False)},
+        client_inputs=[strings("audio")],
+        client_outputs=[strings("text")],
+        task={
+            "kind": "automatic-speech-recognition",
+            "inputs": {"audio": "audio"},
+            "outputs": {"text": "text"},
+        },
+        samples=sound.samples(),
+        reference=reference,
+    )
+
+
+def classify(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for a classifier of sounds."""
+    from transformers import AutoModelForAudioClassification, pipeline
+
+    network = load_model(AutoModelForAudioClassification, directory)
+    sound = _Sound(directory, options, network)
+    labels = directory.labels
+    make: Any = pipeline
+    ask = make(
+        "audio-classification",
+        model=load_model(AutoModelForAudioClassification, directory),
+        feature_extractor=sound.extractor,
+        device="cpu",
+        top_k=len(labels),
+    )
+
+    def reference(request: Request) -> dict[str, Any]:
+        return {"scores": label_scores(ask(sound.heard(request)), labels)}
+
+    return HubRecipe(
+        module=_SoundScorer(network).eval(),
+        examples=sound.examples,
+        axes={"samples": "nl", "lengths": "n"},
+        input_shapes=sound.input_shapes,
+        hooks=sound.hooks("audio-classification"),
+        files={},
+        client_inputs=[strings("audio")],
+        client_outputs=[numbers("scores", "f32", "k", [len(labels)])],
+        task={
+            "kind": "audio-classification",
+            "inputs": {"audio": "audio"},
+            "outputs": {"scores": "scores"},
+            "labels": labels,
+        },
+        samples=sound.samples(),
+        reference=reference,
+    )

@@ -1,0 +1,131 @@
+"""The network of Llama and its relatives as a JAX function, which keeps keys and values of its sequences in pools.
+
+Weights have the names of transformers' state dictionaries. What differs between the relatives is in `Decoder` or in the
+weights: Qwen2 has biases, Qwen3 norms of queries and keys, Gemma other norms and scaled embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Params = Mapping[str, Any]
+Pools = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """Sizes of the network, and the function that it computes."""
+
+    layers: int
+    heads: int
+    #: Heads of keys and values; each serves the same number of heads of queries.
+    kv_heads: int
+    #: Numbers of one head.
+    head: int
+    #: Most tokens of a sequence.
+    context: int
+    epsilon: float
+    #: Angles per position, [head / 2], and the factor of their cosines and sines.
+    frequencies: Array
+    rope_scale: float = 1.0
+    #: Name of the function between the two halves of a block: silu or gelu, approximated with tanh.
+    activation: str = "silu"
+    #: True if norms multiply by 1 + weight.
+    one_more: bool = False
+    #: Factor of the embeddings.
+    embedding_scale: float = 1.0
+
+    def state(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return what a slot holds: keys and values of each token so far."""
+        one = jax.ShapeDtypeStruct((self.layers, self.kv_heads, self.context, self.head), np.float32)
+        return {"keys": one, "values": one}
+
+    def apply(
+        self,
+        params: Params,
+        pools: Pools,
+        slots: jax.Array,
+        begins: jax.Array,
+        position: jax.Array,
+        tokens: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Read tokens, i32 [n, t], of which `lengths` [n] count, behind `position` [n] others: the next one's logits, and pools.
+
+        Each block writes the keys and values of the new tokens, and then reads what it has written: XLA copies a pool that is
+        read before it is written. A row without a slot writes nothing.
+        """
+        del begins  # a position of 0 says the same
+        n, t = tokens.shape
+        at = position[:, None] + jnp.arange(t)
+        counted = jnp.arange(t) < lengths[:, None]
+        # A place outside of the pool is not written.
+        where = jnp.where(counted, at, self.context)
+        causal = (jnp.arange(self.context) <= at[:, :, None])[:, None, None]
+        known = (jnp.arange(self.context) < (position + lengths)[:, None])[:, None, :, None]
+        rotations = self._rotations(at)
+        pools = dict(pools)
+        x = jnp.take(params["model.embed_tokens.weight"], tokens, axis=0, mode="clip") * self.embedding_scale
+        for block in range(self.layers):
+            prefix = f"model.layers.{block}."
+
+            def linear(name: str, x: jax.Array, prefix: str = prefix) -> jax.Array:
+                found: jax.Array = x @ params[f"{prefix}{name}.weight"].T
+                bias = params.get(f"{prefix}{name}.bias")
+                return found if bias is None else found + bias
+
+            def heads(name: str, x: jax.Array, count: int, prefix: str = prefix) -> jax.Array:
+                found = linear(f"self_attn.{name}_proj", x, prefix).reshape(n, t, count, self.head)
+                norm = params.get(f"{prefix}self_attn.{name}_norm.weight")
+                return (found if norm is None else self._norm(norm, found)).swapaxes(1, 2)
+
+            def cached(name: str, new: jax.Array, block: int = block) -> jax.Array:
+                by_token = new.swapaxes(1, 2)
+                pools[name] = pools[name].at[slots[:, None], block, :, where].set(by_token, mode="drop")
+                return pools[name].at[slots, block].get(mode="fill", fill_value=0)
+
+            given = self._norm(params[f"{prefix}input_layernorm.weight"], x)
+            query = _rotated(heads("q", given, self.heads), rotations).reshape(
+                n, self.kv_heads, -1, self.head
+            )
+            keys = cached("keys", _rotated(heads("k", given, self.kv_heads), rotations))
+            # The slot keeps values of an earlier sequence behind the position. Infinite values times zero would not be zero.
+            values = jnp.where(known, cached("values", heads("v", given, self.kv_heads)), 0)
+            scores = jnp.einsum("nhad,nhbd->nhab", query, keys) / self.head**0.5
+            scores = scores.reshape(n, self.kv_heads, -1, t, self.context)
+            shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).reshape(
+                n, self.kv_heads, -1, self.context
+            )
+            seen = (shares @ values).reshape(n, self.heads, t, self.head).swapaxes(1, 2).reshape(n, t, -1)
+            x = x + linear("self_attn.o_proj", seen)
+            given = self._norm(params[f"{prefix}post_attention_layernorm.weight"], x)
+            gate = self._activated(linear("mlp.gate_proj", given))
+            x = x + linear("mlp.down_proj", gate * linear("mlp.up_proj", given))
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        head = params.get("lm_head.weight", params["model.embed_tokens.weight"])
+        return self._norm(params["model.norm.weight"], last) @ head.T, pools
+
+    def _activated(self, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(x) if self.activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+    def _norm(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        scaled = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return scaled * (1 + weight if self.one_more else weight)
+
+    def _rotations(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return cosines and sines, [n, 1, t, head / 2], for tokens at these positions, [n, t]."""
+        angles = positions[:, None, :, None] * self.frequencies
+        return jnp.cos(angles) * self.rope_scale, jnp.sin(angles) * self.rope_scale
+
+
+def _rotated(x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x: [n, heads, t, head] -> the same, with each pair of a half's values rotated."""
+    (first, second), (cosines, sines) = jnp.split(x, 2, axis=-1), rotations
+    return jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)

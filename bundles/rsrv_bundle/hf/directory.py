@@ -1,0 +1,322 @@
+"""A directory of Hugging Face as untrusted data: what in it is read, how much of it, and what is refused.
+
+A directory comes from strangers. Nothing in it may be code, name code, or lead out of it. So these rules are checked
+before transformers or sentence-transformers see the directory:
+
+- Weights are in safetensors files. Pickles are never opened.
+- No JSON file has `auto_map`, which names Python files of the directory.
+- Classes that sentence-transformers would import by name are in a fixed list.
+- Links stay within the directory, or within the cache of the hub that the directory belongs to.
+- JSON files are small, and the weights' files hold as many numbers as the configuration asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rsrv.text import amount
+from rsrv_bundle.errors import BundleError
+
+#: Limits: files and folders, bytes of a JSON file, bytes of a tokenizer's file, and bytes of a safetensors header. All JSON files
+#: together, but for tokenizers, may have the bytes of such a header.
+MAX_FILES, MAX_JSON, MAX_TOKENIZER, MAX_HEADER = 10_000, 4 * 2**20, 256 * 2**20, 64 * 2**20
+#: Largest number of heads, channels and the like in a configuration; of layers and of experts; and of a list's entries.
+_MAX_SIZE, _MAX_LAYERS, _MAX_LIST = 10**7, 1000, 10_000
+_LAYERS = ("layer", "depth", "expert")
+#: Files whose keys may be words of a vocabulary. No library imports what they name.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.json")
+#: Other files that the libraries read as a whole.
+_READ = (".jinja", ".txt", ".model", ".tiktoken")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
+#: Options of sentence_bert_config.json for transformers' loaders, and those that are no path, no repository and no code.
+_OPTIONS = (
+    "model_args",
+    "model_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+    "config_args",
+    "config_kwargs",
+)
+_HARMLESS = (
+    "attn_implementation",
+    "dtype",
+    "local_files_only",
+    "max_length",
+    "model_max_length",
+    "padding_side",
+    "torch_dtype",
+    "trust_remote_code",
+    "truncation_side",
+    "use_safetensors",
+)
+#: What sentence-transformers may import, by the last part of its name.
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Softmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory that has passed all checks."""
+
+    path: Path
+    #: Content of config.json.
+    config: Mapping[str, Any]
+    #: Types in modules.json, such as Pooling, in order; empty if it is not of sentence-transformers.
+    modules: tuple[str, ...]
+    #: Numbers in all safetensors files beside config.json.
+    parameters: int
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class; empty if config.json gives none."""
+        names = self.config.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the classes in the order of the columns. Raises BundleError if two are equal or one is missing."""
+        given = self.config.get("id2label")
+        names = given if isinstance(given, dict) else {}
+        labels = [names.get(str(index)) for index in range(len(names))]
+        if not labels or not all(isinstance(label, str) for label in labels):
+            raise BundleError("config.json: id2label: must name each class by its number from 0 on")
+        if len(set(labels)) < len(labels):
+            raise BundleError("config.json: id2label: two classes have the same name; rename one")
+        return [str(label) for label in labels]
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """Return the object in a JSON file of the directory; empty without the file."""
+        found = _read_json(self.path, self.path / name) if (self.path / name).is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+
+def open_directory(path: Path) -> Directory:
+    """Check a directory, and return it. Raises BundleError with the broken rule, OSError."""
+    if not path.is_dir():
+        raise BundleError(
+            f"{path}: is no directory; name one that save_pretrained or sentence-transformers wrote"
+        )
+    path = path.resolve()
+    if not (path / "config.json").is_file():
+        raise BundleError(f"{path}: has no config.json; name a directory that save_pretrained wrote")
+    files = list(_files(path))
+    for file in files:
+        if (file.suffix in _READ or file.name in _VOCABULARIES) and file.stat().st_size > MAX_TOKENIZER:
+            raise BundleError(f"{_name(path, file)}: is larger than {amount(MAX_TOKENIZER)}")
+    read = [file for file in files if file.suffix == ".json" and file.name not in _VOCABULARIES]
+    if (size := sum(file.stat().st_size for file in read)) > MAX_HEADER:
+        raise BundleError(f"{path}: its JSON files have {amount(size)}; {amount(MAX_HEADER)} are allowed")
+    documents = {file: _read_json(path, file) for file in read}
+    for file, document in documents.items():
+        _refuse_code(_name(path, file), document)
+        if file.name == "config.json" and isinstance(document, dict):
+            _check_config(_name(path, file), document)
+        if file.name.startswith("sentence_") and isinstance(document, dict):
+            _check_options(_name(path, file), document)
+    config = documents[path / "config.json"]
+    if not isinstance(config, dict):
+        raise BundleError("config.json: must be an object")
+    modules = _modules(path, documents)
+    for folder in {path, *(path / str(entry.get("path") or "") for entry in modules)}:
+        _check_weights(path, folder, documents)
+    shards = [file for file in files if file.suffix == ".safetensors" and file.parent == path]
+    return Directory(
+        path,
+        config,
+        tuple(str(entry["type"]).rpartition(".")[2] for entry in modules),
+        sum(_count(_name(path, file), file) for file in shards),
+    )
+
+
+def _name(root: Path, file: Path) -> str:
+    return file.relative_to(root).as_posix()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield every file below a directory. Raises BundleError for devices, pipes, sockets, and links that lead out of it."""
+    # A snapshot in the hub's cache has links to files in the folder `blobs` of the same model.
+    inside = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    count = 0
+    for folder, folders, names in os.walk(root):
+        for name in (*folders, *names):
+            file = Path(folder, name)
+            count += 1
+            if count > MAX_FILES:
+                raise BundleError(f"{root}: has more than {MAX_FILES} files; name the model's own directory")
+            if file.is_symlink() and not any(map(file.resolve().is_relative_to, inside)):
+                raise BundleError(
+                    f"{_name(root, file)}: is a link out of the directory; copy the file instead"
+                )
+            if file.is_symlink() and file.is_dir():
+                raise BundleError(f"{_name(root, file)}: is a link to a folder; copy the folder instead")
+            mode = file.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise BundleError(f"{_name(root, file)}: is neither a file nor a folder; remove it")
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+def _read_json(root: Path, file: Path) -> Any:
+    name, size = _name(root, file), file.stat().st_size
+    limit = MAX_HEADER if file.name.endswith(".index.json") else MAX_JSON
+    if size > limit:
+        raise BundleError(f"{name}: has {amount(size)}; {amount(limit)} are allowed")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as e:
+        raise BundleError(f"{name}: is not valid JSON ({type(e).__name__}: {e!s:.200})") from None
+
+
+def _refuse_code(name: str, document: Any) -> None:
+    """Raise BundleError if a document names code, at any depth. Documents that json read are at most 1,000 deep."""
+    waiting = [document]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            for key in ("auto_map", "custom_pipelines"):
+                if value.get(key):
+                    raise BundleError(
+                        f"{name}: {key}: names Python code of the directory, which rsrv does not run; export the model"
+                        " with rsrv_bundle.from_torch.export_torch in a program of yours, after reading that code"
+                    )
+            for key in ("activation_function", "activation_fn", "sbert_ce_default_activation_function"):
+                _check_activation(f"{name}: {key}", value.get(key))
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _check_activation(where: str, value: Any) -> None:
+    """Raise BundleError for a dotted name outside of the list; a plain name, such as gelu, is no import."""
+    if not isinstance(value, str) or "." not in value:
+        return
+    prefix, _, name = value.rpartition(".")
+    if not prefix.startswith("torch.nn.modules.") or name not in _ACTIVATIONS:
+        raise BundleError(f"{where}: '{value:.100}' is none of torch's {', '.join(_ACTIVATIONS)}")
+
+
+def _check_options(file: str, document: Mapping[str, Any]) -> None:
+    """Raise BundleError for options of transformers' loaders that may name other files, repositories or code."""
+    for key in _OPTIONS:
+        options = document.get(key)
+        for name, value in options.items() if isinstance(options, dict) else ():
+            if name not in _HARMLESS or (isinstance(value, str) and "/" in value):
+                raise BundleError(f"{file}: {key}.{name:.60}: is not supported; leave it out")
+
+
+def _check_config(file: str, config: Mapping[str, Any]) -> None:
+    """Raise BundleError for numbers and lists that would make a library build for hours, or take all memory."""
+    if config.get("quantization_config"):
+        raise BundleError(
+            f"{file}: quantization_config: quantised weights are not supported; save the model without it"
+        )
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend((f"{key}.{inner}", item) for inner, item in value.items())
+        elif isinstance(value, list):
+            if len(value) > _MAX_LIST:
+                raise BundleError(f"{file}: {key}: has {len(value):,} entries; {_MAX_LIST:,} are allowed")
+            waiting.extend((key, item) for item in value)
+        elif (
+            isinstance(value, int)
+            and abs(value) > _MAX_SIZE
+            and not key.endswith(("max_length", "_id", "theta"))
+        ):
+            raise BundleError(f"{file}: {key}: {value!s:.20} is more than {_MAX_SIZE:,}; no model needs that")
+        elif (
+            isinstance(value, int)
+            and value > _MAX_LAYERS
+            and any(word in key.rpartition(".")[2] for word in _LAYERS)
+        ):
+            raise BundleError(f"{file}: {key}: {value} is more than the {_MAX_LAYERS:,} that are allowed")
+
+
+def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
+    """Return the entries of modules.json. Raises BundleError for a type or a folder that is not allowed."""
+    document = documents.get(root / "modules.json")
+    if document is None:
+        return []
+    if not isinstance(document, list) or not all(isinstance(entry, dict) for entry in document):
+        raise BundleError("modules.json: must be a list of objects")
+    for index, entry in enumerate(document):
+        kind, folder = entry.get("type"), entry.get("path", "")
+        package, _, name = kind.rpartition(".") if isinstance(kind, str) else ("", "", "")
+        if package.partition(".")[0] != "sentence_transformers" or name not in _MODULES:
+            raise BundleError(
+                f"modules.json: [{index}].type: {kind!r:.100} is none of sentence-transformers'"
+                f" {', '.join(_MODULES)}; rsrv imports no others"
+            )
+        if not isinstance(folder, str) or "/" in folder or "\\" in folder or folder.startswith("."):
+            raise BundleError(
+                f"modules.json: [{index}].path: {folder!r:.100} must be the name of a folder beside it"
+            )
+        if folder and not (root / folder).is_dir() and name in ("Pooling", "Dense"):
+            raise BundleError(f"modules.json: [{index}].path: there is no folder {folder!r:.100}")
+    return document
+
+
+def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> None:
+    """Raise BundleError if a folder has weights as pickles only, if it is an adapter, or if its index leads elsewhere."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    where = f"{_name(root, folder)}: " if folder != root else ""
+    if adapters := sorted(name for name in names if name.startswith("adapter_")):
+        raise BundleError(
+            f"{where}{adapters[0]}: adapters of peft are not supported; merge the adapter into the model"
+            " (merge_and_unload), and save that"
+        )
+    # For its own modules, sentence-transformers reads only this name, and otherwise a pickle.
+    end = ".safetensors" if folder == root else "model.safetensors"
+    if not any(name.endswith(end) for name in names):
+        if pickles := sorted(name for name in names if name.endswith(_PICKLES)):
+            raise BundleError(
+                f"{where}{pickles[0]}: is a format that can run code when it is read; rsrv reads safetensors only. If you"
+                " trust the file, convert it: AutoModel.from_pretrained(DIR).save_pretrained(NEW), with the model's"
+                " class in place of AutoModel"
+            )
+        if folder == root:
+            raise BundleError(f"{root}: has no *.safetensors; save the weights with save_pretrained")
+    for name in names:
+        if not name.endswith(".safetensors.index.json"):
+            continue
+        index = documents.get(folder / name)
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not all(
+            isinstance(shard, str) and shard in names and shard.endswith(".safetensors")
+            for shard in shards.values()
+        ):
+            raise BundleError(f"{where}{name}: weight_map: must name safetensors files beside it")
+
+
+def _count(name: str, file: Path) -> int:
+    """Return the numbers of all tensors of a safetensors file, by its header."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER:
+                raise ValueError(f"its header has {amount(length)}")
+            header = json.loads(stream.read(length))
+        most = file.stat().st_size * 2
+        return sum(_product(entry["shape"], most) for key, entry in header.items() if key != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as e:
+        raise BundleError(f"{name}: is no safetensors file ({e!s:.200}); save the weights again") from None
+
+
+def _product(shape: Any, most: int) -> int:
+    """Return the numbers of a tensor. Raises ValueError if they are no number, or more than `most`."""
+    total = 1
+    for size in shape:
+        # Of a text and a number, the product would be a text that takes all memory.
+        if type(size) is not int or size < 0 or (total := total * size) > most:
+            raise ValueError(f"a tensor has the shape {shape!s:.60}, for which the file is too small")
+    return total

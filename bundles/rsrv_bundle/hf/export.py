@@ -1,0 +1,163 @@
+"""`rsrv-bundle export --hf DIR`: from a directory of Hugging Face to a bundle that has been compared with its framework."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rsrv_bundle import writer
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.from_torch import export_torch
+from rsrv_bundle.hf import audio, image, text
+from rsrv_bundle.hf.directory import Directory, open_directory
+from rsrv_bundle.hf.generate import export_decoder
+from rsrv_bundle.hf.loading import offline
+from rsrv_bundle.hf.proof import prove
+from rsrv_bundle.hf.recipe import HubOptions, HubRecipe
+from rsrv_bundle.numerics import TOLERANCE
+from rsrv_bundle.reader import read_bundle
+from rsrv_bundle.spec import Bundle
+
+Make = Callable[[Directory, HubOptions], HubRecipe]
+#: Task -> its recipe, for a directory that does not come from sentence-transformers.
+TASKS: Final[Mapping[str, Make]] = {
+    "feature-extraction": text.embed,
+    "text-ranking": text.rank,
+    "text-classification": text.classify,
+    "token-classification": text.tag,
+    "fill-mask": text.fill,
+    "image-classification": image.classify,
+    "object-detection": image.detect,
+    "image-segmentation": image.segment,
+    "depth-estimation": image.depth,
+    "automatic-speech-recognition": audio.speech,
+    "audio-classification": audio.classify,
+}
+#: The task of decoders, which has no recipe.
+GENERATION: Final = "text-generation"
+#: End of an architecture's name -> its task.
+_HEADS: Final[Mapping[str, str]] = {
+    "ForCausalLM": GENERATION,
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForMaskedLM": "fill-mask",
+    "ForCTC": "automatic-speech-recognition",
+    "ForAudioClassification": "audio-classification",
+    "ForImageClassification": "image-classification",
+    "ForObjectDetection": "object-detection",
+    "ForSemanticSegmentation": "image-segmentation",
+    "ForDepthEstimation": "depth-estimation",
+    "Model": "feature-extraction",
+}
+_BATCH_SIZES = (1, 8)
+
+
+def export_hf(
+    directory: str | os.PathLike[str],
+    *,
+    out_dir: str | os.PathLike[str],
+    options: HubOptions = HubOptions(),  # noqa: B008 - it is frozen
+    description: str = "",
+    platform: str = "cpu",
+    tolerance: Mapping[str, float] | None = None,
+    weights: str | None = None,
+    overwrite: bool = False,
+) -> Bundle:
+    """Write the model in a directory as a bundle, compare its answers with its framework's, and return it as read back.
+
+    directory: as `save_pretrained` or sentence-transformers writes it. It is checked first, and nothing in it is executed.
+    tolerance, weights: as for `export_bundle`; the entry f32 also limits the difference of whole answers.
+
+    Raises BundleError if the directory breaks a rule, if its model cannot be exported, or if the answers differ;
+    FileExistsError, OSError.
+    """
+    target = writer.free_target(out_dir, overwrite)
+    checked = open_directory(Path(directory))
+    limit = {**TOLERANCE, **(tolerance or {})}["f32"]
+    task = options.task or task_of(checked)
+    others = {
+        "description": description or f"{checked.architecture or 'A model'}: {task}.",
+        "platform": platform,
+        "tolerance": tolerance or {},
+        "weights": weights,
+    }
+    with offline(), writer.scratch_beside(target) as scratch:
+        work = Path(scratch, target.name)
+        if task == GENERATION:
+            errors = export_decoder(checked, options, work, limit=limit, **others)
+        else:
+            errors = _export_recipe(recipe_of(checked, task, options), options, work, limit, others)
+        writer.store_numerics(work / "manifest.yaml", {"answers": errors})
+        writer.put_in_place(work, target, Path(scratch, "replaced"))
+    return read_bundle(target)
+
+
+def _export_recipe(
+    recipe: HubRecipe, options: HubOptions, work: Path, limit: float, others: Mapping[str, Any]
+) -> dict[str, float]:
+    """Write the bundle of a recipe, and return the largest error of each output. Raises BundleError."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for name, content in recipe.files.items():
+            files.append(Path(folder, name))
+            files[-1].write_text(content, encoding="utf-8")
+        bundle = export_torch(
+            recipe.module,
+            recipe.examples,
+            batch_sizes=options.batch_sizes or _BATCH_SIZES,
+            out_dir=work,
+            axes=recipe.axes,
+            input_shapes=recipe.input_shapes,
+            hooks=recipe.hooks,
+            files=files,
+            client_inputs=recipe.client_inputs,
+            client_outputs=recipe.client_outputs,
+            task=recipe.task,
+            **{**others, "tolerance": {**recipe.tolerance, **others["tolerance"]}},
+        )
+    return prove(bundle, recipe, limit)
+
+
+def recipe_of(directory: Directory, task: str, options: HubOptions) -> HubRecipe:
+    """Return the recipe of a directory for a task. Raises BundleError if there is none."""
+    if task not in TASKS:
+        raise BundleError(f"--task: '{task}' is none of {', '.join((*TASKS, GENERATION))}")
+    for name, given in (("--context", options.context), ("--slots", options.slots)):
+        if given is not None:
+            raise BundleError(f"{name}: belongs to {GENERATION}; leave it out")
+    make = TASKS[task]
+    if task == "feature-extraction" and "Pooling" in directory.modules:
+        make = text.sentences
+    elif task == "feature-extraction" and directory.has("preprocessor_config.json"):
+        make = image.embed
+    try:
+        return make(directory, options)
+    except (BundleError, OSError, MemoryError):
+        raise
+    except Exception as e:
+        # Its files have values that no check knows, such as a filter's number that there is not.
+        raise BundleError(f"{directory.path.name}: cannot be read as a model for {task}: {summary(e)}") from e
+
+
+def task_of(directory: Directory) -> str:
+    """Return the task that config.json and modules.json name. Raises BundleError if no recipe does it."""
+    if "Pooling" in directory.modules:
+        return "feature-extraction"
+    name = directory.architecture
+    head = next((head for head in _HEADS if name.endswith(head)), "")
+    if not head:
+        raise BundleError(
+            f"config.json: architectures: '{name:.100}' has no known task; give --task, one of {', '.join((*TASKS, GENERATION))}"
+        )
+    if head == "ForSequenceClassification" and "feature_extractor_type" in directory.json(
+        "preprocessor_config.json"
+    ):
+        # wav2vec2 and its relatives classify a sound, although the name says "sequence".
+        return "audio-classification"
+    labels = directory.config.get("id2label")
+    if head == "ForSequenceClassification" and isinstance(labels, dict) and len(labels) == 1:
+        return "text-ranking"
+    return _HEADS[head]

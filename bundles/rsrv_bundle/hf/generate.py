@@ -1,0 +1,258 @@
+"""Export of decoders: weights of transformers, the prompt of a chat, and the proof that greedy answers are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from rsrv.hooks.text import PromptTokeniser
+from rsrv.progress import steps
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.hf.decoder import Array, Decoder
+from rsrv_bundle.hf.directory import Directory
+from rsrv_bundle.hf.loading import check_tokenizer, load_model, load_tokenizer
+from rsrv_bundle.hf.recipe import HubOptions
+from rsrv_bundle.hf.template import TEXT, prompt_template
+from rsrv_bundle.numerics import ModuleRunner
+from rsrv_bundle.sequence_check import Sequences
+from rsrv_bundle.spec import Bundle
+from rsrv_bundle.stateful import export_generative
+
+#: Values of model_type whose network `Decoder` is.
+KINDS: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
+_ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_CONTEXT, _MAX_TOKENS, _SLOTS = 1024, 256, 8
+_BATCH_SIZES = (1, 8)
+_CHUNKS = (1, 16, 128)
+_QUESTIONS = (
+    "What is the capital of France?",
+    "Größe und Fußball: ein Satz.",
+    "東京はどこですか。",
+    "Write x = y + 1 in Python.",
+    "Once upon a time there was a cat that sat on a mat and looked at the rain. " * 3,
+)
+#: Tokens of each answer that are compared.
+_COMPARED = 12
+#: Characters of a chat template that is written into the manifest.
+_MAX_CHAT = 32_768
+
+
+def export_decoder(
+    directory: Directory, options: HubOptions, work: Path, *, limit: float, **others: Any
+) -> dict[str, float]:
+    """Write a decoder as the bundle `work`; return the largest gap between its greedy tokens and transformers'.
+
+    limit: the largest gap allowed, relative to the largest magnitude of the logits. others: options of `export_generative`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = directory.config.get("model_type")
+    if kind not in KINDS:
+        raise BundleError(
+            f"config.json: model_type: {kind!r:.40} is none of {', '.join(KINDS)}, which can generate"
+        )
+    model = load_model(AutoModelForCausalLM, directory)
+    tokenizer = load_tokenizer(directory)
+    check_tokenizer(tokenizer)
+    decoder = decoder_of(model.config, model.model.rotary_emb, options.context)
+    chat = _chat(tokenizer)
+    template, stop = _template(chat), _stop(directory, model.config, tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    for name, given in (("--lengths", options.lengths), ("--dimensions", options.dimensions)):
+        if given:
+            raise BundleError(f"{name}: is not for text-generation; leave it out")
+    file = work.parent / "tokenizer.json"
+    file.write_text(backend.to_str(), encoding="utf-8")
+    bundle = export_generative(
+        decoder.apply,
+        decoder.state(),
+        weights_of(model),
+        slots=options.slots or _SLOTS,
+        context=decoder.context,
+        max_tokens=min(_MAX_TOKENS, decoder.context),
+        stop=stop,
+        chunks=[chunk for chunk in _CHUNKS if chunk <= decoder.context],
+        batch_sizes=options.batch_sizes or _BATCH_SIZES,
+        tokenizer=file,
+        template=template,
+        # A manifest holds no longer one.
+        chat=chat if len(chat.get("template", "")) <= _MAX_CHAT else None,
+        in_place=True,
+        out_dir=work,
+        **others,
+    )
+    prompts = _prompts(bundle, tokenizer, template, decoder.context - _COMPARED)
+    return {"tokens": greedy_gap(bundle, model, prompts, _COMPARED, limit)}
+
+
+def decoder_of(config: Any, rotary: Any, context: int | None) -> Decoder:
+    """Return the network of a configuration of transformers. Raises BundleError for parts that `Decoder` lacks."""
+    where = "config.json"
+    most = int(config.max_position_embeddings)
+    if rotary.rope_type not in _ROPE_KINDS:
+        raise BundleError(
+            f"{where}: rope_parameters: '{rotary.rope_type}' is none of {', '.join(_ROPE_KINDS)}"
+        )
+    windows = getattr(config, "layer_types", None) or []
+    if getattr(config, "sliding_window", None) and ("sliding_attention" in windows or not windows):
+        # Within the window, all tokens see each other.
+        most = min(most, int(config.sliding_window))
+    if context is not None and context > most:
+        raise BundleError(f"--context: {context} is more than the {most} tokens that the model reads")
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation == "gelu" and config.model_type == "gemma":
+        activation = "gelu_pytorch_tanh"
+    if activation not in _ACTIVATIONS:
+        raise BundleError(f"{where}: hidden_act: '{activation}' is none of {', '.join(_ACTIVATIONS)}")
+    gemma = config.model_type == "gemma"
+    heads = int(config.num_attention_heads)
+    return Decoder(
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(config.num_key_value_heads),
+        head=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        context=context or min(most, _CONTEXT),
+        epsilon=float(config.rms_norm_eps),
+        frequencies=rotary.inv_freq.numpy().astype(np.float32),
+        rope_scale=float(rotary.attention_scaling),
+        activation=_ACTIVATIONS[activation],
+        one_more=gemma,
+        embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
+    )
+
+
+def weights_of(model: Any) -> dict[str, Array]:
+    """Return a model's weights by name; a head that is the embedding is left out."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return {
+        name: tensor.detach().numpy()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def _chat(tokenizer: Any) -> dict[str, str]:
+    """Return the chat template, and the special tokens that it may use; empty if there is none."""
+    source = tokenizer.chat_template
+    if isinstance(source, dict):
+        source = source.get("default")
+    if not source:
+        return {}
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return {**special, "template": source}
+
+
+def _template(chat: dict[str, str]) -> str:
+    """Return the prompt around a client's text: that of the chat template, or only the text."""
+    special = {name: token for name, token in chat.items() if name != "template"}
+    return prompt_template(chat["template"], special) if chat else TEXT
+
+
+def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer."""
+    found = directory.json("generation_config.json").get("eos_token_id")
+    if found is None:
+        found = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    several = found if isinstance(found, list) else [] if found is None else [found]
+    return [int(token) for token in several]
+
+
+def _prompts(bundle: Bundle, tokenizer: Any, template: str, most: int) -> list[list[int]]:
+    """Return the tokens of sample questions, as the server makes them. Raises BundleError if transformers makes others."""
+    generate = bundle.manifest.generate
+    assert generate is not None
+    assert generate.tokenizer is not None
+    ours = PromptTokeniser(bundle.path / generate.tokenizer, generate.template)
+    prompts = []
+    for question in _QUESTIONS:
+        tokens = ours.encode(question)
+        if template == TEXT:
+            expected = tokenizer(question)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokens != expected:
+            raise BundleError(
+                f"the prompt '{question:.40}' has other tokens than transformers'; its template cannot be served"
+            )
+        if 0 < len(tokens) <= most:
+            prompts.append(tokens)
+    if not prompts:
+        raise BundleError("--context: is too small for the prompts of the proof; give a larger one")
+    return prompts
+
+
+def greedy_gap(
+    bundle: Bundle, model: Any, prompts: Sequence[Sequence[int]], count: int, limit: float
+) -> float:
+    """Compare greedy answers of `count` tokens with transformers'; return the largest gap of the logits of differing tokens.
+
+    Two tokens whose logits are equal but for rounding may be exchanged: then the gap is that rounding, and the rest of the
+    answer is not compared. Raises BundleError if a gap exceeds `limit`, relative to the largest magnitude.
+    """
+    run = ModuleRunner(bundle)
+    worst = 0.0
+    with steps(f"prove {bundle.name}", len(prompts)) as progress:
+        for prompt in prompts:
+            with torch.no_grad():
+                found = model.generate(
+                    torch.tensor([list(prompt)]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                    pad_token_id=0,
+                    eos_token_id=None,
+                )
+            logits = np.stack([step[0].float().numpy() for step in found.logits])
+            for step, token in enumerate(_greedy(run, prompt, count)):
+                best = int(logits[step].argmax())
+                if token == best:
+                    continue
+                gap = float(logits[step, best] - logits[step, token]) / float(np.abs(logits[step]).max())
+                worst = max(worst, gap)
+                if not gap <= limit:
+                    raise BundleError(
+                        f"token {step + 1} of an answer is {token}, and transformers' is {best}, whose logit is larger by {gap:.3g}"
+                        f" of the largest magnitude; the tolerance is {limit:g}"
+                    )
+                break
+            progress.step(f"{len(prompt)} tokens")
+    return worst
+
+
+def _greedy(run: ModuleRunner, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the first tokens of a bundle's greedy answer."""
+    manifest = run.bundle.manifest
+    generate = manifest.generate
+    assert generate is not None
+    output = [spec.name for spec in manifest.outputs].index(generate.token)
+    sequence = Sequences(run, 1, seed=len(prompt))
+    waiting = list(prompt)
+    answer: list[int] = []
+    while len(answer) < count:
+        chunk = next((chunk for chunk in manifest.chunks if chunk >= len(waiting)), manifest.chunks[-1])
+        variant = manifest.chunks.index(chunk)
+        part, waiting = waiting[:chunk], waiting[chunk:]
+        values: Mapping[str, Array] = {
+            generate.tokens: np.array([part + [0] * (chunk - len(part))], np.int32),
+            generate.lengths: np.array([len(part)], np.int32),
+            generate.sampling: np.zeros((1, 4), np.float32),
+        }
+        inputs = [values[spec.name] for spec in manifest.inputs]
+        size = run.sizes(variant)[0]
+        token = int(sequence.step((variant, size), inputs)[output][0])
+        if not waiting:
+            answer.append(token)
+            waiting = [token]
+    return answer

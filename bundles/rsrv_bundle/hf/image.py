@@ -1,0 +1,471 @@
+"""Recipes for models that look at pictures: classes, embeddings, objects, segments and depth."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.hf.directory import Directory
+from rsrv_bundle.hf.loading import load_model
+from rsrv_bundle.hf.recipe import (
+    Array,
+    HubOptions,
+    HubRecipe,
+    Request,
+    label_scores,
+    numbers,
+    row,
+    strings,
+    value,
+)
+
+#: Pillow's filters by their numbers, which preprocessor_config.json has.
+_FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+#: What a processor may do beyond `_PictureSteps`: it is refused.
+_UNKNOWN: Final = (
+    "do_flip_channel_order",
+    "do_reduce_labels_on_images",
+    "do_pan_and_scan",
+    "do_image_splitting",
+)
+_THRESHOLD = 0.5
+#: Pixels of a side of the network's input.
+_MAX_SIDE: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _PictureSteps:
+    """How a picture becomes an input of the network: resized, cropped in the middle, scaled."""
+
+    #: Height and width after resizing; None: the shorter side has `shorter` pixels.
+    size: tuple[int, int] | None
+    shorter: int
+    #: Height and width after cropping; None: nothing is cropped.
+    crop: tuple[int, int] | None
+    resample: str
+    #: For each channel: (pixel / 255 - mean) / std.
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the network's input."""
+        found = self.crop or self.size
+        assert found is not None
+        return found
+
+    @property
+    def code(self) -> str:
+        """Return the lines of `preprocess` that make `pixels` of `pictures`."""
+        how = f'resample="{self.resample}"'
+        if self.size is None:
+            call = f'image.resize_crop(pictures, {self.shorter}, {self.crop}, {how}, rounding="transformers")'
+        else:
+            call = f"image.resize(pictures, {self.size}, {how})"
+            if self.crop is not None and self.crop != self.size:
+                call = f"image.crop({call}, {self.crop})"
+        return f"    pixels = {call}\n"
+
+
+def _steps(processor: Any, options: HubOptions) -> _PictureSteps:
+    """Return the steps of a processor of transformers. Raises BundleError for a step that there is no hook for."""
+    get: Callable[[str], Any] = lambda name: getattr(processor, name, None)
+    where = "preprocessor_config.json"
+    for name in _UNKNOWN:
+        if get(name):
+            raise BundleError(f"{where}: {name}: there is no hook for it")
+    size = _sides(get("size"))
+    if options.image_size:
+        size = {"height": options.image_size[0], "width": options.image_size[1]}
+        processor.size = size
+        for step in ("do_pad", "do_center_crop", "keep_aspect_ratio"):
+            if get(step) is not None:
+                setattr(processor, step, False)
+    crop = _sides(get("crop_size")) if get("do_center_crop") else {}
+    exact = (size["height"], size["width"]) if size.keys() == {"height", "width"} else None
+    cropped = (crop["height"], crop["width"]) if crop.keys() == {"height", "width"} else None
+    shorter = size.get("shortest_edge", 0)
+    if "crop_pct" in dir(processor) and shorter:
+        # ConvNeXT enlarges small sizes, and crops; it stretches large ones.
+        if shorter < 384:
+            cropped, shorter = (shorter, shorter), int(shorter / processor.crop_pct)
+        else:
+            exact = (shorter, shorter)
+    proportional = exact is None and (cropped is None or size.keys() != {"shortest_edge"})
+    if not get("do_resize") or proportional or get("keep_aspect_ratio"):
+        raise BundleError(
+            f"{where}: size: {json.dumps(size)} gives pictures of different sizes, and the network is compiled for one; pass"
+            " --image-size HEIGHT,WIDTH to resize all pictures to that"
+        )
+    if exact is None and cropped is not None and max(cropped) > shorter:
+        raise BundleError(f"{where}: crop_size: {json.dumps(crop)} is larger than the resized pictures")
+    factor = float(get("rescale_factor") or 1 / 255) if get("do_rescale") else 1.0
+    mean, std = (get("image_mean"), get("image_std")) if get("do_normalize") else (0.0, 1.0)
+    scale = 255 * factor
+    return _PictureSteps(
+        exact,
+        shorter,
+        cropped,
+        _FILTERS[int(get("resample") if get("resample") is not None else 2)],
+        tuple(float(one) / scale for one in _channels(mean)),
+        tuple(float(one) / scale for one in _channels(std)),
+    )
+
+
+def _sides(size: Any) -> dict[str, int]:
+    found = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
+    sides = {name: int(side) for name, side in found.items() if side}
+    if wrong := [side for side in sides.values() if not 0 < side <= _MAX_SIDE]:
+        raise BundleError(
+            f"preprocessor_config.json: size: {wrong[0]!s:.20} pixels must be from 1 to {_MAX_SIDE:,}"
+        )
+    return sides
+
+
+def _channels(numbers: Any) -> tuple[float, ...]:
+    return tuple(numbers) if isinstance(numbers, list | tuple) else (float(numbers),) * 3
+
+
+class _Looker(nn.Module):
+    """A network that reads pixels."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+class _PictureScorer(_Looker):
+    def __init__(self, network: nn.Module, activation: Callable[[Any], Any]) -> None:
+        super().__init__(network)
+        self.activation = activation
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        return {"scores": self.activation(self.network(pixel_values=pixel_values).logits.float())}
+
+
+class _PictureEmbedder(_Looker):
+    def __init__(self, network: nn.Module, pooling: str) -> None:
+        super().__init__(network)
+        self.pooling = pooling
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        found = self.network(pixel_values=pixel_values)
+        if self.pooling == "pooler":
+            return {"embedding": found.pooler_output.flatten(1).float()}
+        hidden = found.last_hidden_state
+        return {"embedding": (hidden[:, 0] if self.pooling == "cls" else hidden.mean(1)).float()}
+
+
+class _Detector(_Looker):
+    def forward(self, pixel_values: Any, sizes: Any) -> dict[str, Any]:
+        found = self.network(pixel_values=pixel_values)
+        scores = found.logits.float().softmax(-1)
+        # The sizes of the pictures pass through: the hook needs them to convert shares of a picture to pixels.
+        return {"scores": scores, "boxes": found.pred_boxes.float(), "sizes": sizes + 0}
+
+
+class _Segmenter(_Looker):
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        logits = self.network(pixel_values=pixel_values).logits.float()
+        size = pixel_values.shape[-2:]
+        wide = nn.functional.interpolate(logits, size=size, mode="bilinear", align_corners=False)
+        return {"map": wide.argmax(1).int()}
+
+
+class _Depth(_Looker):
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        found = self.network(pixel_values=pixel_values).predicted_depth.float()
+        size = pixel_values.shape[-2:]
+        if found.shape[-2:] != size:
+            found = nn.functional.interpolate(found[:, None], size=size, mode="bicubic", align_corners=False)[
+                :, 0
+            ]
+        return {"map": found}
+
+
+class Pictures:
+    """Parts that all recipes for pictures share: the processor's steps, samples and hooks."""
+
+    def __init__(self, directory: Directory, options: HubOptions) -> None:
+        try:
+            from transformers import AutoImageProcessor
+
+            loader: Any = AutoImageProcessor
+            # Pillow resizes in the hooks; torchvision's results differ in some pixels.
+            self.processor = loader.from_pretrained(
+                str(directory.path), local_files_only=True, trust_remote_code=False, backend="pil"
+            )
+        except Exception as e:
+            raise BundleError(f"preprocessor_config.json: transformers cannot read it: {summary(e)}") from e
+        if options.lengths:
+            raise BundleError("--lengths: is for texts and sounds; leave it out")
+        self.steps = _steps(self.processor, options)
+
+    def hooks(self, task: str, sizes: bool = False, post: str = "", reads: bool = False) -> str:
+        """Return the text of model.py."""
+        passed = ', "sizes": image.sizes(pictures)' if sizes else ""
+        imports = (
+            "import json\nfrom pathlib import Path\n\nfrom rsrv.hooks import boxes, image, text\n"
+            if reads
+            else ("from rsrv.hooks import image\n")
+        )
+        return (
+            f'"""Hooks of a model for {task}: pictures to pixels."""\n\n{imports}\n'
+            f"MEAN = {self.steps.mean}\nSTD = {self.steps.std}\n\n\n"
+            'def preprocess(inputs):\n    pictures = image.decode(inputs["image"])\n'
+            f"{self.steps.code}"
+            f'    return {{"pixel_values": image.normalise(pixels, MEAN, STD){passed}}}\n{post}'
+        )
+
+    @property
+    def examples(self) -> dict[str, Array]:
+        """Return executable inputs of a picture."""
+        rng = np.random.default_rng(0)
+        return {"pixel_values": rng.normal(size=(1, 3, *self.steps.shape)).astype(np.float32)}
+
+    def samples(self, exact: bool = False) -> dict[str, Request]:
+        """Return pictures as files: of several sizes and formats, or all of the network's size."""
+        high, wide = self.steps.shape
+        forms = {
+            "square": (high, wide, "RGB", "PNG"),
+            "JPEG": (high, wide, "RGB", "PNG" if exact else "JPEG"),
+            "wide": (high + 37, 2 * wide + 11, "RGB", "JPEG"),
+            "high": (2 * high + 3, wide + 18, "RGB", "PNG"),
+            "small": (max(4, high // 3), max(4, wide // 3), "RGB", "PNG"),
+            "grey": (high + 1, wide, "L", "PNG"),
+        }
+        return {
+            name: row(
+                image=_picture(
+                    number, height if not exact else high, width if not exact else wide, mode, kind
+                )
+            )
+            for number, (name, (height, width, mode, kind)) in enumerate(forms.items())
+        }
+
+
+def _picture(seed: int, height: int, width: int, mode: str, kind: str) -> bytes:
+    """Return the file of a picture: waves of several colours, with rectangles and noise."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [
+        np.sin(x / rng.uniform(3, 30) + y / rng.uniform(3, 30) + phase) for phase in rng.uniform(0, 6, 3)
+    ]
+    pixels = 128 + 70 * np.stack(waves, -1) + rng.normal(0, 12, (height, width, 3))
+    for _ in range(3):
+        top, left = rng.integers(0, height), rng.integers(0, width)
+        pixels[top : top + height // 3, left : left + width // 3] = rng.integers(0, 255, 3)
+    picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).convert(mode)
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return file.getvalue()
+
+
+def _opened(request: Request) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(value(request, "image"))).convert("RGB")
+
+
+def _ask(kind: str, network: Any, pictures: Pictures, **options: Any) -> Any:
+    from transformers import pipeline
+
+    make: Any = pipeline
+    return make(kind, model=network, image_processor=pictures.processor, device="cpu", **options)
+
+
+def classify(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for a classifier of pictures."""
+    from transformers import AutoModelForImageClassification
+
+    network = load_model(AutoModelForImageClassification, directory)
+    pictures = Pictures(directory, options)
+    labels = directory.labels
+    ask = _ask("image-classification", network, pictures, top_k=len(labels))
+    multi = directory.config.get("problem_type") == "multi_label_classification" or len(labels) == 1
+
+    def reference(request: Request) -> dict[str, Any]:
+        return {"scores": label_scores(ask(_opened(request)), labels)}
+
+    return HubRecipe(
+        module=_PictureScorer(network, nn.Sigmoid() if multi else nn.Softmax(-1)).eval(),
+        examples=pictures.examples,
+        axes={"pixel_values": "nchw"},
+        input_shapes=[],
+        hooks=pictures.hooks("image-classification"),
+        files={},
+        client_inputs=[strings("image")],
+        client_outputs=[numbers("scores", "f32", "k", [len(labels)])],
+        task={
+            "kind": "image-classification",
+            "inputs": {"image": "image"},
+            "outputs": {"scores": "scores"},
+            "labels": labels,
+        },
+        samples=pictures.samples(),
+        reference=reference,
+    )
+
+
+def embed(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for embeddings of pictures."""
+    from transformers import AutoModel
+
+    network = load_model(AutoModel, directory)
+    pictures = Pictures(directory, options)
+    example = {name: torch.from_numpy(array) for name, array in pictures.examples.items()}
+    with torch.no_grad():
+        has_pooler = getattr(network(**example), "pooler_output", None) is not None
+    pooling = options.pooling or ("pooler" if has_pooler else "cls")
+    if pooling == "last":
+        raise BundleError("--pooling: a picture has no last token; choose mean or cls")
+    module = _PictureEmbedder(network, pooling).eval()
+    with torch.no_grad():
+        width = module(**example)["embedding"].shape[1]
+    ask = _ask("image-feature-extraction", network, pictures, pool=pooling == "pooler")
+
+    def reference(request: Request) -> dict[str, Any]:
+        found = np.array(ask(_opened(request)), np.float32)[0]
+        vector = {
+            "pooler": lambda: found.reshape(-1),
+            "cls": lambda: found[0],
+            "mean": lambda: found.mean(0),
+        }[pooling]()
+        return {"embedding": vector}
+
+    return HubRecipe(
+        module=module,
+        examples=pictures.examples,
+        axes={"pixel_values": "nchw"},
+        input_shapes=[],
+        hooks=pictures.hooks("feature-extraction"),
+        files={},
+        client_inputs=[strings("image")],
+        client_outputs=[numbers("embedding", "f32", "d", [width])],
+        task={
+            "kind": "feature-extraction",
+            "inputs": {"image": "image"},
+            "outputs": {"embedding": "embedding"},
+        },
+        samples=pictures.samples(),
+        reference=reference,
+    )
+
+
+_OBJECTS = f"""
+
+LABELS = json.loads(Path(__file__).with_name("labels.json").read_text(encoding="utf-8"))
+THRESHOLD = {_THRESHOLD}
+
+
+def postprocess(outputs):
+    parts = (outputs[name] for name in ("scores", "boxes", "sizes"))
+    return {{"detections": text.as_json(boxes.detections(*parts, LABELS, threshold=THRESHOLD))}}
+"""
+
+
+def detect(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for a detector of objects, such as DETR or YOLOS."""
+    from transformers import AutoModelForObjectDetection
+
+    network = load_model(AutoModelForObjectDetection, directory)
+    pictures = Pictures(directory, options)
+    labels = directory.labels
+    ask = _ask("object-detection", network, pictures, threshold=_THRESHOLD)
+
+    def reference(request: Request) -> dict[str, Any]:
+        return {"detections": ask(_opened(request))}
+
+    return HubRecipe(
+        module=_Detector(network).eval(),
+        examples={**pictures.examples, "sizes": np.array([[48, 64]], np.int32)},
+        axes={"pixel_values": "nchw", "sizes": "ns"},
+        input_shapes=[],
+        hooks=pictures.hooks("object-detection", sizes=True, post=_OBJECTS, reads=True),
+        files={"labels.json": json.dumps(labels, ensure_ascii=False, indent=1)},
+        client_inputs=[strings("image")],
+        client_outputs=[strings("detections")],
+        task={
+            "kind": "object-detection",
+            "inputs": {"image": "image"},
+            "outputs": {"detections": "detections"},
+            "labels": labels,
+        },
+        samples=pictures.samples(),
+        reference=reference,
+    )
+
+
+def segment(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for a class for each pixel, at the size of the network's input."""
+    from transformers import AutoModelForSemanticSegmentation
+
+    network = load_model(AutoModelForSemanticSegmentation, directory)
+    pictures = Pictures(directory, options)
+    labels = directory.labels
+    ask = _ask("image-segmentation", network, pictures, subtask="semantic")
+
+    def reference(request: Request) -> dict[str, Any]:
+        found = np.zeros(pictures.steps.shape, np.int32)
+        for part in ask(_opened(request)):
+            found[np.asarray(part["mask"]) > 0] = labels.index(part["label"])
+        return {"map": found}
+
+    return HubRecipe(
+        module=_Segmenter(network).eval(),
+        examples=pictures.examples,
+        axes={"pixel_values": "nchw", "map": "nhw"},
+        input_shapes=[],
+        hooks=pictures.hooks("image-segmentation"),
+        files={},
+        client_inputs=[strings("image")],
+        client_outputs=[numbers("map", "i32", "hw", pictures.steps.shape)],
+        task={
+            "kind": "image-segmentation",
+            "inputs": {"image": "image"},
+            "outputs": {"map": "map"},
+            "labels": labels,
+        },
+        # The pipeline scales its map to the picture.
+        samples=pictures.samples(exact=True),
+        reference=reference,
+        # Where two classes are equally likely, rounding decides; the whole maps are compared below.
+        tolerance={"i32": 1.0},
+    )
+
+
+def depth(directory: Directory, options: HubOptions) -> HubRecipe:
+    """Return the recipe for the depth of each pixel, at the size of the network's input."""
+    from transformers import AutoModelForDepthEstimation
+
+    network = load_model(AutoModelForDepthEstimation, directory)
+    pictures = Pictures(directory, options)
+    ask = _ask("depth-estimation", network, pictures)
+
+    def reference(request: Request) -> dict[str, Any]:
+        found = ask(_opened(request))["predicted_depth"]
+        return {"map": found.detach().numpy().astype(np.float32)}
+
+    return HubRecipe(
+        module=_Depth(network).eval(),
+        examples=pictures.examples,
+        axes={"pixel_values": "nchw", "map": "nhw"},
+        input_shapes=[],
+        hooks=pictures.hooks("depth-estimation"),
+        files={},
+        client_inputs=[strings("image")],
+        client_outputs=[numbers("map", "f32", "hw", pictures.steps.shape)],
+        task={"kind": "depth-estimation", "inputs": {"image": "image"}, "outputs": {"map": "map"}},
+        samples=pictures.samples(exact=True),
+        reference=reference,
+    )

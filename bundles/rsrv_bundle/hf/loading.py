@@ -1,0 +1,129 @@
+"""Models, tokenizers and processors of a checked directory, without a network and without its code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.hf.directory import Directory
+
+#: Numbers that a model may have beside those in its files: buffers, and tensors that are used twice.
+_SLACK = 1.3
+#: Characters that a tokenizer's replacements may make of one: a client's text of some kilobytes must not take all memory.
+_MAX_GROWTH = 64
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Keep the libraries of Hugging Face from the network, and quiet."""
+    variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    from transformers.utils import logging as transformers_logging
+
+    library: Any = transformers_logging
+    level = library.get_verbosity()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    root = logging.getLogger("sentence_transformers")
+    root_level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(root_level)
+        library.set_verbosity(level)
+        library.enable_progress_bar()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def load_model(auto: Any, directory: Directory, *, unused: str | None = None) -> Any:
+    """Return the model in evaluation mode, with 32-bit floats.
+
+    auto: a class of transformers such as AutoModel. unused: name of a part whose weights may be missing. Raises BundleError if the weights do not fit the configuration.
+    """
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(str(directory.path), **options)
+        # Before any memory is taken: config.json may ask for more than the machine has.
+        with torch.device("meta"):
+            shape = auto.from_config(config, trust_remote_code=False)
+        needed = sum(tensor.numel() for tensor in shape.parameters())
+    except Exception as e:
+        raise BundleError(f"config.json: transformers cannot make a model of it: {summary(e)}") from e
+    if needed > directory.parameters * _SLACK + 10_000_000:
+        raise BundleError(
+            f"config.json: describes a model of {needed:,} parameters, and the safetensors files have"
+            f" {directory.parameters:,}; save the model again"
+        )
+    try:
+        model, report = auto.from_pretrained(
+            str(directory.path),
+            **options,
+            use_safetensors=True,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except Exception as e:
+        raise BundleError(f"{directory.path.name}: transformers cannot load it: {summary(e)}") from e
+    if missing := sorted(key for key in report["missing_keys"] if key.split(".")[0] != unused):
+        raise BundleError(
+            f"the safetensors files have no weight {missing[0]!r:.200} ({len(missing)} are missing), which"
+            f" {type(model).__name__} needs; choose another --task, or save the whole model"
+        )
+    if report.get("mismatched_keys"):
+        raise BundleError(
+            f"the weight {min(report['mismatched_keys'])!s:.200} has another shape than config.json says"
+        )
+    return model.eval()
+
+
+def load_tokenizer(directory: Directory) -> Any:
+    """Return the tokenizer. Raises BundleError if there is none that the package tokenizers can run."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory.path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as e:
+        raise BundleError(
+            f"{directory.path.name}: transformers finds no tokenizer in it: {summary(e)}"
+        ) from e
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise BundleError(
+            f"{directory.path.name}: its tokenizer {type(tokenizer).__name__} is not one of the package tokenizers"
+        )
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise BundleError if a tokenizer's replacements make too much of a text."""
+    growth = growth_of(json.loads(tokenizer.backend_tokenizer.to_str()).get("normalizer"))
+    if growth > _MAX_GROWTH:
+        raise BundleError(
+            f"tokenizer.json: normalizer: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed"
+        )
+
+
+def growth_of(normalizer: Any) -> int:
+    """Return how many characters the replacements of a normalizer, as JSON, may make of one: one after the other multiplies them."""
+    found, waiting = 1, [normalizer]
+    while waiting:
+        step = waiting.pop()
+        if isinstance(step, dict):
+            waiting.extend(step.get("normalizers") or ())
+            if step.get("type") == "Replace":
+                found *= max(1, len(step["content"]))
+    return found

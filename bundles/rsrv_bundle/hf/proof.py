@@ -1,0 +1,111 @@
+"""Comparison of a bundle's whole answers, hooks included, with the answers of the framework that the directory is for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rsrv.hooks import BadInput
+from rsrv.hooks.loader import load_hooks
+from rsrv.progress import steps
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.hf.recipe import Array, HubRecipe, Request
+from rsrv_bundle.numerics import ModuleRunner, answers, difference
+from rsrv_bundle.spec import Bundle
+
+
+class ServedBundle:
+    """A bundle that answers as a server would: hooks, the smallest module that holds the rows, and hooks."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Read model.py and the modules. Raises BundleError, HookError and errors of model.py."""
+        self.bundle = bundle
+        self._hooks = load_hooks(bundle.path / "model.py")
+        self._run = ModuleRunner(bundle)
+
+    def __call__(self, request: Request) -> dict[str, Array]:
+        """Answer a request of one or more rows. Raises BadInput if the request is at fault."""
+        manifest = self.bundle.manifest
+        inputs = request if self._hooks.preprocess is None else self._hooks.preprocess(request)
+        arrays = [inputs[spec.name] for spec in manifest.inputs]
+        variant = self.bundle.variant_of([array.shape for array in arrays])
+        if variant is None:
+            raise BundleError(
+                f"model.py: makes inputs of the shapes {[array.shape for array in arrays]}, which no variant has"
+            )
+        sizes = self._run.sizes(variant)
+        size = next((size for size in sizes if size >= len(arrays[0])), sizes[-1])
+        found = answers(self._run, (variant, size), arrays)
+        outputs = {spec.name: array for spec, array in zip(manifest.outputs, found, strict=True)}
+        return outputs if self._hooks.postprocess is None else self._hooks.postprocess(outputs)
+
+
+def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, float]:
+    """Compare a bundle's answers with the reference on all samples; return the largest error by output.
+
+    Raises BundleError with the samples whose answers differ by more than `tolerance` of the largest magnitude.
+    """
+    served = ServedBundle(bundle)
+    errors: dict[str, float] = {}
+    problems: list[str] = []
+    with steps(f"prove {bundle.name}", len(recipe.samples)) as progress:
+        for name, request in recipe.samples.items():
+            try:
+                got = served(request)
+            except BadInput as e:
+                raise BundleError(f"sample '{name}': the hooks refuse it: {e}") from e
+            try:
+                expected = recipe.reference(request)
+            except Exception as e:
+                raise BundleError(f"sample '{name}': {recipe.source} itself fails: {summary(e)}") from e
+            for output, want in expected.items():
+                error = _error(got[output][0], want)
+                errors[output] = max(errors.get(output, 0.0), error)
+                if not error <= tolerance:
+                    problems.append(
+                        f"sample '{name}': {output} differs from {recipe.source} by {error:.3g} of its largest magnitude; the"
+                        f" tolerance is {tolerance:g}"
+                    )
+            progress.step(name)
+    if problems:
+        raise BundleError(problems[:20])
+    return errors
+
+
+def _error(got: Array, want: Any) -> float:
+    """Return the relative error of one row's output; strings are compared as parsed JSON. Infinite for other texts."""
+    if got.dtype != object:
+        expected = np.asarray(want)
+        if got.shape != expected.shape:
+            return float("inf")
+        if got.ndim == 2 and got.dtype.kind in "iu":
+            # A map of classes: the share of pixels with another class. Rounding decides between equally likely classes.
+            return float((got != expected).mean())
+        return difference(got, expected)[1]
+    text = got.reshape(-1)[0].decode()
+    return _tree_error(text if isinstance(want, str) else json.loads(text), want)
+
+
+def _tree_error(got: Any, want: Any) -> float:
+    """Return the largest error of the numbers of two JSON documents; infinite if anything else differs."""
+    if isinstance(want, Mapping) and isinstance(got, Mapping) and got.keys() == want.keys():
+        # The sides of a box are whole pixels: what is 12.9999 on one side may be 13 on the other.
+        return max(
+            (_tree_error(got[key], want[key]) for key in want if not _is_side(key, got, want)), default=0.0
+        )
+    if isinstance(want, list | tuple) and isinstance(got, list) and len(got) == len(want):
+        return max((_tree_error(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
+    if isinstance(want, float) or isinstance(got, float):
+        error = abs(float(got) - float(want)) / max(1.0, abs(float(want)))
+        # The largest of several numbers may be another one than NaN.
+        return error if math.isfinite(error) else math.inf
+    return 0.0 if got == want else float("inf")
+
+
+def _is_side(key: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> bool:
+    """Return True if a value is the same side of a box, to the next pixel."""
+    return key in ("xmin", "ymin", "xmax", "ymax") and abs(got[key] - want[key]) <= 1

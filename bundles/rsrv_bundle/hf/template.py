@@ -1,0 +1,103 @@
+"""Chat templates of strangers: rendered in jinja2's sandbox, in a process of its own with limits on time, memory and text."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rsrv_bundle.errors import BundleError
+
+#: Limits of a template: characters of its source and of its text, seconds of a processor, and bytes of its process.
+MAX_SOURCE, MAX_TEXT, MAX_SECONDS, MAX_BYTES = 256 * 1024, 16_384, 1, 512 * 2**20
+#: Kill the process after so many seconds, even if a busy machine has given it no processor time.
+_PATIENCE_S = 60
+#: The client's text, in a template of the manifest.
+TEXT: Final = "{text}"
+
+
+def prompt_template(source: str, special: Mapping[str, str]) -> str:
+    """Return the prompt of one question as the manifest writes it, with `{text}` in place of the question.
+
+    source: a chat template. special: texts that it may use, such as bos_token. Raises BundleError for a
+    template that fails, exceeds a limit, or changes the question.
+    """
+    where = "chat_template"
+    if len(source) > MAX_SOURCE:
+        raise BundleError(f"{where}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed")
+    request = json.dumps({"source": source, "special": dict(special)})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=request.encode(),
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BundleError(
+            f"{where}: takes longer than {_PATIENCE_S} s; give the directory a simpler one"
+        ) from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [
+            f"ended by signal {-done.returncode}"
+        ]
+        raise BundleError(
+            f"{where}: fails in jinja2's sandbox within {MAX_SECONDS} s and {MAX_BYTES >> 20} MB: {lines[-1]:.200}"
+        )
+    text = done.stdout.decode(errors="replace")
+    if len(text) > MAX_TEXT:
+        raise BundleError(f"{where}: makes more than {MAX_TEXT:,} characters of one question")
+    if text.count(TEXT) != 1:
+        raise BundleError(f"{where}: has the question {text.count(TEXT)} times; once is needed")
+    return text
+
+
+def render(source: str, special: Mapping[str, str]) -> str:
+    """Render a chat template for one question, with the settings of transformers."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def fail(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = fail
+    # A prompt with today's date would keep the date of the export.
+    environment.globals["strftime_now"] = lambda _: fail("it asks for the date, which a bundle cannot have")
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    values: dict[str, Any] = {"messages": [{"role": "user", "content": TEXT}], "add_generation_prompt": True}
+    return environment.from_string(source).render(**values, **special, tools=None, documents=None)
+
+
+def main() -> int:
+    """Render the template on standard input within the limits."""
+    import resource
+
+    # Imported before the limits: its memory is not the template's.
+    import jinja2.sandbox  # noqa: F401
+
+    seconds = math.ceil(time.process_time()) + MAX_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        text = render(request["source"], request["special"])
+    except MemoryError:
+        print("it needs more memory", file=sys.stderr)
+        return 1
+    except Exception as e:  # noqa: BLE001 - a template raises anything
+        print(f"{type(e).__name__}: {e!s:.300}", file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(text[: MAX_TEXT + 1].encode(errors="replace"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

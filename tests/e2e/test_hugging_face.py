@@ -1,0 +1,101 @@
+"""Models that are served from directories of Hugging Face: text, a picture, a sound and a decoder over both protocols."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from rsrv_bundle.hf.export import export_hf
+from rsrv_bundle.hf.proof import ServedBundle
+from rsrv_bundle.hf.recipe import HubOptions
+from tests.e2e.calls import PROTOCOLS, caller, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.e2e.stateful import Stream
+from tests.unit.bundle.hf.directories import LABELS, PATCHES, bert, decoder, picture
+from tests.unit.bundle.hf.test_audio_export import listener
+from tests.unit.bundle.hf.test_image_export import file
+from tests.unit.hooks.test_audio import wav, whole
+
+pytestmark = pytest.mark.long
+
+TEXTS = np.array([[b"a cat on the mat"], ["Größe, 東京 and more".encode()]], object)
+PICTURES = np.array([[file(40, 50)], [file(32, 32)]], object)
+SOUNDS = np.array([[wav(whole(16) * 8)], [wav(whole(16) * 14)]], object)
+
+
+def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Clients send text and files, and get the exported answers; bad files and long texts are their own mistake."""
+    folder, bundles = tmp_path / "models", tmp_path / "bundles"
+    quick = HubOptions(batch_sizes=(2,))
+    texts = HubOptions(batch_sizes=(2,), lengths=(48,))
+    square = {"size": {"height": 32, "width": 32}}
+    made: dict[str, tuple[Path, HubOptions]] = {
+        "tags": (bert(folder / "tags", "BertForTokenClassification", LABELS), texts),
+        "classifies": (bert(folder / "classifies", "BertForSequenceClassification", ("a", "b")), texts),
+        "looks": (picture(folder / "looks", "ViTForImageClassification", "ViT", square, **PATCHES), quick),
+        "hears": (
+            listener(folder / "hears", "Wav2Vec2ForCTC"),
+            HubOptions(batch_sizes=(2,), lengths=(1600,)),
+        ),
+        "writes": (decoder(folder / "writes", "Qwen2"), HubOptions(batch_sizes=(2,), slots=3, context=128)),
+    }
+    requests = {
+        "tags": {"text": TEXTS},
+        "classifies": {"text": TEXTS},
+        "looks": {"image": PICTURES},
+        "hears": {"audio": SOUNDS},
+    }
+    expected = {}
+    for name, (directory, options) in made.items():
+        bundle = export_hf(directory, out_dir=bundles / name, options=options)
+        if name in requests:
+            expected[name] = ServedBundle(bundle)(requests[name])
+    server = start_triton(make_repository(tmp_path))
+
+    for protocol in PROTOCOLS:
+        with caller(server, protocol) as call:
+            for name, request in requests.items():
+                assert_equal(call(name, request), expected[name])
+            bad = {
+                "classifies": {"text": np.array([["a " * 100]], object)},
+                "looks": {"image": np.array([[file(10_000, 8_000)]], object)},
+                "hears": {"audio": np.array([[wav(bytes(4000))]], object)},
+            }
+            for name, request in bad.items():
+                refusal(partial(call, name, request)).assert_is("INVALID_ARG", protocol)
+    assert task(server, "looks")["labels"] == [f"class {n}" for n in range(5)]
+    assert task(server, "writes") == {
+        "kind": "text-generation",
+        "inputs": {"text": "text_input"},
+        "outputs": {"text": "text_output"},
+    }
+    with Stream(server, "writes", text_input="a cat", max_tokens=8) as stream:
+        pieces = list(stream)
+    assert pieces[-1]["completion_tokens"] <= 8
+
+
+def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the answers of a server with those of the bundle: numbers nearly, texts exactly but for their numbers."""
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        if array.dtype != object:
+            np.testing.assert_allclose(got[name].reshape(array.shape), array, atol=1e-5)
+            continue
+        for one, other in zip(got[name].ravel(), array.ravel(), strict=True):
+            if name == "entities":
+                one, other = ([{**each, "score": 0} for each in json.loads(text)] for text in (one, other))
+            assert one == other
+
+
+def task(server: RunningTriton, model: str) -> dict[str, Any]:
+    """Return the task of a model, as clients read it."""
+    with urlopen(f"http://127.0.0.1:{server.http_port}/v2/models/{model}/config", timeout=60) as answer:
+        config = json.load(answer)
+    found: dict[str, Any] = json.loads(config["parameters"]["task"]["string_value"])
+    return found

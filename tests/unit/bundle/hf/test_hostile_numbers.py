@@ -1,0 +1,96 @@
+"""Numbers of processors and feature extractors that would take all memory, or never end: each is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, normalizers
+
+from rsrv_bundle import BundleError
+from rsrv_bundle.hf.directory import open_directory
+from rsrv_bundle.hf.export import recipe_of
+from rsrv_bundle.hf.loading import check_tokenizer, growth_of, load_tokenizer
+from rsrv_bundle.hf.recipe import HubOptions
+from tests.unit.bundle.hf.directories import PATCHES, picture, plain, wordpiece
+from tests.unit.bundle.hf.test_audio_export import listener
+from tests.unit.bundle.hf.test_image_export import SQUARE
+
+
+def changed(folder: Path, file: str, **entries: object) -> Path:
+    """Change entries of a JSON file of a directory, and return the directory."""
+    path = folder / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    return folder
+
+
+def sound(folder: Path) -> Path:
+    return listener(folder, "Wav2Vec2ForSequenceClassification", num_labels=2)
+
+
+def seen(folder: Path) -> Path:
+    return picture(folder, "ViTForImageClassification", "ViT", SQUARE, **PATCHES)
+
+
+@pytest.mark.parametrize(
+    ("task", "make", "file", "entries", "reason"),
+    [
+        (
+            "audio-classification",
+            sound,
+            "preprocessor_config.json",
+            {"sampling_rate": 10**9},
+            "sampling_rate: 1000000000 must be from 1 to 192,000",
+        ),
+        (
+            "audio-classification",
+            sound,
+            "config.json",
+            {"conv_stride": [5, -4, 2]},
+            "less than the model needs",
+        ),
+        (
+            "image-classification",
+            seen,
+            "preprocessor_config.json",
+            {"size": {"height": 32, "width": 10**6}},
+            "size: 1000000 pixels must be from 1 to 4,096",
+        ),
+        (
+            "image-classification",
+            seen,
+            "preprocessor_config.json",
+            {"resample": 99},
+            "cannot be read as a model for",
+        ),
+    ],
+)
+def test_a_hostile_number_is_refused(
+    task: str,
+    make: Callable[[Path], Path],
+    file: str,
+    entries: dict[str, object],
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    """The error names the file or the number, and nothing is compiled."""
+    folder = changed(make(tmp_path / "model"), file, **entries)
+    with pytest.raises(BundleError, match=reason):
+        recipe_of(open_directory(folder), task, HubOptions())
+
+
+def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -> None:
+    """Replacements one after the other multiply; usual ones keep the length."""
+    folder = plain(tmp_path / "model")
+    wordpiece(folder)
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    usual = normalizers.Sequence([normalizers.Replace(" ", "\u2581"), normalizers.NFKC()])
+    assert growth_of(json.loads(usual.__getstate__())) == 1
+    found.normalizer = normalizers.Sequence(
+        [normalizers.Replace("a", "a" * 9), normalizers.Replace("a", "a" * 8)]
+    )
+    found.save(str(folder / "tokenizer.json"))
+    with pytest.raises(BundleError, match="normalizer: may make 72 characters of one"):
+        check_tokenizer(load_tokenizer(open_directory(folder)))

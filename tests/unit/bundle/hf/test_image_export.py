@@ -1,0 +1,157 @@
+"""Directories with models of pictures become bundles whose whole answers are those of transformers' pipelines."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rsrv.hooks import BadInput
+from rsrv_bundle import BundleError
+from rsrv_bundle.hf.export import export_hf
+from rsrv_bundle.hf.proof import ServedBundle
+from rsrv_bundle.hf.recipe import HubOptions, row
+from tests.unit.bundle.hf.directories import PATCHES, picture
+
+pytestmark = pytest.mark.long
+
+QUICK = HubOptions(batch_sizes=(2,))
+Make = Callable[[Path], Path]
+SQUARE = {"size": {"height": 32, "width": 32}}
+EDGE = {"size": {"shortest_edge": 40}, "crop_size": {"height": 28, "width": 32}}
+STAGES = {"depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+
+DIRECTORIES: dict[str, tuple[str, Make]] = {
+    "ViT": (
+        "image-classification",
+        lambda f: picture(f, "ViTForImageClassification", "ViT", SQUARE, **PATCHES),
+    ),
+    "ConvNeXT, enlarged and cropped": (
+        "image-classification",
+        lambda f: picture(
+            f,
+            "ConvNextForImageClassification",
+            "ConvNext",
+            {"size": {"shortest_edge": 32}},
+            hidden_sizes=[8, 16, 16, 24],
+            depths=[1, 1, 1, 1],
+        ),
+    ),
+    "ResNet, shorter side and crop": (
+        "image-classification",
+        lambda f: picture(
+            f,
+            "ResNetForImageClassification",
+            "Bit",
+            EDGE,
+            embedding_size=8,
+            hidden_sizes=[8, 16],
+            depths=[1, 1],
+        ),
+    ),
+    "ViT embeds": ("feature-extraction", lambda f: picture(f, "ViTModel", "ViT", SQUARE, **PATCHES)),
+    "DINOv2 embeds": (
+        "feature-extraction",
+        lambda f: picture(f, "Dinov2Model", "Bit", EDGE, **{**PATCHES, "patch_size": 4}),
+    ),
+    "DeiT embeds": (
+        "feature-extraction",
+        lambda f: picture(
+            f,
+            "DeiTModel",
+            "DeiT",
+            {"size": {"height": 36, "width": 37}, "crop_size": {"height": 32, "width": 32}},
+            **PATCHES,
+        ),
+    ),
+    "YOLOS": (
+        "object-detection",
+        lambda f: picture(
+            f,
+            "YolosForObjectDetection",
+            "Yolos",
+            SQUARE,
+            **{**PATCHES, "image_size": [32, 32]},
+            num_detection_tokens=9,
+        ),
+    ),
+    "SegFormer": (
+        "image-segmentation",
+        lambda f: picture(
+            f, "SegformerForSemanticSegmentation", "Segformer", SQUARE, hidden_sizes=[8, 16, 16, 16], **STAGES
+        ),
+    ),
+    "DPT": (
+        "depth-estimation",
+        lambda f: picture(
+            f,
+            "DPTForDepthEstimation",
+            "DPT",
+            SQUARE,
+            **{**PATCHES, "num_hidden_layers": 4},
+            backbone_out_indices=[0, 1, 2, 3],
+            neck_hidden_sizes=[8, 8, 8, 8],
+            fusion_hidden_size=8,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "make"), DIRECTORIES.values(), ids=DIRECTORIES)
+def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> None:
+    """The directory decides the task, and all sample pictures get the pipeline's answers."""
+    manifest = export_hf(make(tmp_path / "model"), out_dir=tmp_path / "bundle", options=QUICK).manifest
+    assert manifest.task is not None
+    assert manifest.task.kind == kind
+    errors = manifest.numerics["answers"]
+    assert isinstance(errors, dict)
+    assert 0 <= max(errors.values()) < 1e-5
+
+
+def test_pictures_of_many_sizes_are_answered_and_bombs_are_not(tmp_path: Path) -> None:
+    """A detector finds something in a picture of its own size and place; a picture of too many pixels is refused."""
+    made = DIRECTORIES["YOLOS"][1](tmp_path / "model")
+    served = ServedBundle(export_hf(made, out_dir=tmp_path / "bundle", options=QUICK))
+    answers = [
+        json.loads(served(row(image=file(*size)))["detections"][0, 0]) for size in ((32, 32), (90, 50))
+    ]
+    assert answers[0]
+    assert {key for found in answers[1] for key in found} == {"score", "label", "box"}
+    with pytest.raises(BadInput, match="more than 50000000 pixels"):
+        served(row(image=file(10_000, 8_000)))
+    with pytest.raises(BadInput, match="image 0 is no JPEG, PNG or WebP file"):
+        served(row(image=b"GIF89a"))
+
+
+def file(width: int, height: int) -> bytes:
+    """Return a PNG file; of one colour it is small."""
+    stream = io.BytesIO()
+    if width * height < 100_000:
+        noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
+        Image.fromarray(noise).save(stream, "PNG")
+    else:
+        Image.new("1", (width, height)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_pictures_that_keep_their_proportions_need_a_size(tmp_path: Path) -> None:
+    """The network is compiled for one size, so a processor that keeps proportions is refused until the user names one."""
+    sizes = {"size": {"shortest_edge": 32, "longest_edge": 64}}
+    config = {**PATCHES, "image_size": [32, 48]}
+    made = picture(
+        tmp_path / "model", "YolosForObjectDetection", "Yolos", sizes, **config, num_detection_tokens=5
+    )
+    with pytest.raises(BundleError, match="pass --image-size HEIGHT,WIDTH"):
+        export_hf(made, out_dir=tmp_path / "bundle", options=QUICK)
+    sized = HubOptions(batch_sizes=(2,), image_size=(32, 48))
+    assert export_hf(made, out_dir=tmp_path / "bundle", options=sized).manifest.inputs[0].dims == (
+        -1,
+        3,
+        32,
+        48,
+    )

@@ -1,0 +1,173 @@
+"""Directories with models of text become bundles whose whole answers are those of transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.hooks import BadInput
+from rsrv_bundle import Bundle, BundleError
+from rsrv_bundle.hf.export import export_hf
+from rsrv_bundle.hf.proof import ServedBundle, prove
+from rsrv_bundle.hf.recipe import HubOptions, row
+from tests.unit.bundle.hf import directories
+
+pytestmark = pytest.mark.long
+
+#: One length and one batch size: each module takes seconds.
+QUICK = HubOptions(lengths=(64,), batch_sizes=(2,))
+Make = Callable[[Path], Path]
+
+
+def export(directory: Path, options: HubOptions = QUICK, **others: Any) -> Bundle:
+    return export_hf(directory, out_dir=directory.with_name("bundle"), options=options, **others)
+
+
+def based(directory: Path) -> Path:
+    """Name the encoder as the model of a directory that has a head's weights."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["RobertaModel"]}))
+    return directory
+
+
+DIRECTORIES: dict[str, tuple[str, Make]] = {
+    "BERT": ("feature-extraction", directories.bert),
+    "RoBERTa": ("feature-extraction", directories.roberta),
+    "DistilBERT": ("feature-extraction", directories.distilbert),
+    "RoBERTa of a masked model, without its pooler": (
+        "feature-extraction",
+        lambda f: based(directories.roberta(f, "RobertaForMaskedLM")),
+    ),
+    "mean": ("feature-extraction", lambda f: directories.sentence_transformer(f, "mean")),
+    "cls and dense": ("feature-extraction", lambda f: directories.sentence_transformer(f, "cls", dense=True)),
+    "last": (
+        "feature-extraction",
+        lambda f: directories.sentence_transformer(f, "lasttoken", normalise=False),
+    ),
+    "BERT ranks": (
+        "text-ranking",
+        lambda f: directories.bert(f, "BertForSequenceClassification", num_labels=1),
+    ),
+    "RoBERTa ranks": (
+        "text-ranking",
+        lambda f: directories.roberta(f, "RobertaForSequenceClassification", num_labels=1),
+    ),
+    "DistilBERT ranks": (
+        "text-ranking",
+        lambda f: directories.distilbert(f, "DistilBertForSequenceClassification", ("yes",)),
+    ),
+    "BERT classifies": (
+        "text-classification",
+        lambda f: directories.bert(f, "BertForSequenceClassification", ("a", "b", "c")),
+    ),
+    "RoBERTa classifies": (
+        "text-classification",
+        lambda f: directories.roberta(
+            f, "RobertaForSequenceClassification", ("a", "b"), problem_type="multi_label_classification"
+        ),
+    ),
+    "DistilBERT classifies": (
+        "text-classification",
+        lambda f: directories.distilbert(f, "DistilBertForSequenceClassification", ("NEGATIVE", "POSITIVE")),
+    ),
+    "BERT tags": (
+        "token-classification",
+        lambda f: directories.bert(f, "BertForTokenClassification", directories.LABELS),
+    ),
+    "RoBERTa tags": (
+        "token-classification",
+        lambda f: directories.roberta(f, "RobertaForTokenClassification", directories.LABELS),
+    ),
+    "DistilBERT tags": (
+        "token-classification",
+        lambda f: directories.distilbert(f, "DistilBertForTokenClassification", directories.LABELS),
+    ),
+    "BERT fills": ("fill-mask", lambda f: directories.bert(f, "BertForMaskedLM")),
+    "RoBERTa fills": ("fill-mask", lambda f: directories.roberta(f, "RobertaForMaskedLM")),
+    "DistilBERT fills": ("fill-mask", lambda f: directories.distilbert(f, "DistilBertForMaskedLM")),
+}
+
+
+@pytest.mark.parametrize(("kind", "make"), DIRECTORIES.values(), ids=DIRECTORIES)
+def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> None:
+    """The directory decides the task, and all samples get the framework's answers."""
+    manifest = export(make(tmp_path / "model")).manifest
+    assert manifest.task is not None
+    assert manifest.task.kind == kind
+    errors = manifest.numerics["answers"]
+    assert isinstance(errors, dict)
+    assert 0 <= max(errors.values()) < 1e-5
+
+
+def test_each_length_answers_and_longer_texts_are_cut(tmp_path: Path) -> None:
+    """A text runs at the smallest length that holds it; the count of tokens shows that a text was cut."""
+    bundle = export(directories.bert(tmp_path / "model"), HubOptions(lengths=(16, 64), batch_sizes=(1, 4)))
+    served = ServedBundle(bundle)
+    together = served({"text": np.array([[b"a cat"], [b"the cat on " * 40], [b"x"]], object)})
+    assert together["tokens"].tolist() == [4, 64, 3]
+    alone = served(row(text="a cat"))
+    np.testing.assert_allclose(alone["embedding"][0], together["embedding"][0], atol=1e-5)
+
+
+def test_a_longer_text_is_refused_where_the_directory_cuts_none(tmp_path: Path) -> None:
+    """A classifier whose tokenizer has no truncation refuses a text that is too long, unless the user wants it cut."""
+    model = directories.bert(tmp_path / "model", "BertForSequenceClassification", ("a", "b"))
+    with pytest.raises(BadInput, match="text 0 has 122 tokens; the model reads at most 64"):
+        ServedBundle(export(model))(row(text="a " * 120))
+    cut = export(model, HubOptions(lengths=(64,), batch_sizes=(2,), too_long="cut"), overwrite=True)
+    assert ServedBundle(cut)(row(text="a " * 120))["tokens"].tolist() == [64]
+
+
+def test_a_text_without_its_mask_is_refused(tmp_path: Path) -> None:
+    """Texts for fill-mask have one mask each."""
+    served = ServedBundle(export(directories.bert(tmp_path / "model", "BertForMaskedLM")))
+    for text in ("no mask", "[MASK] and [MASK]"):
+        with pytest.raises(BadInput, match="the mask exactly once"):
+            served(row(text=text))
+
+
+def test_an_embedding_may_be_cut(tmp_path: Path) -> None:
+    """The task lists the lengths of a Matryoshka embedding, from the configuration or from the user."""
+    model = directories.bert(tmp_path / "model", matryoshka_dimensions=[8, 16])
+    task = export(model).manifest.task
+    assert task is not None
+    assert task.dimensions == (8, 16, 32)
+    with pytest.raises(BundleError, match="dimensions: 64 is no length from 1 to 32"):
+        export(model, HubOptions(dimensions=(64,)), overwrite=True)
+
+
+def test_answers_that_differ_are_refused(tmp_path: Path) -> None:
+    """An answer that is not the framework's ends the export, with the sample's name."""
+    bundle = export(directories.bert(tmp_path / "model"))
+    sample = row(text="a cat")
+    right = ServedBundle(bundle)(sample)["embedding"][0]
+    for wrong in (right * 1.001, right[:8], -right):
+        recipe: Any = SimpleNamespace(
+            samples={"cat": sample}, reference=lambda _, wrong=wrong: {"embedding": wrong}, source="it"
+        )
+        with pytest.raises(BundleError, match="sample 'cat': embedding differs from it by"):
+            prove(bundle, recipe, 1e-4)
+    recipe = SimpleNamespace(samples={"cat": sample}, reference=lambda _: {"embedding": right}, source="it")
+    assert prove(bundle, recipe, 1e-4) == {"embedding": 0.0}
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """A task whose head has no weights, a configuration of another size, and a huge one are named."""
+    model = directories.bert(tmp_path / "model")
+    with pytest.raises(BundleError, match="have no weight 'classifier"):
+        export(model, HubOptions(task="text-classification"))
+    config = json.loads((model / "config.json").read_text())
+    for change, reason in (
+        ({"intermediate_size": 64}, "transformers cannot load it|has another shape"),
+        ({"vocab_size": 5_000_000}, "describes a model of 16"),
+        ({"model_type": "unknown"}, "transformers cannot make a model of it"),
+    ):
+        (model / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(BundleError, match=reason):
+            export(model)

@@ -1,0 +1,91 @@
+"""The bundles that `rsrv serve --hf` exports before it starts a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.serve import hub
+from rsrv.serve.plan import ServeError
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replace the export by one that writes an empty bundle, and return its command lines. It fails for `broken`."""
+    commands: list[list[str]] = []
+
+    def run(argv: list[str], **_: Any) -> Any:
+        commands.append(argv[3:])
+        bundle = Path(argv[argv.index("-o") + 1])
+        bundle.mkdir(parents=True, exist_ok=True)
+        (bundle / "manifest.yaml").touch()
+        return subprocess.CompletedProcess(argv, int("broken" in argv[argv.index("--hf") + 1]))
+
+    monkeypatch.setattr("rsrv.serve.hub.subprocess.run", run)
+    return commands
+
+
+def directory(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: list[list[str]]) -> None:
+    """An unchanged directory keeps its bundle; a changed file makes another."""
+    models = [directory(tmp_path / name) for name in ("one", "two")]
+    said: list[str] = []
+
+    for _ in range(2):
+        found = hub.export_all(models, tmp_path / "hf", said.append)
+    assert found == [tmp_path / "hf" / "one", tmp_path / "hf" / "two"]
+    assert [command[2] for command in exported] == [str(model) for model in models]
+    os.utime(models[1] / "config.json", (1, 1))
+    hub.export_all(models, tmp_path / "hf", said.append)
+    assert [command[2] for command in exported][2:] == [str(models[1])]
+    assert said[-2:] == [f"{models[0]}: exported before", f"{models[1]}: exporting ..."]
+
+
+def test_files_with_equal_times_and_sizes_are_exported_again(
+    tmp_path: Path, exported: list[list[str]]
+) -> None:
+    """Archives give files the same times; another directory of the same name, or new weights, are another model."""
+    models = [directory(tmp_path / part / "model") for part in ("a", "b")]
+    for model in models:
+        os.utime(model / "config.json", (1, 1))
+        hub.export_all([model], tmp_path / "hf", lambda _: None)
+    (tmp_path / "new").write_text("[]")
+    os.utime(tmp_path / "new", (1, 1))
+    (tmp_path / "new").replace(models[1] / "config.json")
+    hub.export_all([models[1]], tmp_path / "hf", lambda _: None)
+    assert [command[2] for command in exported] == [str(model) for model in (*models, models[1])]
+
+
+def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]]) -> None:
+    """The server does not start with a model that cannot be exported, and the next start tries it again."""
+    model = directory(tmp_path / "broken")
+    for _ in range(2):
+        with pytest.raises(ServeError, match="broken: cannot be exported; see the lines above"):
+            hub.export_all([model], tmp_path / "hf", lambda _: None)
+    assert len(exported) == 2
+
+
+def test_directories_need_names_of_their_own(tmp_path: Path, exported: list[list[str]]) -> None:
+    """Two directories that would be the same model are refused, and so is a missing one."""
+    same = [directory(tmp_path / part / "model") for part in ("a", "b")]
+    with pytest.raises(ServeError, match="would both be the model model; rename one"):
+        hub.export_all(same, tmp_path / "hf", lambda _: None)
+    with pytest.raises(ServeError, match="missing: is no directory"):
+        hub.export_all([tmp_path / "missing"], tmp_path / "hf", lambda _: None)
+    assert not exported
+
+
+def test_a_model_of_the_hubs_cache_has_its_name(tmp_path: Path) -> None:
+    """A snapshot in the cache is named after its model, and odd characters are replaced."""
+    snapshot = directory(tmp_path / "models--org--all-MiniLM.L6" / "snapshots" / "0123abc")
+    assert hub.model_name(snapshot) == "all-MiniLM_L6"
+    assert hub.model_name(directory(tmp_path / "größe 1.5")) == "gr__e_1_5"

@@ -1,0 +1,90 @@
+"""`rsrv serve --hf`: bundles of directories of Hugging Face, exported before the server starts, and kept for the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import rsrv
+from rsrv.serve.plan import ServeError
+
+#: Folder of the bundles, in the directory of `rsrv serve`.
+FOLDER = "hf"
+#: Folder with what each bundle was exported from; no server takes a hidden folder for a bundle.
+_STAMPS = ".exported"
+
+
+def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], None]) -> list[Path]:
+    """Export the directories that have changed since their last export; return the bundles, all in `folder`.
+
+    Each export is a process of its own, which has PyTorch and transformers; this one needs neither. Raises ServeError if a
+    directory is missing, if two have the same name, or if an export fails.
+    """
+    bundles: dict[Path, Path] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise ServeError(f"--hf {directory}: is no directory; name one that save_pretrained wrote")
+        bundle = folder / model_name(directory)
+        if bundle in bundles:
+            raise ServeError(
+                f"--hf: {directory} and {bundles[bundle]} would both be the model {bundle.name}; rename one of them"
+            )
+        bundles[bundle] = directory
+    for bundle, directory in bundles.items():
+        _export(directory, bundle, say)
+    return list(bundles)
+
+
+def model_name(directory: Path) -> str:
+    """Return the name of a directory's model: its own name, or that of the model in the hub's cache."""
+    path = directory.resolve()
+    cached = (
+        re.fullmatch(r"models--(.+)", path.parent.parent.name) if path.parent.name == "snapshots" else None
+    )
+    name = cached[1].split("--")[-1] if cached else path.name
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name).strip("_-") or "model"
+
+
+def _export(directory: Path, bundle: Path, say: Callable[[str], None]) -> None:
+    stamp = bundle.parent / _STAMPS / bundle.name
+    state = fingerprint(directory)
+    if (bundle / "manifest.yaml").is_file() and stamp.is_file() and stamp.read_text() == state:
+        say(f"{directory}: exported before")
+        return
+    say(f"{directory}: exporting ...")
+    stamp.unlink(missing_ok=True)
+    command = ["export", "--hf", str(directory), "-o", str(bundle), "--overwrite"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rsrv_bundle.cli", *command],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        raise ServeError(f"--hf {directory}: cannot be exported; see the lines above")
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(state)
+
+
+def fingerprint(directory: Path) -> str:
+    """Return a text that changes with the directory, one of its files, or the version of rsrv.
+
+    Files that come with a time, as those of archives do, have another ctime.
+    """
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    facts = [
+        [
+            path.relative_to(directory).as_posix(),
+            (found := path.stat()).st_size,
+            found.st_mtime_ns,
+            found.st_ctime_ns,
+        ]
+        for path in files
+    ]
+    return sha256(json.dumps([rsrv.__version__, str(directory.resolve()), facts]).encode()).hexdigest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,14 +18,18 @@ from torch import nn
 from rsrv.extras import install_command
 from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
-from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.export import Original, export_bundle
-from rsrv_bundle.interface import InputPlan, plan_inputs, value_of
+from rsrv_bundle.inputs import repeated
+from rsrv_bundle.interface import plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.stateful import export_stateful
-from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
+from rsrv_bundle.torch_arrays import Array, dtype_of, tensors_of, to_numpy, to_torch
+from rsrv_bundle.torch_modules import check_module, plain, unchanged
 from rsrv_bundle.writer import free_target
+
+#: PyTorch operation or its name -> JAX function with the same arguments
+Lowerings = Mapping[Any, Callable[..., Any]]
 
 
 def export_torch(
@@ -36,19 +41,23 @@ def export_torch(
     batch_axis: int | Mapping[str, int] | None = 0,
     axes: Mapping[str, str] | None = None,
     input_shapes: Sequence[Mapping[str, int]] = (),
+    lowerings: Lowerings = MappingProxyType({}),
     **options: Any,
 ) -> Bundle:
-    """Write `module(**inputs)` as a bundle, checked against the module itself, run eagerly.
+    """Write `module(**inputs)` as a bundle, and compare it with the module itself, run eagerly.
 
-    module: in evaluation mode (`module.eval()`), on the CPU. The parameters and buffers that it uses are the
-        weights, named as in its state_dict; shared tensors are stored once.
+    module: a module in evaluation mode (`module.eval()`) on the CPU. The weights are the parameters and buffers that it
+        uses, named as in its state_dict. Shared tensors are stored once.
     example_inputs: name of an argument of `forward` -> tensor, array or jax.ShapeDtypeStruct.
+    lowerings: PyTorch operation, or its name such as "mylib::scale" -> JAX function with the same arguments. Such a
+        function is for an operation of your own, or replaces the exporter's lowering.
     The rest is as for `rsrv_bundle.export.export_bundle`. 64-bit element types need no switch.
 
-    The module is traced at each size separately, so that it need not work for sizes in general. Raises
-    BundleError for a module in training mode, one that draws random numbers or changes its buffers, one that
-    torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`. torchax registers a device
-    with PyTorch, so that afterwards torch.compile and nn.DataParallel do not work in this process.
+    The module is traced at each size separately, so it need not work for other sizes. torchax registers a device with
+    PyTorch. After that, torch.compile and nn.DataParallel do not work in this process.
+
+    Raises BundleError for a module that is in training mode, draws random numbers, changes its buffers, cannot be traced
+    by torch.export, or uses operations that torchax lacks. It also raises the errors of `export_bundle`.
     """
     free_target(out_dir, options.get("overwrite", False))
     sizes = {
@@ -57,7 +66,7 @@ def export_torch(
         "axes": axes or {},
         "input_shapes": input_shapes,
     }
-    module, examples, programs = _traced(module, example_inputs, {}, Path(out_dir).name, sizes)
+    module, examples, programs = _traced(module, example_inputs, {}, Path(out_dir).name, sizes, lowerings)
     # PyTorch's integers are 64 bits wide.
     with jax.enable_x64(True):
         return export_bundle(
@@ -81,6 +90,7 @@ def export_stateful_torch(
     axes: Mapping[str, str] | None = None,
     input_shapes: Sequence[Mapping[str, int]] = (),
     output_names: Sequence[str] | None = None,
+    lowerings: Lowerings = MappingProxyType({}),
     **options: Any,
 ) -> Bundle:
     """Write a module with state as a bundle: `forward` takes state tensors by name, and returns them under these names.
@@ -93,7 +103,8 @@ def export_stateful_torch(
     sizes = {"batch_sizes": batch_sizes, "axes": axes or {}, "input_shapes": input_shapes}
     first = {name: _example(f"state: {name}", value) for name, value in state.items()}
     name = Path(out_dir).name
-    module, examples, programs = _traced(module, example_inputs, first, name, {"batch_axis": 0, **sizes})
+    sizes_of_rows = {"batch_axis": 0, **sizes}
+    module, examples, programs = _traced(module, example_inputs, first, name, sizes_of_rows, lowerings)
     eager = _original(module)
 
     def split(result: Any) -> tuple[Any, Any]:
@@ -131,78 +142,100 @@ def _traced(
     state: Mapping[str, Any],
     name: str,
     sizes: Mapping[str, Any],
+    lowerings: Lowerings,
 ) -> tuple[nn.Module, dict[str, Any], Any]:
     """Trace a module at each size, with the state of as many rows. Returns it, the examples, and the traced modules."""
-    module = _plain(module)
-    _check_module(module)
+    module = plain(module)
+    check_module(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
         {name: value_of(name, value.dtype, value.shape) for name, value in examples.items()}, **sizes
     )
+    _check_eager(module, examples, state)
     programs = _torch_programs().TracedModules(
-        module, {name: dtype_of(value.dtype) for name, value in {**examples, **state}.items()}
+        module, {name: dtype_of(value.dtype) for name, value in {**examples, **state}.items()}, lowerings
     )
     keys = list(inputs.keys())
     with steps(f"trace {name}", len(keys)) as traced:
-        for variant, size in keys:
-            rows = [(size, *value.shape) for value in state.values()]
+        for key in keys:
+            rows = [(key[1], *value.shape) for value in state.values()]
+            shapes = inputs.shapes(*key)
             try:
-                programs.at([*inputs.shapes(variant, size), *rows])
+                programs.at([*shapes, *rows])
             except BundleError as e:
-                raise ((not state and _without_batch(module, examples, inputs)) or e) from e
-            traced.step(f"batch size {size}" if inputs.batched else "")
+                sized = {
+                    name: repeated(array, shape)
+                    for (name, array), shape in zip(_arrays(examples).items(), shapes, strict=True)
+                }
+                error = None if state else _failure(module, sized)
+                if error is None:
+                    raise
+                raise BundleError(
+                    f"module: takes {_shapes(examples)}, and fails with {_shapes(sized)}, as the batch sizes and input shapes"
+                    f" ask ({summary(error)}); give examples with the batch axis in front, or, if the module takes no"
+                    " batches, leave out the batch sizes"
+                ) from e
+            traced.step(inputs.describe(*key))
     return module, examples, programs
 
 
-def _without_batch(module: nn.Module, examples: Mapping[str, Any], inputs: InputPlan) -> BundleError | None:
-    """Return an error about the batch axis, if the module takes the examples as they are, or with one more axis in front."""
+def _check_eager(module: nn.Module, examples: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Run the module on its examples, before any export. Raises BundleError if it fails, or changes a buffer."""
+    arrays = _arrays(examples)
+    rows = next(iter(arrays.values())).shape[0] if state else 0
+    first = {name: np.broadcast_to(value, (rows, *value.shape)) for name, value in state.items()}
+    versions = {name: buffer._version for name, buffer in module.named_buffers()}
+    error = _failure(module, {**arrays, **first})
+    if changed := [name for name, buffer in module.named_buffers() if buffer._version != versions[name]]:
+        raise BundleError(f"module: {changed[0]}: forward changes it, and requests may not touch each other")
+    if error is None:
+        return
+    batch = {name: array[np.newaxis] for name, array in arrays.items()}
+    if not state and _failure(module, batch) is None:
+        raise BundleError(
+            f"module: fails with {_shapes(arrays)} ({summary(error)}), and takes {_shapes(batch)}; give examples with the"
+            " batch axis in front"
+        )
+    raise BundleError(
+        f"module: {type(module).__name__} itself fails with the example inputs, without an export: {_shapes(arrays)}"
+        f" ({summary(error)}); correct the inputs or the module"
+    ) from error
 
-    def takes(arrays: Mapping[str, Any]) -> bool:
-        try:
-            _original(module).run(**arrays)
-        except Exception:  # noqa: BLE001 - the module's own
-            return False
-        return True
 
-    failed = [size for size in inputs.batch_sizes if not takes(_zeros(inputs, size))]
-    if not failed:
-        return None
-    tried = ", ".join(
-        f"{spec.name} {list(array.shape)}"
-        for spec, array in zip(inputs.specs, _zeros(inputs, failed[0]).values(), strict=True)
-    )
-    for rows in ((), (failed[0],)):
-        arrays = {name: np.zeros((*rows, *value.shape), value.dtype) for name, value in examples.items()}
-        if takes(arrays):
-            taken = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-            cure = "" if rows else ", or, if the module takes no batches, leave out the batch sizes"
-            return BundleError(
-                f"module: takes {taken}, and fails with {tried}, where batch size {failed[0]} replaces an axis of the"
-                f" example; give examples with the batch axis in front{cure}"
-            )
+def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
+    return {
+        name: value if isinstance(value, np.ndarray) else np.zeros(value.shape, value.dtype)
+        for name, value in examples.items()
+    }
+
+
+def _failure(module: nn.Module, arrays: Mapping[str, Array]) -> Exception | None:
+    """Return the exception of the module run eagerly on these inputs, or None."""
+    try:
+        _original(module).run(**arrays)
+    except BundleError:
+        raise
+    except Exception as e:  # noqa: BLE001 - the module's own
+        return e
     return None
 
 
-def _zeros(inputs: InputPlan, size: int) -> dict[str, Any]:
-    shapes = inputs.shapes(0, size)
-    return {
-        spec.name: np.zeros(shape, numpy_dtype(spec.dtype))
-        for spec, shape in zip(inputs.specs, shapes, strict=True)
-    }
+def _shapes(arrays: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
 
 
 def eager_torch(module: nn.Module) -> Callable[..., Results]:
     """Return the module as a function from numpy arrays by name to numpy arrays; in training mode it raises BundleError."""
-    return _original(_plain(module)).eager
+    return _original(plain(module)).eager
 
 
 def _original(module: nn.Module) -> Original:
     def run(**inputs: Any) -> Any:
-        _check_module(module)
+        check_module(module)
         tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
         # Compiled parts would fail on the device that torchax registers.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            return caller(module, tuple(inputs), like=module.forward)(tensors)
+        with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return tensors_of(caller(module, tuple(inputs), like=module.forward)(tensors))
 
     return Original(run, ("torch", "torchax"), to_numpy)
 
@@ -229,62 +262,6 @@ def _pins() -> str:
         return ""
     pins = [what.strip() for what, _, when in requirements if "export-torch" in when and "==" in what]
     return f", which is {', '.join(pins)}" if pins else ""
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    """Return the module inside a compiled one, whose weights have no prefix; any other module unchanged."""
-    if not isinstance(module, torch._dynamo.OptimizedModule):
-        return module
-    inner = module._orig_mod
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise BundleError(
-            "module: is TorchScript; export the module that it was made from, as docs/coming-from.md says under Coming"
-            " from TorchScript"
-        )
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise BundleError(f"module: is a {type(module).__name__}; export module.module")
-    for name, part in module.named_modules():
-        if type(part).__module__.startswith("torch.ao.nn.quantized"):
-            raise BundleError(
-                f"module: {name or 'it'}: is quantised, which bundles are not; export it as it was before"
-            )
-    problems = dict.fromkeys(
-        _elsewhere(name, tensor.device, moves)
-        for name, tensor, moves in _tensors(module)
-        if tensor.device.type != "cpu"
-    )
-    if problems:
-        raise BundleError(problems)
-    training = [name or "it" for name, part in module.named_modules() if part.training]
-    if training:
-        raise BundleError(
-            f"module: is in training mode ({', '.join(training[:3])}); call module.eval() first, so that dropout and"
-            " batch normalisation work as in serving"
-        )
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield all tensors: name, tensor, and whether module.cpu() moves it."""
-    for name, part in module.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-            yield prefix + key, value, True
-        for key, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield prefix + key, value, False
-
-
-def _elsewhere(name: str, device: torch.device, moves: bool) -> str:
-    if device.type == "meta":
-        return "module: is on meta, where tensors have no values; load its weights on the CPU first"
-    if moves:
-        return f"module: is on {device}; export module.cpu(), for any platform"
-    return f"module: {name}: is on {device}, and module.cpu() does not move it; make it a buffer by register_buffer"
 
 
 def _example(name: str, value: Any) -> Any:

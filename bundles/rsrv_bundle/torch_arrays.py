@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rsrv_bundle import dtypes
+from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.interface import nameless
 
@@ -44,3 +45,8 @@ def to_numpy(name: str, value: Any) -> Array:
     # Not contiguous(), which leaves a single element its stride, and that must be 1 for a view of bytes.
     dense = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     return dense.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(value.shape))
+
+
+def tensors_of(result: Any) -> Results:
+    """Return the tensors of a module's result, flattened. Parts that are not tensors, such as caches, are left out."""
+    return Results.of(result).only(lambda value: isinstance(value, torch.Tensor))

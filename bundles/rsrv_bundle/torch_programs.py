@@ -21,13 +21,16 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 from torch._higher_order_ops.effects import with_effects
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from rsrv_bundle.calling import Results, caller
-from rsrv_bundle.errors import BundleError
-from rsrv_bundle.torch_arrays import Array, to_numpy
+from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.torch_arrays import Array, tensors_of, to_numpy
+from rsrv_bundle.torch_lowerings import LOWERINGS
+from rsrv_bundle.torch_modules import unchanged, without_idle_conversions
 
 
 @contextmanager
@@ -57,6 +60,7 @@ with _quiet():
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 #: operations without a result; PyTorch keeps the first in order by tokens
 _ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 #: prefix of the module's names, since it is traced inside another module
 _PREFIX = "module."
 #: identity of a tensor: memory, offset, shape and strides; tensors with equal identity share their weight
@@ -73,11 +77,14 @@ class TracedModule:
     arguments: tuple[Argument, ...]
     #: structure of the results; its values are not used
     results: Results
+    lowerings: Mapping[str, Callable[..., Any]]
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
         values = [_value(each, weights, inputs) for each in self.arguments]
         # Tokens come first.
-        found = _Interpreter(self.graph).run(*values, enable_io_processing=False)[-len(self.results.values) :]
+        found = _Interpreter(self.graph, self.lowerings).run(*values, enable_io_processing=False)[
+            -len(self.results.values) :
+        ]
         arrays = iter(found)
         return self.results.convert(lambda *_: next(arrays))
 
@@ -97,10 +104,16 @@ def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]
 class TracedModules:
     """`module(**inputs)` as `fn(weights, **inputs)`, traced once for each set of shapes."""
 
-    def __init__(self, module: torch.nn.Module, inputs: Mapping[str, torch.dtype]) -> None:
-        """Take the inputs' names and element types. Raises BundleError for names that the module does not take."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        inputs: Mapping[str, torch.dtype],
+        lowerings: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        """`inputs` are element types by name. `lowerings` are JAX functions by operation, or by its name."""
         self._module = module
         self._inputs = dict(inputs)
+        self._lowerings = {**LOWERINGS, **{_name(op): lowering for op, lowering in lowerings.items()}}
         #: identity of a tensor -> the first of its names
         self._names: dict[Identity, str] = {}
         for name, tensor in chain(
@@ -127,21 +140,38 @@ class TracedModules:
 
     def _trace(self, shapes: tuple[tuple[int, ...], ...]) -> TracedModule:
         noted: list[Results] = []
-        served = _Served(self._module, tuple(self._inputs), noted.append)
         zeros = tuple(
             torch.zeros(shape, dtype=dtype)
             for shape, dtype in zip(shapes, self._inputs.values(), strict=True)
         )
         with _quiet():
             try:
-                exported = torch.export.export(served, zeros)
-                exported = exported.run_decompositions(_decompositions())
+                try:
+                    exported = self._exported(zeros, noted.append, fixed=False)
+                except GuardOnDataDependentSymNode:
+                    exported = self._exported(zeros, noted.append, fixed=True)
             except BundleError:
                 raise
             except Exception as e:
                 raise BundleError(_untraceable(e, list(zip(self._inputs, shapes, strict=True)))) from e
-        _check(exported, tuple(self._inputs))
-        return TracedModule(exported.graph_module, tuple(self._arguments(exported)), noted[0])
+        _check(exported, tuple(self._inputs), self._lowerings)
+        arguments = tuple(self._arguments(exported))
+        return TracedModule(exported.graph_module, arguments, noted[-1], self._lowerings)
+
+    def _exported(self, zeros: tuple[Any, ...], note: Callable[[Results], None], *, fixed: bool) -> Any:
+        """Trace the module with torch.export and return it in operations that torchax or `self._lowerings` have."""
+        served = _Served(self._module, tuple(self._inputs), note, fixed)
+        with unchanged(self._module), without_idle_conversions():
+            exported = torch.export.export(served, zeros)
+        for node in exported.graph.nodes:
+            # A decomposition may return other strides than the kernel whose result is viewed here.
+            if node.target in _VIEWS:
+                node.target = torch.ops.aten.reshape.default
+        exported.graph_module.recompile()
+        table = _decompositions()
+        return exported.run_decompositions(
+            {op: way for op, way in table.items() if _lowering(op, self._lowerings) is None}
+        )
 
     def _arguments(self, exported: Any) -> Iterator[Argument]:
         position = 0
@@ -186,26 +216,48 @@ def _identity(name: str, tensor: torch.Tensor) -> Identity:
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
+def _name(op: Any) -> str:
+    """Return the name of an operation.
+
+    `op` is an overload, a packet of overloads, an operation of torch.library, or a name.
+    """
+    if not isinstance(op, str | torch._ops.OpOverload):
+        op = getattr(op, "_qualified_op_name", None) or op._qualname
+    return str(op).replace("::", ".")
+
+
 class _Served(torch.nn.Module):
-    """Module with positional inputs and a flat tuple of results, which need no matching later."""
+    """A module with positional inputs and a flat tuple of results, so that no names must be matched later."""
 
     def __init__(
-        self, module: torch.nn.Module, names: tuple[str, ...], note: Callable[[Results], None]
+        self,
+        module: torch.nn.Module,
+        names: tuple[str, ...],
+        note: Callable[[Results], None],
+        fixed: bool,
     ) -> None:
-        """Call `note` with the structure of the results; tracing undoes attributes that `forward` sets."""
+        """Wrap `module`. `forward` calls `note` with the structure of the results.
+
+        `note` is a function because tracing undoes attributes that `forward` sets. If `fixed`, buffers of one integer are
+        constants, so that `forward` can branch on their values.
+        """
         super().__init__()
         self.module = module
         self.names = names
         self.call = caller(module, names, like=module.forward)
         self.note = note
         self.training = False
+        self.integers = [
+            (part, name, buffer.tolist(), buffer.dtype)
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+            if fixed and buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex()
+        ]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = Results.of(self.call(dict(zip(self.names, tensors, strict=True))))
-        for at, value in enumerate(found.values):
-            if not isinstance(value, torch.Tensor):
-                name = found.names[at] if found.names else at
-                raise BundleError(f"outputs: {name}: is a {type(value).__name__}; return tensors")
+        for part, name, value, dtype in self.integers:
+            part._buffers[name] = torch.tensor(value, dtype=dtype)
+        found = tensors_of(self.call(dict(zip(self.names, tensors, strict=True))))
         self.note(found.convert(lambda *_: None))
         return found.values
 
@@ -213,8 +265,9 @@ class _Served(torch.nn.Module):
 class _Interpreter(JaxInterpreter):  # type: ignore[misc]
     """torchax's interpreter, with PyTorch's element type for each value."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: Any, lowerings: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(graph)
+        self.lowerings = lowerings
         # It would append its own text to an error.
         self.extra_traceback = False
 
@@ -222,13 +275,18 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         # Where PyTorch raises, a served model returns NaN or a meaningless number.
         if target is with_effects:
             return None, None
-        return None if target in _ASSERTIONS else super().call_function(target, args, kwargs)
+        if target in _ASSERTIONS:
+            return None
+        # torchax changes lists, and fx does not allow that for its own lists.
+        args, kwargs = _mutable(args), _mutable(kwargs)
+        lowering = _lowering(target, self.lowerings)
+        return super().call_function(target, args, kwargs) if lowering is None else lowering(*args, **kwargs)
 
     def run_node(self, node: Any) -> Any:
         try:
             value = super().run_node(node)
         except Exception as e:
-            raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {_said(e)}") from e
+            raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {summary(e)}") from e
         meta = node.meta.get("val")
         if isinstance(meta, torch.Tensor) and hasattr(value, "dtype"):
             # jax's constants may be wider than PyTorch's.
@@ -237,7 +295,23 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         return value
 
 
-def _check(exported: Any, inputs: Sequence[str]) -> None:
+def _mutable(value: Any) -> Any:
+    """Return plain lists, tuples and mappings in place of fx's own."""
+    if isinstance(value, dict):
+        return {key: _mutable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_mutable(part) for part in value]
+    return tuple(map(_mutable, value)) if type(value) is tuple else value
+
+
+def _lowering(target: Any, lowerings: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+    """Return our lowering of an operation: the lowering of the overload, or else the lowering of all overloads."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return lowerings.get(_name(target)) or lowerings.get(_name(target.overloadpacket))
+
+
+def _check(exported: Any, inputs: Sequence[str], lowerings: Mapping[str, Callable[..., Any]]) -> None:
     """Refuse operations that a served model cannot do. Raises BundleError with a line for each."""
     problems = []
     names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
@@ -259,9 +333,10 @@ def _check(exported: Any, inputs: Sequence[str]) -> None:
                 f"module: {_where(node)}: {node.target} makes what is computed depend on a tensor's values; a module's"
                 " shapes and decisions are fixed when it is exported, so keep the tensor, e.g. with torch.where"
             )
-        elif not _known(node.target):
+        elif not _known(node.target, lowerings):
             problems.append(
-                f"module: {_where(node)}: torchax has no {node.target} for jax; write this line with other operations"
+                f"module: {_where(node)}: torchax has no {node.target} for jax; write this line with other operations, or"
+                " give a JAX function for the operation with lowerings="
             )
     if problems:
         raise BundleError(list(dict.fromkeys(problems)))
@@ -282,7 +357,9 @@ def _is_assertion(node: Any) -> bool:
     return (node.args[1] if node.target is with_effects else node.target) in _ASSERTIONS
 
 
-def _known(target: Any) -> bool:
+def _known(target: Any, lowerings: Mapping[str, Callable[..., Any]]) -> bool:
+    if _lowering(target, lowerings) is not None:
+        return True
     if not isinstance(target, torch._ops.OpOverload):
         # Python's own arithmetic works; the others take functions, and jax has its own versions.
         return not isinstance(target, torch._ops.HigherOrderOperator)
@@ -307,12 +384,6 @@ def _is_users(file: str) -> bool:
     return path.is_file() and not {_TORCH, _HERE}.intersection(path.parents)
 
 
-def _said(error: Exception) -> str:
-    """Return the type of an error and its first line; the traceback has the others."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
 def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
@@ -321,8 +392,13 @@ def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]
             f"module: {where}forward decides by a tensor's values (if, while, .item()), and a module's decisions are fixed"
             " when it is exported; compute both sides and choose with torch.where"
         )
+    if isinstance(error, DynamicOutputShapeException) or "FakeTensor" in summary(error):
+        return (
+            f"module: {where}forward makes a size of a tensor's values, such as lengths ({summary(error)}), and a module's"
+            " sizes are fixed when it is exported; pad to fixed sizes, and mask what is padding"
+        )
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
     return (
-        f"module: {where}torch.export cannot trace it with {shapes} ({_said(error)}); what forward does"
-        " may depend on its inputs' shapes, and not on their values"
+        f"module: {where}torch.export cannot trace it with {shapes} ({summary(error)}), though the module itself runs; see"
+        " docs/coming-from.md, If it does not export"
     )

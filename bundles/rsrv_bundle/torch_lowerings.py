@@ -1,0 +1,225 @@
+"""JAX functions for PyTorch operations that torchax lacks or gets wrong.
+
+Each function takes the arguments of its operation. Operations of other libraries are listed by name, so that this module
+imports no other library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.torch_nms import lowered_nms
+
+
+def _grouped_mm(rows: Any, weights: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Multiply each group of rows by its matrix. A group ends before its offset, and the next one begins there."""
+    if offs is None and rows.ndim == weights.ndim == 3:
+        return rows @ weights
+    if rows.ndim != 2 or weights.ndim != 3 or bias is not None or out_dtype is not None:
+        raise NotImplementedError("only rows [n, k] and weights [groups, k, m] without bias and out_dtype")
+    sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
+    answers = jax.lax.ragged_dot(rows, weights, sizes)
+    # Rows after the last group belong to no group.
+    return jnp.where(jnp.arange(len(rows))[:, None] < offs[-1], answers, 0)
+
+
+def _int_mm(a: Any, b: Any) -> Any:
+    return jax.lax.dot(a, b, preferred_element_type=jnp.int32)
+
+
+def _embedding_bag(
+    table: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1,
+) -> Any:  # fmt: skip
+    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, then values that only training needs."""
+    count = len(offsets) - int(include_last_offset)
+    bags = jnp.searchsorted(offsets[:count], jnp.arange(len(indices)), side="right") - 1
+    counted = (indices != padding_idx)[:, None]
+    rows = table[indices] if weights is None else table[indices] * weights[:, None]
+    sizes = jax.ops.segment_sum(counted[:, 0].astype(indices.dtype), bags, count)
+    if mode == 2:
+        found = jax.ops.segment_max(jnp.where(counted, rows, -jnp.inf), bags, count)
+        found = jnp.where(sizes[:, None] > 0, found, 0)
+    else:
+        found = jax.ops.segment_sum(jnp.where(counted, rows, 0), bags, count)
+        found = found / jnp.maximum(sizes, 1)[:, None] if mode == 1 else found
+    return found, bags, sizes, sizes
+
+
+def _nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=1)
+
+
+def _solve(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    right = b[..., None] if vector else b
+    answer = jnp.linalg.solve(a, right) if left else jnp.linalg.solve(a.mT, right.mT).mT
+    info = jnp.zeros(a.shape[:-2], jnp.int32)
+    return answer[..., 0] if vector else answer, a, info, info
+
+
+def _det(a: Any) -> Any:
+    factors, pivots, _ = jax.lax.linalg.lu(a)
+    return jnp.linalg.det(a), factors, pivots + 1
+
+
+def _adaptive_max_pool(x: Any, sizes: Sequence[int]) -> tuple[Any, Any]:
+    """Return the largest value of each window, and the index of this value in the flat input."""
+    first = x.ndim - len(sizes)
+    places = jnp.arange(prod(x.shape[first:])).reshape(x.shape[first:])
+    for at, size in enumerate(sizes):
+        extent = x.shape[first + 2 * at]
+        starts = np.arange(size) * extent // size
+        ends = -(-(np.arange(size) + 1) * extent // size)
+        # In shorter windows, the last element is repeated.
+        window = np.minimum(starts[:, None] + np.arange((ends - starts).max()), ends[:, None] - 1)
+        x = jnp.take(x, window, axis=first + 2 * at)
+        places = jnp.take(places, window, axis=2 * at)
+    count = len(sizes)
+    order = [*range(0, 2 * count, 2), *range(1, 2 * count, 2)]
+    x = x.transpose([*range(first), *(first + axis for axis in order)]).reshape(*x.shape[:first], *sizes, -1)
+    places = jnp.broadcast_to(places.transpose(order).reshape(*sizes, -1), x.shape)
+    best = jnp.argmax(x, axis=-1, keepdims=True)
+    values, indices = (jnp.take_along_axis(array, best, axis=-1)[..., 0] for array in (x, places))
+    return values, indices
+
+
+def _resize(
+    x: Any, sizes: Sequence[int], align_corners: bool, scales: Sequence[float | None], support: int
+) -> Any:
+    """Resize the last two axes as PIL does: the kernel grows when the image shrinks."""
+    for axis, size, scale in zip((-2, -1), sizes, scales, strict=True):
+        weights = jnp.asarray(_kernel(x.shape[axis], size, align_corners, scale, support), x.dtype)
+        x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ weights.T, -1, axis)
+    return x
+
+
+def _kernel(extent: int, size: int, align_corners: bool, factor: float | None, support: int) -> Any:
+    if align_corners:
+        scale = (extent - 1) / (size - 1) if size > 1 else 0.0
+    else:
+        scale = 1 / factor if factor else extent / size
+    width = max(scale, 1.0)
+    centers = scale * (np.arange(size)[:, None] + 0.5)
+    cells = np.arange(extent)
+    first = np.maximum(np.trunc(centers - support * width + 0.5), 0)
+    last = np.minimum(np.trunc(centers + support * width + 0.5), extent)
+    distance = np.abs((cells - centers + 0.5) / width)
+    if support == 1:
+        weights = np.maximum(1 - distance, 0)
+    else:
+        near, far = (
+            ((1.5 * distance - 2.5) * distance * distance + 1),
+            (((-0.5 * distance + 2.5) * distance - 4) * distance + 2),
+        )
+        weights = np.where(distance < 1, near, np.where(distance < 2, far, 0))
+    weights = np.where((cells >= first) & (cells < last), weights, 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def _bilinear_aa(
+    x: Any, output_size: Sequence[int], align_corners: bool, scales_h: Any = None, scales_w: Any = None
+) -> Any:
+    return _resize(x, output_size, align_corners, (scales_h, scales_w), 1)
+
+
+def _bicubic_aa(
+    x: Any, output_size: Sequence[int], align_corners: bool, scales_h: Any = None, scales_w: Any = None
+) -> Any:
+    return _resize(x, output_size, align_corners, (scales_h, scales_w), 2)
+
+
+def _between(image: Any, y: Any, x: Any) -> Any:
+    """Interpolate between the pixels of an image [channels, height, width]. Outside the image, values are 0."""
+    height, width = image.shape[1:]
+    top, left = jnp.floor(y), jnp.floor(x)
+    total: Any = 0
+    for row, column in ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1)):
+        weight = (1 - jnp.abs(y - row)) * (1 - jnp.abs(x - column))
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        at = [
+            jnp.clip(place, 0, extent - 1).astype(jnp.int32)
+            for place, extent in ((row, height), (column, width))
+        ]
+        total += image[:, at[0], at[1]] * jnp.where(inside, weight, 0)
+    return total
+
+
+def _deform_conv2d(
+    x: Any, weight: Any, offset: Any, mask: Any, bias: Any, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
+    dilation_h: int, dilation_w: int, groups: int, offset_groups: int, use_mask: bool,
+) -> Any:  # fmt: skip
+    """Compute torchvision's deformable convolution: `offset` moves the places from which values are taken."""
+    count, channels = x.shape[:2]
+    height, width = offset.shape[2:]
+    rows, columns = weight.shape[2:]
+    moved = offset.reshape(count, offset_groups, rows, columns, 2, height, width)
+    y = (jnp.arange(rows) * dilation_h)[:, None, None, None] + (jnp.arange(height) * stride_h - pad_h)[
+        :, None
+    ]
+    at = (jnp.arange(columns) * dilation_w)[:, None, None] + jnp.arange(width) * stride_w - pad_w
+    images = x.reshape(count, offset_groups, channels // offset_groups, *x.shape[2:])
+    values = jax.vmap(jax.vmap(_between))(images, y + moved[:, :, :, :, 0], at + moved[:, :, :, :, 1])
+    if use_mask:
+        values = values * mask.reshape(count, offset_groups, 1, rows, columns, height, width)
+    values = values.reshape(count, groups, channels // groups, rows, columns, height, width)
+    kernels = weight.reshape(groups, -1, *weight.shape[1:])
+    answer = jnp.einsum("ngcklhw,gockl->ngohw", values, kernels).reshape(count, -1, height, width)
+    return answer + bias[:, None, None]
+
+
+def _roi_align(
+    x: Any, rois: Any, scale: float, rows: int, columns: int, sampling_ratio: int, aligned: bool
+) -> Any:
+    """Return the average of `sampling_ratio` times `sampling_ratio` values in each cell of each region."""
+    if sampling_ratio <= 0:
+        raise NotImplementedError("sampling_ratio: must be a fixed number of samples, such as 2")
+    height, width = x.shape[2:]
+
+    def one(roi: Any) -> Any:
+        corners = roi[1:] * scale - (0.5 if aligned else 0.0)
+        extents = corners[2:] - corners[:2]
+        if not aligned:
+            extents = jnp.maximum(extents, 1.0)
+
+        def places(start: Any, extent: Any, cells: int) -> Any:
+            steps = jnp.arange(cells * sampling_ratio) + 0.5
+            return start + steps * extent / (cells * sampling_ratio)
+
+        y, at = places(corners[1], extents[1], rows), places(corners[0], extents[0], columns)
+        inside = ((y >= -1) & (y <= height))[:, None] & ((at >= -1) & (at <= width))
+        values = _between(
+            x[roi[0].astype(jnp.int32)],
+            jnp.clip(y, 0, height - 1)[:, None] + 0 * at,
+            jnp.clip(at, 0, width - 1) + 0 * y[:, None],
+        )
+        cells = jnp.where(inside, values, 0).reshape(-1, rows, sampling_ratio, columns, sampling_ratio)
+        return cells.mean((2, 4))
+
+    return jax.vmap(one)(rois)
+
+
+#: name of an operation -> its lowering, used in place of torchax's
+LOWERINGS: Mapping[str, Callable[..., Any]] = {
+    "aten._embedding_bag": _embedding_bag,
+    "aten._embedding_bag_forward_only": _embedding_bag,
+    "aten._grouped_mm": _grouped_mm,
+    "aten._int_mm": _int_mm,
+    "aten._linalg_det": _det,
+    "aten._linalg_solve_ex": _solve,
+    "aten._upsample_bicubic2d_aa": _bicubic_aa,
+    "aten._upsample_bilinear2d_aa": _bilinear_aa,
+    "aten.adaptive_max_pool2d": _adaptive_max_pool,
+    "aten.adaptive_max_pool3d": _adaptive_max_pool,
+    "aten.nonzero_static": _nonzero_static,
+    "rsrv.nms": lowered_nms,
+    "torchvision.deform_conv2d": _deform_conv2d,
+    "torchvision.roi_align": _roi_align,
+    "transformers.grouped_mm_fallback": _grouped_mm,
+}

@@ -1,0 +1,48 @@
+"""Serve the zoo's small bundles with Triton, and compare the answers with PyTorch's. Runs in the environment of the tests."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.e2e.calls import caller
+from tests.e2e.harness import make_repository, running_triton
+from tests.zoo.__main__ import KEPT, SERVED
+
+
+def main(count: int = 24) -> None:
+    """Serve the first bundles by name, and write the largest error of each."""
+    files = sorted(KEPT.glob("*.npz"))[:count]
+    errors = {}
+    with tempfile.TemporaryDirectory() as folder:
+        repository = make_repository(Path(folder), *(file.with_suffix("") for file in files))
+        with running_triton(repository, Path(folder, "server.log")) as server, caller(server) as call:
+            for file in files:
+                errors[file.stem] = max(_errors(call, file))
+                print(f"{file.stem}: {errors[file.stem]:.1e}", flush=True)
+    SERVED.write_text(json.dumps(errors))
+    assert max(errors.values()) < 1e-4
+
+
+def _errors(call: object, file: Path) -> list[float]:
+    assert callable(call)
+    with np.load(file) as arrays:
+        inputs = {key[3:]: arrays[key] for key in arrays.files if key.startswith("in/")}
+        expected = {key[4:]: arrays[key] for key in arrays.files if key.startswith("out/")}
+    # Triton wants an axis behind the batch.
+    answers = call(
+        file.stem, {key: value[:, None] if value.ndim == 1 else value for key, value in inputs.items()}
+    )
+    found = []
+    for name, value in expected.items():
+        got = answers[name].reshape(value.shape).astype(np.float64)
+        scale = float(np.abs(value.astype(np.float64)).max(initial=0.0)) or 1.0
+        found.append(float(np.abs(got - value).max(initial=0.0)) / scale)
+    return found
+
+
+if __name__ == "__main__":
+    main()

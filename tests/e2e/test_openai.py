@@ -1,0 +1,318 @@
+"""`rsrv openai` in front of a real server, with the clients of OpenAI and Cohere."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from rsrv.cli import main as cli
+from rsrv.serve import demo
+from tests.e2e import openais, stateful
+from tests.e2e.gateways import running_gateway
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
+from tests.e2e.openais import RunningOpenai, running_openai
+from tests.status import read_status
+from tests.waiting import wait_until
+
+MODELS = ("classify", "embed", "glossary_bytes", "rank", "talker", "teller", "tokens")
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEXTS = ["", "two words", "snow: \N{SNOWMAN}", "line\nline"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with small models that have tasks, and one without."""
+    home = tmp_path_factory.mktemp("openai")
+    openais.write_bundles(home / "bundles")
+    told = (stateful.ensure() / name for name in ("teller", "tokens", "sums"))
+    stateful.with_chat(home / "bundles" / "talker", TEMPLATE, stateful.ensure() / "teller")
+    repository = make_repository(home, home / "bundles", *told, demo.DATA / demo.BUNDLES / "glossary_bytes")
+    with running_triton(repository, home / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: RunningTriton) -> Iterator[RunningOpenai]:
+    """`rsrv openai` without keys."""
+    with running_openai(server.grpc_port, models=MODELS) as running:
+        yield running
+
+
+def test_models_with_a_task_are_listed(api: RunningOpenai) -> None:
+    """Models without a task are not listed."""
+    client = api.openai()
+    assert [model.id for model in client.models.list().data] == sorted(MODELS)
+    assert client.models.retrieve("embed").model_extra["task"] == "feature-extraction"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'sums'"):
+        client.models.retrieve("sums")
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_embeddings_are_the_models_own(api: RunningOpenai, form: str) -> None:
+    """Each text gets its embedding, in its place, and the tokens are counted."""
+    answer = api.openai().embeddings.create(model="embed", input=TEXTS, encoding_format=form)
+
+    assert [one.index for one in answer.data] == [0, 1, 2, 3]
+    for text, one in zip(TEXTS, answer.data, strict=True):
+        found = one.embedding
+        if isinstance(found, str):
+            found = np.frombuffer(base64.b64decode(found), "<f4")
+        np.testing.assert_allclose(found, openais.expected_embedding(text), atol=1e-5)
+    assert (
+        answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(text.encode()) for text in TEXTS)
+    )
+
+
+def test_embeddings_are_cut_where_the_model_allows_it(api: RunningOpenai) -> None:
+    """A cut embedding has length 1 again; other lengths are refused."""
+    client = api.openai()
+    (one,) = client.embeddings.create(model="embed", input="snow", dimensions=4).data
+    head = openais.expected_embedding("snow")[:4]
+    np.testing.assert_allclose(one.embedding, head / np.linalg.norm(head), atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="can be cut to 4, 8") as refused:
+        client.embeddings.create(model="embed", input="snow", dimensions=5)
+    assert refused.value.param == "dimensions"
+
+
+def test_five_hundred_texts_share_executions(api: RunningOpenai, server: RunningTriton) -> None:
+    """A long list is answered whole, in fewer executions than it has texts."""
+    before = read_status(server.pid)["models"]["embed"]["dispatches"]
+    texts = [f"text {number}" for number in range(500)]
+    answer = api.openai().embeddings.create(model="embed", input=texts)
+
+    found = np.array([one.embedding for one in answer.data])
+    np.testing.assert_allclose(found, [openais.expected_embedding(text) for text in texts], atol=1e-5)
+    assert read_status(server.pid)["models"]["embed"]["dispatches"] - before < 250
+
+
+def test_one_bad_text_fails_the_call_with_its_index(api: RunningOpenai) -> None:
+    """The error names the text; nothing of the others is answered."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        api.openai().embeddings.create(model="embed", input=["one", openais.BAD, "three"])
+    assert "input[1]" in refused.value.message
+    assert "this text is bad" in refused.value.message
+    assert (refused.value.code, refused.value.param) == ("INVALID", "input[1]")
+
+
+def test_token_ids_need_a_model_of_ids(api: RunningOpenai) -> None:
+    """A model of texts refuses ids."""
+    with pytest.raises(openai.BadRequestError, match="embed takes texts, not token ids"):
+        api.openai().embeddings.create(model="embed", input=[[1, 2]])
+
+
+def test_documents_are_ranked(api: RunningOpenai) -> None:
+    """Cohere's client gets the documents' indices, the best first."""
+    documents = ["b", "aaaa", "aa", "zz"]
+    answer = api.cohere().rerank(model="rank", query="ab", documents=documents, top_n=3)
+
+    scores = [openais.expected_score("ab", one) for one in documents]
+    order = sorted(range(4), key=lambda index: (-scores[index], index))[:3]
+    assert [one.index for one in answer.results] == order
+    assert [one.relevance_score for one in answer.results] == [scores[index] for index in order]
+
+    body = {"model": "rank", "query": "ab", "documents": [{"text": "b"}, "aa"], "return_documents": True}
+    _, jina, _ = api.post("/v1/rerank", body)
+    assert [one["document"]["text"] for one in jina["results"]] == ["aa", "b"]
+    assert jina["usage"]["total_tokens"] == 3 + 4
+
+
+def test_pairs_get_scores_and_texts_get_labels(api: RunningOpenai) -> None:
+    """Both have vLLM's form."""
+    _, scored, _ = api.post("/v1/score", {"model": "rank", "text_1": "ab", "text_2": ["a", "bb"]})
+    assert [one["score"] for one in scored["data"]] == [
+        openais.expected_score("ab", one) for one in ("a", "bb")
+    ]
+    status, wrong, _ = api.post(
+        "/v1/score", {"model": "rank", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
+    )
+    assert (status, wrong["error"]["param"]) == (400, "text_1")
+
+    _, classes, _ = api.post("/v1/classify", {"model": "classify", "input": ["abc", "a long text"]})
+    assert [one["label"] for one in classes["data"]] == openais.LABELS
+    assert classes["data"][0]["probs"] == [1.0, 0.0]
+
+
+#: A prompt for each model, and its answer. The demo's model has no tokenizer.
+STORIES = [
+    ("teller", "Once", stateful.told(b"Once", 40)),
+    ("glossary_bytes", '"Licensor" ', "shall mean the copyright owner or entity"),
+]
+
+
+@pytest.mark.parametrize(("model", "prompt", "expected"), STORIES)
+def test_a_completion_is_streamed(api: RunningOpenai, model: str, prompt: str, expected: str) -> None:
+    """The pieces make the whole text, with the usage at the end."""
+    client = api.openai()
+    stream = client.completions.create(
+        model=model, prompt=prompt, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == expected
+    assert chunks[-2].choices[0].finish_reason == "length"
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 40)
+
+    whole = client.completions.create(model=model, prompt=prompt, max_tokens=40)
+    assert whole.choices[0].text == text
+    assert whole.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("model", "prompt", "expected"), STORIES)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_text_ends_a_chat(
+    api: RunningOpenai, model: str, prompt: str, expected: str, streams: bool
+) -> None:
+    """The answer ends before the stop text."""
+    answer = api.openai().chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": [{"type": "text", "text": prompt}]}],
+        max_completion_tokens=200,
+        stop=[expected[10:14]],
+        stream=streams,
+    )
+    expected = expected.partition(expected[10:14])[0]
+    if not streams:
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "stop"
+        return
+    chunks = list(answer)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_chat_has_the_models_own_template(api: RunningOpenai) -> None:
+    """The template puts the messages together, and decides which roles there are."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once"}]
+    answer = api.openai().chat.completions.create(model="talker", messages=messages, max_tokens=40)
+    prompt = b"system: Be brief.\nuser: Once\nassistant: "
+    assert answer.choices[0].message.content == stateful.told(prompt, 40)
+    assert answer.usage.prompt_tokens == len(prompt)
+    with pytest.raises(openai.BadRequestError, match="unknown role tool"):
+        api.openai().chat.completions.create(model="talker", messages=[{"role": "tool", "content": "x"}])
+
+
+def test_a_client_that_leaves_ends_its_work(api: RunningOpenai, server: RunningTriton) -> None:
+    """The runtime cancels the generation of a stream whose client is gone."""
+
+    def active() -> int:
+        return int(read_status(server.pid)["models"]["teller"]["generations"])
+
+    with api.openai().completions.create(
+        model="teller", prompt="Once", max_tokens=1_000_000, stream=True
+    ) as stream:
+        next(iter(stream))
+        wait_until(lambda: active() == 1, what="the generation")
+    wait_until(lambda: active() == 0, what="the end of the generation")
+
+
+def test_errors_name_the_field_or_the_models_task(api: RunningOpenai) -> None:
+    """Errors have OpenAI's form, with rsrv's tag as the code."""
+    for path, body, status, code in (
+        ("/v1/embeddings", {"model": "rank", "input": "a"}, 400, "INVALID"),
+        ("/v1/embeddings", {"model": "none", "input": "a"}, 404, "NOT_FOUND"),
+        ("/v1/chat/completions", {"model": "teller", "messages": [], "tools": [1]}, 400, "INVALID"),
+        ("/v1/completions", {"model": "tokens", "prompt": "a"}, 400, "INVALID"),
+        ("/v1/completions", {"model": "teller", "prompt": "", "stream": True}, 400, "INVALID"),
+        ("/v1/nothing", {}, 404, "NOT_FOUND"),
+        ("/v1/embeddings", b"x" * (17 << 20), 413, "INVALID"),
+    ):
+        answered, answer, headers = api.post(path, body)
+        assert (answered, answer["error"]["code"]) == (status, code), (path, answer)
+        assert headers["X-Request-Id"]
+    assert (
+        api.post("/v1/embeddings", {"model": "embed", "input": "a"}, **{"Content-Type": "text/plain"})[0]
+        == 415
+    )
+
+
+def test_a_deadline_ends_a_call(api: RunningOpenai) -> None:
+    """The header limits the whole call; the client's own id comes back."""
+    body = {"model": "embed", "input": openais.SLOW}
+    status, answer, headers = api.post(
+        "/v1/embeddings", body, **{"X-Timeout-S": "0.1", "X-Request-Id": "mine"}
+    )
+    assert (status, answer["error"]["code"], headers["X-Request-Id"]) == (504, "DEADLINE", "mine")
+    assert api.post("/v1/embeddings", body, **{"X-Timeout-S": "no"})[0] == 400
+
+
+def test_two_keys_call_their_own_models(server: RunningTriton, tmp_path: Path) -> None:
+    """A caller sees and calls the models of its key, and usage is counted by key. A changed file is read again."""
+    keys = tmp_path / "keys.yaml"
+    hashes = {name: sha256(name.encode()).hexdigest() for name in ("first", "second", "third")}
+    keys.write_text(
+        f"a: {{sha256: {hashes['first']}, models: [emb*]}}\nb: {{sha256: {hashes['second']}, priority: 1}}\n"
+    )
+    with running_openai(server.grpc_port, f"--keys={keys}") as running:
+        first, second = running.openai("first"), running.openai("second")
+        wait_until(lambda: len(second.models.list().data) == len(MODELS))
+        assert [model.id for model in first.models.list().data] == ["embed"]
+        first.embeddings.create(model="embed", input="abc")
+        second.embeddings.create(model="embed", input="abcd")
+        with pytest.raises(openai.NotFoundError):
+            first.completions.create(model="teller", prompt="Once")
+        for key in ("third", "none"):
+            with pytest.raises(openai.AuthenticationError):
+                running.openai(key).models.list()
+
+        text = running.metrics()
+        assert 'rsrv_openai_requests_total{key="a",model="embed",status="200"} 1.0' in text
+        assert 'rsrv_openai_tokens_total{key="b",kind="prompt",model="embed"} 4.0' in text
+        assert 'rsrv_openai_requests_total{key="",model="",status="401"}' in text
+
+        keys.write_text(f"c: {{sha256: {hashes['third']}}}\n")
+        wait_until(lambda: running.get("/v1/models", Authorization="Bearer third")[0] == 200)
+        assert running.get("/v1/models", Authorization="Bearer first")[0] == 401
+
+
+def test_other_machines_need_keys(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a file of keys, the process listens on no address that other machines reach."""
+    assert cli.main(["openai", "--listen=0.0.0.0:0"]) == 1
+    assert "callers need keys" in capfd.readouterr().err
+
+
+def test_a_gateway_may_be_behind_it(server: RunningTriton, tmp_path: Path) -> None:
+    """The models, an embedding and a stream come through a gateway, as from a server."""
+    with (
+        running_gateway(tmp_path, [server]) as gateway,
+        running_openai(gateway.grpc_port, models=MODELS) as running,
+    ):
+        client = running.openai()
+        (one,) = client.embeddings.create(model="embed", input="snow").data
+        np.testing.assert_allclose(one.embedding, openais.expected_embedding("snow"), atol=1e-5)
+        stream = client.completions.create(model="teller", prompt="Once", max_tokens=40, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == stateful.told(b"Once", 40)
+        with pytest.raises(openai.BadRequestError, match=r"input\[1\]"):
+            client.embeddings.create(model="embed", input=["a", openais.BAD])
+
+
+def test_cold_models_start_and_full_queues_are_429(start_triton: StartTriton, tmp_path: Path) -> None:
+    """The first call of a cold model waits for its start. Beyond the queue's limit, calls get 429 with Retry-After."""
+    openais.write_bundles(tmp_path / "bundles")
+    settings = "{runtime: {start: lazy}, models: {embed: {max_queue_depth: 1, max_batch_size: 1}}}"
+    server = start_triton(make_repository(tmp_path, settings=settings), expected=None)
+    with running_openai(server.grpc_port, models=("classify", "embed", "rank")) as running:
+        answer = running.openai().embeddings.create(model="embed", input="snow")
+        np.testing.assert_allclose(answer.data[0].embedding, openais.expected_embedding("snow"), atol=1e-5)
+
+        with pytest.raises(openai.RateLimitError) as refused:
+            running.openai().embeddings.create(
+                model="embed", input=[f"text {number}" for number in range(500)]
+            )
+        assert refused.value.code == "QUEUE_FULL"
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        # A client that retries gets its answer.
+        patient = running.openai().with_options(max_retries=5)
+        assert len(patient.embeddings.create(model="embed", input="snow").data) == 1

@@ -1,0 +1,97 @@
+"""The process of OpenAI's endpoints: when it starts, and why its port stays closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from local_triton import free_ports
+from rsrv.openai.port import TaskLooks, closed_reason
+from rsrv.serve.openai_process import keep_openai, log_lines
+from rsrv.settings import load_settings
+from tests.unit.serve.test_plan import planned
+from tests.waiting import looped
+
+KEYS = f"a: {{sha256: {sha256(b'secret').hexdigest()}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("listen", "keys", "reason"),
+    [
+        ("127.0.0.1:8005", None, ""),
+        ("0.0.0.0:8005", KEYS, ""),
+        (":8005", None, "callers need keys"),
+        ("0.0.0.0:8005", None, "callers need keys"),
+        ("127.0.0.1:8005", "", "has no key"),
+        ("nowhere", None, "is not HOST:PORT"),
+    ],
+)
+def test_a_port_for_other_machines_needs_keys(
+    tmp_path: Path, listen: str, keys: str | None, reason: str
+) -> None:
+    """Only this machine calls without a key, and a file of keys that cannot be read opens nothing."""
+    file = None if keys is None else tmp_path / "keys.yaml"
+    if file is not None:
+        file.write_text(keys or "")
+    told = closed_reason(listen, file)
+    assert (reason in told) if reason else told == ""
+    assert "No such file" in closed_reason(listen, tmp_path / "missing.yaml")
+
+
+def write_model(repository: Path, name: str, text: str, time: int) -> None:
+    (repository / name).mkdir(parents=True, exist_ok=True)
+    (file := repository / name / "config.pbtxt").write_text(text)
+    os.utime(file, ns=(time, time))
+
+
+def test_a_task_is_found_when_a_model_gets_it_or_loses_it(tmp_path: Path) -> None:
+    """A changed configuration is read again, and folders without one do not matter."""
+    looks = TaskLooks(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_model(tmp_path, "plain", 'parameters { key: "rsrv_axes" }', 1)
+    assert not looks.found()
+    write_model(tmp_path, "plain", 'parameters { key: "task" }', 2)
+    assert looks.found()
+    write_model(tmp_path, "plain", "", 3)
+    assert not looks.found()
+
+
+@looped
+async def test_a_line_that_is_too_long_does_not_end_the_log() -> None:
+    """It is left out. Otherwise the process would be killed, and never start again."""
+    stream = asyncio.StreamReader(limit=16)
+    stream.feed_data(b"before\n" + b"x" * 100 + b"\nbehind\n")
+    stream.feed_eof()
+    assert [line async for line in log_lines(stream)] == [b"before\n", b"behind\n"]
+
+
+@looped
+async def test_the_process_starts_with_the_first_task_and_ends_with_the_server(tmp_path: Path) -> None:
+    """It is started once its port may open, and ends in order; what it logs is written as whole lines."""
+    plan = planned(directory=str(tmp_path))
+    plan.repository.mkdir()
+    plan.key_file.write_text("key")
+    plan.key_file.chmod(0o600)
+    write_model(plan.repository, "embed", 'parameters { key: "task" }', 1)
+    (port,) = free_ports(1)
+    lines: list[bytes] = []
+    started, end = asyncio.Event(), asyncio.Event()
+    logged = asyncio.Event()
+
+    def write(line: bytes) -> None:
+        lines.append(line)
+        if b"serving http://" in line:
+            logged.set()
+
+    settings = load_settings(f"openai: {{listen: '127.0.0.1:{port}'}}")
+    keeping = asyncio.ensure_future(keep_openai(plan, settings, write, lambda _: started.set(), end))
+    await logged.wait()
+    assert started.is_set()
+    end.set()
+    await keeping
+    assert all(line.endswith(b"\n") for line in lines)
+    assert not any(b"Traceback" in line for line in lines)

@@ -1,0 +1,216 @@
+"""Bodies of requests: the fields that rsrv takes. docs/openai.md lists them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from rsrv.openai.errors import from_validation
+
+#: Texts, pairs or documents of one call.
+MAX_ITEMS: Final = 2048
+#: Messages of a chat; stop texts, and the characters of one.
+MAX_MESSAGES, MAX_STOPS, MAX_STOP = 1024, 16, 256
+#: Characters of a model's name.
+MAX_NAME: Final = 256
+
+B = TypeVar("B", bound="ApiBody")
+
+
+class ApiObject(BaseModel):
+    """Base of all objects in bodies. A field that is null counts as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    #: Fields of OpenAI's, Cohere's and vLLM's APIs that rsrv does not have, with a value that asks for nothing.
+    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        asked = {
+            name: value
+            for name, value in body.items()
+            if value is not None and (name not in cls.UNSUPPORTED or value != cls.UNSUPPORTED[name])
+        }
+        # A client may send a million unknown fields, each of which would become an error.
+        first = next((name for name in asked if name not in cls.model_fields), None)
+        return {name: value for name, value in asked.items() if name in cls.model_fields or name == first}
+
+
+class ApiBody(ApiObject):
+    """Base of all bodies."""
+
+    model: Annotated[str, Field(max_length=MAX_NAME)]
+    #: The client's name for its user. It has no effect.
+    user: str | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Return the body in a JSON text. Raises ApiError."""
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            raise from_validation(error, cls.UNSUPPORTED) from None
+
+
+def _listed(value: Any) -> Any:
+    """Return one text, or the ids of one text, as a list of one."""
+    ids = isinstance(value, list) and value and all(type(one) is int for one in value)
+    return [value] if isinstance(value, str) or ids else value
+
+
+# All lists fail at their first wrong element: millions of errors would take gigabytes.
+Items = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+Texts = Annotated[list[str], Items, BeforeValidator(_listed)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+
+
+class EmbeddingsBody(ApiBody):
+    """POST /v1/embeddings."""
+
+    input: Annotated[list[str | Ids], Items, BeforeValidator(_listed)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class _RankedDocument(ApiObject):
+    text: str
+
+
+class RerankBody(ApiBody):
+    """POST /v1/rerank, in the form of Cohere and Jina."""
+
+    UNSUPPORTED = {
+        "max_tokens_per_doc": None,
+        "max_chunks_per_doc": None,
+        "rank_fields": ["text"],
+        "truncation": None,
+    }
+
+    query: str
+    documents: Annotated[list[str | _RankedDocument], Items]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class ScoreBody(ApiBody):
+    """POST /v1/score, in the form of vLLM. `text_1` is one text for all of `text_2`, or one for each."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class ClassifyBody(ApiBody):
+    """POST /v1/classify, in the form of vLLM."""
+
+    input: Texts
+
+
+class StreamOptions(ApiObject):
+    """What a stream has beside its text."""
+
+    include_usage: bool = False
+
+
+#: A number of tokens.
+Limit = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class GenerationBody(ApiBody):
+    """What completions and chats have in common."""
+
+    max_tokens: Limit | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**24)] | None = None
+    seed: int | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
+        Field(max_length=MAX_STOPS, fail_fast=True),
+        BeforeValidator(_listed),
+    ] = []
+    n: Literal[1] = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class CompletionsBody(GenerationBody):
+    """POST /v1/completions."""
+
+    UNSUPPORTED = {
+        "best_of": 1,
+        "echo": False,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "logprobs": None,
+        "presence_penalty": 0,
+        "suffix": None,
+    }
+
+    prompt: Annotated[
+        list[str | Ids], Field(min_length=1, max_length=1, fail_fast=True), BeforeValidator(_listed)
+    ]
+
+
+class _ContentPart(ApiObject):
+    type: Literal["text"]
+    text: str
+
+
+def _as_parts(content: Any) -> Any:
+    """Return a text as a list of one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+#: A role or a name. Chat templates put them into the prompt as they are, so they cannot have special tokens.
+Word = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+
+
+class ChatMessage(ApiObject):
+    """A message of a chat."""
+
+    role: Word
+    content: Annotated[list[_ContentPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
+    name: Word | None = None
+
+    @property
+    def text(self) -> str:
+        """The content. Join the parts without a separator."""
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED = {
+        "audio": None,
+        "frequency_penalty": 0,
+        "function_call": None,
+        "functions": [],
+        "logit_bias": {},
+        "logprobs": False,
+        "metadata": None,
+        "modalities": ["text"],
+        "parallel_tool_calls": None,
+        "prediction": None,
+        "presence_penalty": 0,
+        "reasoning_effort": None,
+        "response_format": {"type": "text"},
+        "service_tier": None,
+        "store": False,
+        "tool_choice": "none",
+        "tools": [],
+        "top_logprobs": None,
+        "verbosity": None,
+        "web_search_options": None,
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Limit | None = None

@@ -1,0 +1,101 @@
+"""The models with a task, as the server lists them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from rsrv.openai.errors import ApiError, unknown_model
+from rsrv.openai.inference import Backend, TaskModel
+
+log = logging.getLogger("rsrv.openai.catalog")
+
+#: Seconds between two looks at the list of models.
+LOOK_S = 5.0
+#: Configurations that are asked for at a time.
+_AT_ONCE = 8
+#: Seconds for which a model without a task is not asked about again for a client.
+_MISS_S = 1.0
+#: Names of clients without a model that are remembered.
+_MAX_MISSES = 1000
+
+
+class TaskCatalog:
+    """The models of a backend. Call `follow` in a task."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._models: dict[str, TaskModel] = {}
+        #: Names of ready models that had no task when they were asked for it.
+        self._without: set[str] = set()
+        #: Times until which names have no model with a task.
+        self._misses: dict[str, float] = {}
+        self._places = asyncio.Semaphore(_AT_ONCE)
+        #: Reason why the list is not available; empty if it is.
+        self.problem = ""
+
+    @property
+    def models(self) -> Mapping[str, TaskModel]:
+        return self._models
+
+    async def follow(self) -> None:
+        """Keep the list."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Read the list of models, and the configurations of those that have a task or are not known yet."""
+        try:
+            names, problem = set(await self._backend.names()), ""
+        except ApiError as error:
+            # Models that clients have named stay up to date without the list.
+            names, problem = set(self._models), str(error)
+        if problem and problem != self.problem:
+            log.warning("the models of %s cannot be listed: %s", self._backend.address, problem)
+        self.problem = problem
+        for name in self._models.keys() - names:
+            del self._models[name]
+        self._without &= names
+        asked = sorted(names - self._without)
+        for name, model in zip(asked, await asyncio.gather(*map(self._try, asked)), strict=True):
+            if model is None and name not in self._models:
+                self._without.add(name)
+
+    async def get(self, name: str) -> TaskModel:
+        """Return a model. Ask the server for it if it is not known. Raises ApiError."""
+        if model := self._models.get(name):
+            return model
+        now = time.monotonic()
+        if self._misses.get(name, 0.0) <= now:
+            if model := await self._ask(name):
+                self._without.discard(name)
+                return model
+            if len(self._misses) >= _MAX_MISSES:
+                self._misses.clear()
+            self._misses[name] = now + _MISS_S
+        raise unknown_model(name)
+
+    async def _try(self, name: str) -> TaskModel | None:
+        with suppress(ApiError):
+            return await self._ask(name)
+        return None
+
+    async def _ask(self, name: str) -> TaskModel | None:
+        """Ask for the configuration of a model. Raises ApiError if the server does not answer."""
+        try:
+            async with self._places:
+                model = await self._backend.task(name)
+        except ApiError as error:
+            if error.status not in (400, 404):
+                raise
+            model = None
+        if model is None:
+            self._models.pop(name, None)
+        else:
+            # Keep the time at which the model was first seen.
+            created = self._models.get(name, model).created
+            self._models[name] = replace(model, created=created)
+        return model

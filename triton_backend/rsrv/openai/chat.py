@@ -1,0 +1,134 @@
+"""The prompt of a chat: its messages, put together by the tokenizer's chat template."""
+
+import asyncio
+import json
+import re
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from rsrv.hooks.text import CONTENT_BEGIN, CONTENT_END
+from rsrv.openai.errors import ApiError, invalid
+from rsrv.openai.template_process import LENGTH
+
+#: Seconds for a template, and characters of its prompt.
+MAX_TEMPLATE_S: Final = 1.0
+MAX_PROMPT: Final = 4_000_000
+#: Seconds for the start of the process that renders templates.
+_START_S = 60.0
+_MARKS = re.compile(f"[{CONTENT_BEGIN}{CONTENT_END}]")
+#: A prompt whose marks are whole pairs.
+_PAIRS = re.compile(
+    f"[^{CONTENT_BEGIN}{CONTENT_END}]*(?:{CONTENT_BEGIN}[^{CONTENT_BEGIN}{CONTENT_END}]*{CONTENT_END}"
+    f"[^{CONTENT_BEGIN}{CONTENT_END}]*)*"
+)
+
+
+class ChatTemplates:
+    """Renders chat templates in a process of their own, one at a time. For one event loop."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._free = asyncio.Lock()
+
+    async def prompt(self, chat: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the prompt. Marks stand around what the client has written, where special tokens are plain text.
+
+        Args:
+            chat: The Jinja template, as `template`, and texts that it uses, such as `bos_token`.
+            messages: Mappings with `role`, `content` and perhaps `name`.
+
+        Raises:
+            ApiError: The template refuses the messages, takes too long or makes too much of them.
+        """
+        marked = [_marked(index, message) for index, message in enumerate(messages)]
+        if sum(len(text) for message in messages for text in message.values()) > MAX_PROMPT:
+            raise invalid(f"they have more than {MAX_PROMPT:,} characters", "messages")
+        variables = {name: text for name, text in chat.items() if name != "template"}
+        request = {
+            "template": chat["template"],
+            "variables": variables,
+            "messages": marked,
+            "most": MAX_PROMPT,
+        }
+        answer = await self._ask(json.dumps(request, ensure_ascii=False).encode())
+        if "error" in answer:
+            raise invalid(f"the chat template refuses it: {answer['error']}", "messages")
+        prompt: str = answer["prompt"]
+        if not _PAIRS.fullmatch(prompt):
+            raise invalid("the chat template cuts a message in two, which is not supported", "messages")
+        return prompt
+
+    async def _ask(self, request: bytes) -> Any:
+        async with self._free:
+            process = self._process or await self._start()
+            # Unless the answer was read as a whole, the next request needs another process.
+            self._process = None
+            try:
+                async with asyncio.timeout(MAX_TEMPLATE_S):
+                    found = await _exchange(process, request)
+                self._process = process
+            except TimeoutError:
+                raise invalid(
+                    f"the chat template takes more than {MAX_TEMPLATE_S:g} s for it", "messages"
+                ) from None
+            except (EOFError, ConnectionError):
+                raise ApiError(500, "INTERNAL", "the process of chat templates has ended") from None
+            finally:
+                if self._process is None:
+                    _kill(process)
+            return json.loads(found)
+
+    async def _start(self) -> Process:
+        words = (sys.executable, "-m", "rsrv.openai.template_process")
+        process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE)
+        try:
+            async with asyncio.timeout(_START_S):
+                await _read(process)
+        except (TimeoutError, EOFError):
+            _kill(process)
+            raise ApiError(500, "INTERNAL", "the process of chat templates does not start") from None
+        except BaseException:
+            _kill(process)
+            raise
+        return process
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            _kill(self._process)
+            await self._process.wait()
+
+
+async def _exchange(process: Process, request: bytes) -> bytes:
+    assert process.stdin is not None
+    process.stdin.write(LENGTH.pack(len(request)) + request)
+    await process.stdin.drain()
+    return await _read(process)
+
+
+async def _read(process: Process) -> bytes:
+    """Return the next message of the process; the first one is empty, and says that it has started."""
+    assert process.stdout is not None
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return await process.stdout.readexactly(length)
+
+
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+def _marked(index: int, message: Mapping[str, str]) -> dict[str, str]:
+    """Return a message with marks around its content, inside of the blanks at its ends, which templates may remove."""
+    content = message["content"]
+    if any(_MARKS.search(text) for text in message.values()):
+        raise invalid("U+FDD0 and U+FDD1 are no characters of a text", f"messages[{index}]")
+    core = content.strip()
+    if not core:
+        return dict(message)
+    begin = content.index(core)
+    marked = f"{content[:begin]}{CONTENT_BEGIN}{core}{CONTENT_END}{content[begin + len(core) :]}"
+    return {**message, "content": marked}

@@ -1,0 +1,176 @@
+"""Completions and chats: the pieces of an answer, and their form as JSON objects and server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rsrv.hooks.text import TextStream
+from rsrv.openai.bodies import ChatBody, CompletionsBody, GenerationBody
+from rsrv.openai.errors import ApiError, invalid
+from rsrv.openai.inference import Value
+from rsrv.openai.texts import ModelCall
+
+#: Send a comment on a stream that was silent for so many seconds, so that no proxy closes it.
+COMMENT_S: Final = 5.0
+#: Seeds of the runtime are below this.
+_SEEDS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer. The last one has a reason, `stop` or `length`."""
+
+    text: str
+    finish_reason: str | None = None
+
+
+async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
+    """Return the prompt of a completion or a chat, and whether a chat template made it. Raises ApiError."""
+    body, model = call.body, call.model
+    if "ids" in model.inputs:
+        text = f"{model.name} has no tokenizer, so its answers are no text; call it over KServe v2"
+        raise invalid(text, "model")
+    if isinstance(body, ChatBody):
+        if model.chat:
+            messages = [
+                {"role": one.role, "content": one.text, **({"name": one.name} if one.name else {})}
+                for one in body.messages
+            ]
+            return (await call.templates.prompt(model.chat, messages)).encode(), True
+        if len(body.messages) != 1 or body.messages[0].role != "user":
+            text = f"{model.name} has no chat template: send one message of the role user"
+            raise invalid(text, "messages")
+        prompt: str | list[int] = body.messages[0].text
+    else:
+        (prompt,) = body.prompt
+    if not isinstance(prompt, str):
+        raise invalid(f"{model.name} takes texts, not token ids", "prompt")
+    encoded = prompt.encode()
+    return (memoryview(encoded) if "bytes" in model.inputs else encoded), False
+
+
+def parameters(body: GenerationBody, *, of_bytes: bool, chat: bool) -> dict[str, bool | int | str]:
+    """Return the request's parameters. Numbers with a fraction are text, as the protocol has none."""
+    fields: dict[str, Any] = {
+        # If the model takes no texts, this process looks for the stop texts among its tokens.
+        "stream": body.stream or (of_bytes and bool(body.stop)),
+        "max_tokens": getattr(body, "max_completion_tokens", None) or body.max_tokens,
+        "top_k": body.top_k,
+        "temperature": None if body.temperature is None else str(body.temperature),
+        "top_p": None if body.top_p is None else str(body.top_p),
+        "seed": None if body.seed is None else body.seed % _SEEDS,
+        "stop": json.dumps(body.stop) if body.stop and not of_bytes else None,
+        "chat": True if chat else None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def pieces(call: ModelCall[Any]) -> AsyncGenerator[Piece, None]:
+    """Yield the answer's pieces, and count its tokens. Raises ApiError."""
+    value, chat = await prompt_of(call)
+    of_bytes = "bytes" in call.model.outputs
+    fields = parameters(call.body, of_bytes=of_bytes, chat=chat)
+    text = TextStream(_decode, call.body.stop)
+    name = call.model.outputs["bytes" if of_bytes else "text"]
+    count = 0
+    async with aclosing(call.backend.stream(call.model, value, fields, call.terms)) as responses:
+        async for outputs in responses:
+            if of_bytes:
+                tokens = outputs[name].tolist()
+                count += len(tokens)
+                piece = text.feed(tokens)
+            else:
+                piece = b"".join(outputs[name]).decode(errors="replace")
+            if text.stopped:
+                call.prompt_tokens, call.completion_tokens = len(value), count
+                yield Piece(piece, "stop")
+                return
+            if "prompt_tokens" not in outputs:
+                yield Piece(piece)
+                continue
+            call.prompt_tokens = int(outputs["prompt_tokens"][0])
+            call.completion_tokens = int(outputs["completion_tokens"][0])
+            # Stubs without text send no reason.
+            reason = "length" if call.completion_tokens == fields.get("max_tokens") else "stop"
+            if told := outputs.get("finish_reason"):
+                reason = told[0].decode()
+            yield Piece(piece + text.finish(), reason)
+            return
+    raise ApiError(502, "INTERNAL", "the answer has ended without its last response")
+
+
+def _decode(tokens: Sequence[int]) -> str:
+    """Return the text of tokens that are bytes."""
+    if any(token > 255 for token in tokens):
+        raise ApiError(500, "INTERNAL", "a token of the model is no byte; its bundle names the wrong role")
+    return bytes(tokens).decode(errors="replace")
+
+
+async def whole(call: ModelCall[Any]) -> dict[str, Any]:
+    """Return the whole answer as one object. Raises ApiError."""
+    text, reason = "", None
+    async with aclosing(pieces(call)) as parts:
+        async for piece in parts:
+            text, reason = text + piece.text, piece.finish_reason
+    if isinstance(call.body, ChatBody):
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return call.answer("chat.completion", choices=[choice])
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    return call.answer("text_completion", choices=[choice])
+
+
+async def events(call: ModelCall[CompletionsBody] | ModelCall[ChatBody]) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of an answer, and comments while the model is silent. Raises ApiError."""
+    chat = isinstance(call.body, ChatBody)
+    wants_usage = call.body.stream_options.include_usage
+    head = {
+        "id": call.terms.request_id,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": call.created,
+        "model": call.body.model,
+    }
+
+    def event(choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:
+        return data({**head, "choices": choices, **({"usage": usage} if wants_usage else {})})
+
+    def choice(reason: str | None, **content: Any) -> dict[str, Any]:
+        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+    first = True
+    async with aclosing(pieces(call)) as parts:
+        waiting = asyncio.ensure_future(anext(parts, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({waiting}, timeout=COMMENT_S)
+                if not done:
+                    yield b": the model has not answered yet\n\n"
+                    continue
+                if (piece := waiting.result()) is None:
+                    break
+                waiting = asyncio.ensure_future(anext(parts, None))
+                if not chat:
+                    yield event([choice(piece.finish_reason, text=piece.text)])
+                    continue
+                if first:
+                    yield event([choice(None, delta={"role": "assistant", "content": ""})])
+                    first = False
+                if piece.text:
+                    yield event([choice(None, delta={"content": piece.text})])
+                if piece.finish_reason:
+                    yield event([choice(piece.finish_reason, delta={})])
+        finally:
+            waiting.cancel()
+            # Wait for the cancelled step: a running generator cannot be closed.
+            await asyncio.gather(waiting, return_exceptions=True)
+    if wants_usage:
+        yield event([], call.usage)
+    yield b"data: [DONE]\n\n"
+
+
+def data(value: Any) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"

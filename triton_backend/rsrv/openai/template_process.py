@@ -1,0 +1,85 @@
+"""The process that renders chat templates. It has limits, because a template of a few characters can ask for any time and memory.
+
+A message is its length in bytes, u32, and JSON in UTF-8. A request has `template`, `variables`, `messages` and `most`, the
+characters of a prompt; the answer has `prompt`, or `error`.
+"""
+
+import json
+import resource
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO, Final, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+#: Bytes of the process's memory.
+MAX_MEMORY: Final = 512 << 20
+#: Seconds of a processor for one template, if nobody ends it before.
+MAX_CPU_S: Final = 10
+LENGTH: Final = struct.Struct("<I")
+
+
+def render(
+    template: str, variables: Mapping[str, str], messages: Sequence[Mapping[str, str]], most: int
+) -> str:
+    """Return the prompt. Raises TemplateError if it has more than `most` characters, and whatever the template raises."""
+    prompt = ""
+    for part in _template(template).generate(messages=messages, add_generation_prompt=True, **variables):
+        prompt += part
+        if len(prompt) > most:
+            raise TemplateError(f"it makes more than {most:,} characters")
+    return prompt
+
+
+@lru_cache(maxsize=64)
+def _template(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals.update(
+        raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form)
+    )
+    return environment.from_string(source)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def answer(request: Any) -> dict[str, str]:
+    """Return the answer to a request."""
+    try:
+        return {"prompt": render(**request)}
+    except MemoryError:
+        return {"error": f"it needs more than {MAX_MEMORY >> 20} MiB"}
+    except Exception as error:  # noqa: BLE001  a template may fail in any way
+        return {"error": f"{error!s:.200}" or type(error).__name__}
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    while head := requests.read(LENGTH.size):
+        # A template without end must not outlive a process that cannot kill this one any more.
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + MAX_CPU_S)
+        found = answer(json.loads(requests.read(*LENGTH.unpack(head))))
+        text = json.dumps(found, ensure_ascii=False).encode(errors="replace")
+        answers.write(LENGTH.pack(len(text)) + text)
+        answers.flush()
+
+
+def _limit(what: int, most: int) -> None:
+    """Limit this process, unless its user has set a lower limit."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    _limit(resource.RLIMIT_AS, MAX_MEMORY)
+    sys.stdout.buffer.write(LENGTH.pack(0))
+    sys.stdout.buffer.flush()
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,143 @@
+"""The process of OpenAI's endpoints of a server. It starts when a model has a task, and restarts when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from rsrv.address import parse_address
+from rsrv.openai.port import OPERATOR, TaskLooks, closed_reason
+from rsrv.serve.child_probes import bind_error
+from rsrv.serve.child_process import EXEC_BOUND
+from rsrv.serve.plan import ServerPlan
+from rsrv.settings import OpenaiSection, Settings
+from rsrv.triton_command_line import Options, restrictions
+
+log = logging.getLogger("rsrv.serve")
+
+#: Seconds between two looks for a model with a task, for the keys, and for the port.
+_LOOK_S = 5.0
+#: Longest pause before the process starts again, in seconds.
+_LONGEST_S = 30.0
+
+
+async def keep_openai(
+    planned: ServerPlan,
+    settings: Settings,
+    write: Callable[[bytes], None],
+    started: Callable[[str], None],
+    end: asyncio.Event,
+) -> None:
+    """Keep the process until `end`, and return when it has answered its calls. If this is cancelled, it is killed.
+
+    `write` gets whole lines of its log, and `started` the address of each process.
+    """
+    section = settings.openai
+    if section.listen is None:
+        return
+    looks, told, pause = TaskLooks(planned.repository), "", 1.0
+    while not end.is_set():
+        if await asyncio.to_thread(looks.found):
+            reason = await asyncio.to_thread(_closed, section, section.listen)
+            if reason and reason != told:
+                log.error("OpenAI's endpoints are off: %s. Everything else is served", reason)
+            told = reason
+            if not reason:
+                began = asyncio.get_running_loop().time()
+                status = await _live(planned, settings, section.listen, write, started, end)
+                if end.is_set():
+                    return
+                lived = asyncio.get_running_loop().time() - began
+                pause = 1.0 if lived > 60 else min(2 * pause, _LONGEST_S)
+                log.error(
+                    "the process of OpenAI's endpoints ended with status %d; it starts again in %g s",
+                    status,
+                    pause,
+                )
+        with suppress(TimeoutError):
+            await asyncio.wait_for(end.wait(), pause if not told else _LOOK_S)
+
+
+def _closed(section: OpenaiSection, listen: str) -> str:
+    """Return why the port stays closed; empty if it opens."""
+    if reason := closed_reason(listen, section.keys_file):
+        return f"{reason} (openai.keys_file)"
+    if taken := bind_error(parse_address(listen, any_host=True)):
+        return f"{listen}: {taken}. Set openai.listen in rsrv.yaml, or RSRV_OPENAI__LISTEN, to a free port, or to null"
+    return ""
+
+
+def _command(planned: ServerPlan, section: OpenaiSection, listen: str) -> list[str]:
+    grpc = planned.ports["grpc"]
+    server = f"[{grpc.local}]" if ":" in grpc.local else grpc.local
+    words = [f"--server={server}:{grpc.port}", f"--listen={listen}"]
+    if section.keys_file is not None:
+        words.append(f"--keys={section.keys_file}")
+    if section.metrics is not None:
+        words.append(f"--metrics={section.metrics}")
+    return [sys.executable, "-m", "rsrv.cli.main", "openai", *words]
+
+
+async def _live(
+    planned: ServerPlan,
+    settings: Settings,
+    listen: str,
+    write: Callable[[bytes], None],
+    started: Callable[[str], None],
+    end: asyncio.Event,
+) -> int:
+    """Run the process until it ends, or until `end` and its last answer. Return its status."""
+    environment = {**os.environ, "RSRV_LOGS__FORMAT": settings.logs.format}
+    if secret := restrictions(Options(planned.argv), "grpc").get("model-repository"):
+        # Not on the command line, which other users of the machine see.
+        environment[OPERATOR] = "=".join(secret)
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-I",
+            "-S",
+            str(EXEC_BOUND),
+            str(os.getpid()),
+            *_command(planned, settings.openai, listen),
+        ),
+        env=environment,
+        stdin=DEVNULL,
+        stdout=DEVNULL,
+        stderr=PIPE,
+        # Ctrl-C is for `rsrv serve`, which ends it in order.
+        start_new_session=True,
+    )
+    started(listen)
+    ending = asyncio.ensure_future(_terminate(process, end))
+    try:
+        assert process.stderr is not None
+        async for line in log_lines(process.stderr):
+            write(line)
+        return await process.wait()
+    finally:
+        ending.cancel()
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
+async def log_lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a log, but for those that are too long for the stream."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            continue
+        if not line:
+            return
+        yield line
+
+
+async def _terminate(process: Process, end: asyncio.Event) -> None:
+    await end.wait()
+    with suppress(ProcessLookupError):
+        process.terminate()

@@ -1,0 +1,72 @@
+"""The number of requests in flight finds itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rsrv.client.in_flight import FIRST, MOST, InFlightLimit, State
+
+
+def drive(
+    machine: InFlightLimit, throughput: Callable[[int], float], seconds: float, start: float = 0.0
+) -> float:
+    """Outputs requests of 10 rows with a server whose rows per second depend on the limit; return the time at the end."""
+    now = start
+    while now < start + seconds:
+        now += 10 / throughput(machine.limit)
+        machine.answered(10, now)
+    return now
+
+
+def test_the_limit_grows_to_where_throughput_ends_to_grow() -> None:
+    """A server that is busy with 32 requests gets about as many, and not more."""
+    machine = InFlightLimit(0.0)
+    drive(machine, lambda limit: 100.0 * min(limit, 32), 20.0)
+    assert machine.state is State.HOLDING
+    assert machine.limit == 32
+
+
+def test_a_server_that_works_on_one_request_at_a_time_gets_few() -> None:
+    """Throughput that does not depend on the limit does not raise it."""
+    machine = InFlightLimit(0.0)
+    drive(machine, lambda limit: 500.0, 20.0)
+    assert machine.limit == FIRST
+
+
+def test_the_limit_has_an_end() -> None:
+    """However much a server takes, the client holds a bounded number of requests."""
+    machine = InFlightLimit(0.0)
+    drive(machine, lambda limit: 100.0 * limit, 60.0)
+    assert machine.limit == MOST
+
+
+def test_full_queues_halve_the_limit() -> None:
+    """Refusals of the same moment halve it once; the least is one request."""
+    machine = InFlightLimit(0.0)
+    now = drive(machine, lambda limit: 100.0 * min(limit, 32), 20.0)
+    for _ in range(5):
+        machine.refused(now)
+    assert machine.limit == 16
+    for step in range(1, 9):
+        machine.refused(now + step)
+    assert machine.limit == 1
+
+
+def test_a_server_with_more_room_is_noticed() -> None:
+    """Some rounds after the limit was found, a larger one is tried again."""
+    machine = InFlightLimit(0.0)
+    now = drive(machine, lambda limit: 100.0 * min(limit, 8), 20.0)
+    assert machine.limit == 8
+    drive(machine, lambda limit: 100.0 * min(limit, 64), 60.0, now)
+    assert machine.limit == 64
+
+
+def test_a_fixed_limit_stays_unless_the_queue_is_full() -> None:
+    """The caller's number is the most; after a full queue it comes back by itself."""
+    machine = InFlightLimit(0.0, fixed=12)
+    now = drive(machine, lambda limit: 100.0 * limit, 20.0)
+    assert (machine.limit, machine.state) == (12, State.FIXED)
+    machine.refused(now)
+    assert machine.limit == 6
+    drive(machine, lambda limit: 100.0 * limit, 60.0, now)
+    assert (machine.limit, machine.state) == (12, State.FIXED)

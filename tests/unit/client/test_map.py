@@ -1,0 +1,304 @@
+"""A data set through the client: each row once, in order, with bounded memory, whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from rsrv.client import AsyncClient, Client, InputError, RequestError
+from rsrv.client.retries import Code
+from rsrv.client.transport import AttemptFailed
+from tests.unit.client.fake_server import CONFIG, FakeServer
+
+TEXTS = {**CONFIG, "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": [1]}]}
+FULL = AttemptFailed(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 0 ms")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    made = FakeServer()
+    monkeypatch.setattr("rsrv.client.client.connect", lambda *_: made)
+    return made
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Iterator[Client]:
+    with Client("localhost:1") as made:
+        yield made
+    assert server.closed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_row_is_answered_once_and_in_order(server: FakeServer, client: Client, seed: int) -> None:
+    """Answers come in any order, and a third of the attempts fails: every row has its own answer, in order."""
+    chance = random.Random(seed)
+
+    async def before(_: int, values: list[Any]) -> None:
+        for _ in range(chance.randrange(20)):
+            await asyncio.sleep(0)
+        if chance.random() < 1 / 3:
+            raise FULL
+
+    server.before = before
+    rows = np.arange(1001)
+    assert [(i, int(row["y"][0])) for i, row in client.map("m", rows)] == [(i, 2 * i) for i in range(1001)]
+    server.requests.clear()
+    found = [(i, int(row["y"][0])) for i, row in client.map("m", rows, ordered=False)]
+    assert sorted(found) == [(i, 2 * i) for i in range(1001)]
+    assert len({tuple(request) for request in server.requests}) == 251
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        list(range(10)),
+        iter(range(10)),
+        ({"x": i} for i in range(10)),
+        {"x": list(range(10))},
+        np.arange(10)[:, None],
+        pd.DataFrame({"x": range(10)}),
+    ],
+    ids=["list", "iterator", "mappings", "columns", "array", "frame"],
+)
+def test_rows_come_in_many_forms(client: Client, rows: Any) -> None:
+    """Lists, iterators, columns, arrays and data frames are the same rows."""
+    np.testing.assert_array_equal(client.map("m", rows).arrays()["y"], 2 * np.arange(10)[:, None])
+
+
+def test_texts_files_and_pictures_are_rows(server: FakeServer, client: Client, tmp_path: Path) -> None:
+    """A model that takes strings gets texts as UTF-8, files as their bytes, and pictures as PNG."""
+    server.configuration = TEXTS
+    (tmp_path / "a.jpg").write_bytes(b"12345")
+    rows = ["häuser", b"\0\1", tmp_path / "a.jpg", Image.new("RGB", (3, 3))]
+    answers = [int(row["y"][0]) for _, row in client.map("m", rows)]
+    assert answers[:3] == [7, 2, 5]
+    assert server.requests[0][3].startswith(b"\x89PNG")
+
+
+def test_a_task_names_inputs_outputs_and_labels(server: FakeServer, client: Client) -> None:
+    """The roles of the bundle's task are names of its tensors, and columns of scores have labels."""
+    task = {
+        "kind": "text-classification",
+        "inputs": {"text": "x"},
+        "outputs": {"scores": "y"},
+        "labels": ["no", "yes"],
+    }
+    tensor = {"name": "x", "data_type": "TYPE_INT64", "dims": [2]}
+    server.configuration = {
+        **CONFIG,
+        "input": [tensor],
+        "parameters": {"task": {"string_value": json.dumps(task)}},
+    }
+    answer = client.infer("m", text=[[1, 2], [4, 3]])
+    assert answer["scores"].tolist() == [[2, 4], [8, 6]]
+    assert answer.labels() == ["yes", "no"]
+    with pytest.raises(KeyError, match="entities"):
+        answer["entities"]
+    assert [row.labels() for _, row in client.map("m", {"text": [[1, 2], [4, 3]]})] == [["yes"], ["no"]]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".parquet"])
+def test_a_file_is_a_data_set(client: Client, tmp_path: Path, suffix: str) -> None:
+    """The path of a file stands for its rows."""
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".npy":
+        np.save(path, np.arange(10))
+    elif suffix == ".npz":
+        np.savez(path, x=np.arange(10))
+    else:
+        pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+        pd.DataFrame({"x": range(10)}).to_parquet(path)
+    np.testing.assert_array_equal(client.map("m", path).arrays()["y"], 2 * np.arange(10)[:, None])
+
+
+def test_lines_and_the_files_of_a_folder_are_rows(server: FakeServer, client: Client, tmp_path: Path) -> None:
+    """A .txt file has a text per line; a folder has a row per file, in the order of their names."""
+    server.configuration = TEXTS
+    (tmp_path / "lines.txt").write_text("a\nb\fcd\r\n\n")
+    (tmp_path / "folder").mkdir()
+    for name, size in (("b", 5), ("a", 4)):
+        (tmp_path / "folder" / name).write_bytes(b"x" * size)
+    for rows, expected in (("lines.txt", [1, 4, 0]), ("folder", [4, 5])):
+        assert client.map("m", tmp_path / rows).arrays()["y"].reshape(-1).tolist() == expected
+
+
+def test_rows_of_several_lengths_share_no_request(server: FakeServer, client: Client) -> None:
+    """Neighbours of one shape go together, in the order of the rows."""
+    server.configuration = {**CONFIG, "input": [{"name": "x", "data_type": "TYPE_INT64", "dims": [-1]}]}
+    answers = [row["y"].tolist() for _, row in client.map("m", [[1, 2], [3, 4], [5], [6, 7]])]
+    assert answers == [[2, 4], [6, 8], [10], [12, 14]]
+    assert [len(request) for request in server.requests] == [4, 1, 2]
+
+
+def test_a_model_without_an_axis_of_rows_gets_a_row_per_request(server: FakeServer, client: Client) -> None:
+    """Each row is a request of its own, and the answers are stacked."""
+    server.configuration = {**CONFIG, "max_batch_size": 0}
+    assert client.map("m", np.arange(3)[:, None]).arrays()["y"].tolist() == [[0], [2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        ([1, 2, "three"], "row 2: input x: expected int64"),
+        ({"x": np.zeros((5, 1), np.float32)}, "rows 0 to 3: input x: expected int64, got float32"),
+        ([{"y": 1}], "row 0: m has no input 'y'"),
+        (Path("rows.csv"), "rows.csv: expected a file .npy, .npz, .txt or .parquet, or a folder"),
+    ],
+)
+def test_wrong_rows_are_named(client: Client, rows: Any, error: str) -> None:
+    """The error says which rows do not fit, and why."""
+    with pytest.raises(InputError, match=error):
+        list(client.map("m", rows))
+
+
+def test_rows_of_sequences_are_refused(server: FakeServer, client: Client) -> None:
+    """Rows of a model with state depend on each other."""
+    server.configuration = {**CONFIG, "sequence_batching": {}}
+    with pytest.raises(InputError, match="keeps state"):
+        list(client.map("m", [1]))
+
+
+def test_another_requests_failure_does_not_make_a_served_model_unknown(server: FakeServer) -> None:
+    """A server that restarts does not know the model for a while: that is waited for, whatever failed in between."""
+
+    async def before(number: int, values: list[Any]) -> None:
+        if values == [7]:
+            raise AttemptFailed(Code.INTERNAL, "a hook raised")
+        if number < 4:
+            raise AttemptFailed(Code.NOT_FOUND, "Request for unknown model: 'm' is not found")
+
+    server.before = before
+
+    async def scenario() -> None:
+        async with AsyncClient("localhost:1") as client:
+            failed, answer = await asyncio.gather(
+                client.infer("m", x=[7]), client.infer("m", x=[8]), return_exceptions=True
+            )
+            assert isinstance(failed, RequestError)
+            assert isinstance(answer, dict)
+            assert answer["y"].tolist() == [[16]]
+
+    asyncio.run(scenario())
+
+
+def test_attempts_share_one_deadline_and_one_copy(server: FakeServer, client: Client) -> None:
+    """The attempts of a request have less and less time, and send what was encoded once."""
+
+    async def before(number: int, _: list[Any]) -> None:
+        if number < 4:
+            raise FULL
+
+    server.before = before
+    assert client.infer("m", x=[4], timeout_s=20)["y"].tolist() == [[8]]
+    assert server.encoded == 1
+    assert len(server.timeouts) == 4
+    assert 20 > server.timeouts[0] > server.timeouts[1] > server.timeouts[2] > server.timeouts[3] > 0
+
+
+def test_a_failure_names_its_rows_and_cancels_the_rest(server: FakeServer, client: Client) -> None:
+    """The first failure that no repetition cures ends the data set, and nothing is left in flight."""
+
+    async def before(_: int, values: list[Any]) -> None:
+        if 9 in values:
+            raise AttemptFailed(Code.INTERNAL, "a hook raised")
+        await asyncio.Event().wait()
+
+    server.before = before
+    with pytest.raises(RequestError, match="rows 8 to 11: m: a hook raised") as error:
+        list(client.map("m", np.arange(1000)))
+    assert error.value.rows == (8, 12)
+    assert server.in_flight == 0
+
+
+def test_the_first_row_that_is_late_bounds_the_others(server: FakeServer) -> None:
+    """While the first answer is missing, a bounded number of later rows is sent; all rows are read in the end."""
+
+    async def scenario() -> None:
+        release = asyncio.Event()
+        stalled = asyncio.Event()
+
+        async def before(number: int, values: list[Any]) -> None:
+            if 0 in values:
+                await release.wait()
+            elif len(server.requests) >= 4 * 2:
+                stalled.set()
+
+        server.before = before
+        read = count()
+        async with AsyncClient("localhost:1") as client:
+            results = client.map("m", ({"x": next(read)} for _ in range(4000)), in_flight=2)
+            first = asyncio.ensure_future(anext(results.batches()))
+            await stalled.wait()
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(server.requests) < 20
+            assert server.most_in_flight == 2
+            release.set()
+            assert (await first).start == 0
+            assert [answered.start async for answered in results.batches()] == list(range(4, 4000, 4))
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_stops_leaves_nothing_in_flight(server: FakeServer, client: Client) -> None:
+    """Requests that are under way are cancelled when the caller reads no more answers."""
+
+    async def before(number: int, values: list[Any]) -> None:
+        if number > 1:
+            await asyncio.Event().wait()
+
+    server.before = before
+    for number, _ in client.map("m", iter(range(1000))):
+        assert number == 0
+        break
+    assert server.in_flight == 0
+
+
+def test_ctrl_c_ends_a_data_set(server: FakeServer, client: Client) -> None:
+    """KeyboardInterrupt reaches the caller, and nothing stays in flight."""
+
+    async def before(number: int, _: list[Any]) -> None:
+        if number == 4:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.Event().wait()
+
+    server.before = before
+    with pytest.raises(KeyboardInterrupt):
+        next(client.map("m", iter(range(1000))).batches())
+    assert server.in_flight == 0
+
+
+def test_a_client_that_is_closed_ends_the_calls_of_other_threads(server: FakeServer) -> None:
+    """A call that waits for its next attempt ends with the client, instead of never."""
+    client, called = Client("localhost:1"), threading.Event()
+
+    async def before(number: int, _: list[Any]) -> None:
+        called.set()
+        raise AttemptFailed(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 30000 ms")
+
+    server.before = before
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.infer, "m", x=np.zeros((1, 1), np.int64))
+        called.wait()
+        client.close()
+        with pytest.raises(CancelledError):
+            call.result(10)
+
+
+def test_no_request_in_flight_is_refused(client: Client) -> None:
+    """It would be an answer without rows."""
+    with pytest.raises(InputError, match="in_flight is 0, and has to be at least 1"):
+        client.map("m", range(10), in_flight=0).arrays()

@@ -1,0 +1,194 @@
+"""The owners of regions, and what a client does without shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.client import AsyncClient, RequestError
+from rsrv.client.retries import Code
+from rsrv.client.shared_memory import LEAST_BYTES, Regions, _is_alive, _owner
+from rsrv.client.transport import AttemptFailed, InferOutput, InferRequest, RegionPart
+from tests.unit.client.fake_server import CONFIG, FakeServer
+
+#: A model whose rows are long enough for shared memory.
+LONG = {
+    **CONFIG,
+    "input": [{"name": "x", "data_type": "TYPE_INT64", "dims": [-1]}],
+    "output": [{"name": "y", "data_type": "TYPE_INT64", "dims": [LEAST_BYTES // 8]}],
+}
+ROWS = np.zeros((1, LEAST_BYTES // 8), np.int64)
+
+
+class Sharing(FakeServer):
+    """A server that knows names of regions, and refuses to release one the first time, as if it were in use."""
+
+    def __init__(self, known: Sequence[str] = (), refusal: str = "") -> None:
+        super().__init__()
+        self.known = {*known}
+        self.refusal = refusal
+        self.in_use = True
+        #: The regions of the attempts, and what each attempt fails with.
+        self.used: list[str] = []
+        self.failure: AttemptFailed | None = None
+
+    async def infer(self, request: InferRequest, timeout_s: float) -> Sequence[InferOutput]:
+        (content,) = (tensor.content for tensor in request.inputs)
+        if not isinstance(content, RegionPart):
+            return await super().infer(request, timeout_s)
+        self.used.append(content.region)
+        if content.region not in self.known:
+            raise AttemptFailed(
+                Code.INVALID_ARGUMENT, f"Unable to find shared memory region: '{content.region}'"
+            )
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.sleep(0)
+        return [InferOutput("y", "INT64", request.inputs[0].shape, b"")]
+
+    async def regions(self, timeout_s: float) -> Sequence[str]:
+        return list(self.known)
+
+    async def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
+        if self.refusal:
+            raise AttemptFailed(Code.OTHER, self.refusal)
+        assert Path(f"/dev/shm{key}").stat().st_size == size
+        self.known.add(region)
+
+    async def unregister(self, region: str, timeout_s: float) -> None:
+        if self.in_use:
+            self.in_use = False
+            raise AttemptFailed(
+                Code.INVALID_ARGUMENT, f"Cannot unregister '{region}', it is currently in use."
+            )
+        self.known.discard(region)
+
+
+def test_regions_are_reused_and_all_given_up() -> None:
+    """A region that was given back serves the next request; a region in use is released as soon as it is free."""
+
+    async def scenario() -> None:
+        server = Sharing()
+        regions = Regions(server, None)
+        assert await regions.take(LEAST_BYTES - 1) is None
+        first, second = await regions.take(LEAST_BYTES), await regions.take(3 << 20)
+        assert first
+        assert second
+        assert second.size == 3 << 20
+        assert not Path("/dev/shm", first.name).exists()
+        regions.give_back(first)
+        assert await regions.take(1 << 20) is first
+        assert len(server.known) == 2
+        await regions.close()
+        assert not server.known
+
+    asyncio.run(scenario())
+
+
+def test_only_regions_of_dead_processes_are_removed() -> None:
+    """Names tell whose regions they are. Other clients', and those of other containers, stay."""
+    mine = f"{_owner()}-0"
+    namespace = mine.split("-")[2]
+    dead, elsewhere = f"rsrv-client-{namespace}-{os.getpid()}-1-0", "rsrv-client-1-2-3-0"
+    assert [_is_alive(name) for name in (mine, dead, elsewhere, "rsrv-client-theirs")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+    async def scenario() -> None:
+        server = Sharing(["theirs", mine, dead, elsewhere])
+        server.in_use = False
+        assert await Regions(server, None).take(LEAST_BYTES)
+        assert server.known >= {"theirs", mine, elsewhere}
+        assert dead not in server.known
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_requests_travel_as_bytes_where_memory_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A refusal, or a full /dev/shm, costs nothing but the copy, and the client says why."""
+    server = Sharing(refusal="not allowed")
+    server.configuration = LONG
+    monkeypatch.setattr("rsrv.client.client.connect", lambda *_: server)
+    if full:
+        monkeypatch.setattr("rsrv.client.shared_memory.SHARE", 0)
+
+    async def scenario() -> None:
+        async with AsyncClient("localhost:1") as client:
+            assert (await client.infer("m", x=ROWS))["y"].shape == ROWS.shape
+            reason = "/dev/shm: No space left on device" if full else "the server refuses it: not allowed"
+            assert client.transport == f"bytes ({reason})"
+
+    asyncio.run(scenario())
+    assert not list(Path("/dev/shm").glob(f"{_owner()}-*"))
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Sharing:
+    server = Sharing()
+    server.configuration, server.in_use = LONG, False
+    monkeypatch.setattr("rsrv.client.client.connect", lambda *_: server)
+    return server
+
+
+def test_a_restarted_server_gets_new_regions(sharing: Sharing) -> None:
+    """Several regions are free when the server restarts: each request after it is answered, and nothing is left."""
+
+    async def scenario() -> None:
+        async with AsyncClient("localhost:1") as client:
+            for _ in range(2):
+                await asyncio.gather(*(client.infer("m", x=ROWS) for _ in range(4)))
+                sharing.known.clear()
+            await client.infer("m", x=ROWS)
+            assert len(sharing.known) == 1
+        assert not sharing.known
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [(Code.INVALID_ARGUMENT, 1), (Code.DEADLINE_EXCEEDED, 3)],
+    ids=["answered", "unanswered"],
+)
+def test_failed_requests_keep_no_memory(sharing: Sharing, code: Code, most: int) -> None:
+    """A refused request's region is used again. One that the server may still use is not, and is unregistered soon."""
+
+    async def scenario() -> None:
+        async with AsyncClient("localhost:1") as client:
+            sharing.failure = AttemptFailed(code, "failed")
+            for _ in range(10):
+                with pytest.raises(RequestError):
+                    await client.infer("m", x=ROWS)
+                assert len(sharing.known) <= most
+            assert len({*sharing.used}) == (1 if most == 1 else 10)
+        assert not sharing.known
+
+    asyncio.run(scenario())
+
+
+def test_an_attempt_without_an_answer_shares_no_memory_with_the_next_request(sharing: Sharing) -> None:
+    """A connection breaks and the next attempt is answered: the server may still read and write for the first one."""
+
+    async def scenario() -> None:
+        async with AsyncClient("localhost:1") as client:
+            await client.infer("m", x=ROWS)
+            sharing.failure = AttemptFailed(Code.CONNECTION, "connection reset")
+            asyncio.get_running_loop().call_later(0.01, setattr, sharing, "failure", None)
+            await client.infer("m", x=ROWS)
+            await client.infer("m", x=ROWS)
+        *attempts, next_request = sharing.used
+        assert len({*attempts}) == 1
+        assert next_request not in attempts
+
+    asyncio.run(scenario())

@@ -1,0 +1,130 @@
+"""The commands `rsrv infer` and `rsrv map`: requests from files."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rsrv.extras import install_command
+from rsrv.progress import steps
+from rsrv.text import os_error
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out the command; return the exit status."""
+    prog = options.parser.prog
+    try:
+        from rsrv.client import Client, InputError, RequestError
+    except ModuleNotFoundError as error:
+        print(f"{prog}: {error.name} is not installed; run {install_command('client')}", file=sys.stderr)
+        return 1
+    try:
+        headers = {}
+        if options.token_file is not None:
+            headers["authorization"] = f"Bearer {options.token_file.read_text().strip()}"
+        with Client(
+            options.url, timeout_s=options.timeout, headers=headers, root_certificates=options.tls_ca
+        ) as client:
+            return _infer(client, options) if options.command == "infer" else _map(client, options)
+    except (InputError, RequestError, ValueError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"{prog}: {os_error(error)}", file=sys.stderr)
+    return 1
+
+
+def _infer(client: Any, options: argparse.Namespace) -> int:
+    """Send one request, and print or write its outputs."""
+    import numpy as np
+
+    signature = client.signature(options.model)
+    inputs = {}
+    for name, text in options.inputs:
+        tensor = signature.inputs.get(signature.task.inputs.get(name, name))
+        inputs[name] = _value(text, tensor is not None and tensor.datatype == "BYTES")
+    outputs = client.infer(options.model, inputs)
+    if options.out is not None:
+        with options.out.open("wb") as file:
+            np.savez(file, **{name: _plain(array) for name, array in outputs.items()})
+    elif options.json:
+        print(json.dumps({name: _plain(array).tolist() for name, array in outputs.items()}))
+    else:
+        for name, array in outputs.items():
+            shape = "x".join(map(str, array.shape))
+            print(f"{name}  {_plain(array).dtype.name if array.dtype != object else 'strings'} {shape}")
+            print(np.array2string(_plain(array), threshold=100))
+        if signature.task.labels:
+            print(f"label  {', '.join(outputs.labels())}")
+    return 0
+
+
+def _value(text: str, is_text: bool) -> Any:
+    """Return the value of an argument: a file's array or bytes, a text, or numbers as JSON has them."""
+    import numpy as np
+
+    path = Path(text)
+    if path.suffix == ".npy":
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    if is_text:
+        return path.read_bytes() if path.is_file() else text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a file .npy nor numbers, such as [[1, 2], [3, 4]]") from None
+
+
+def _plain(array: Any) -> Any:
+    """Return strings as texts; what is not UTF-8 is escaped."""
+    import numpy as np
+
+    if array.dtype == object:
+        return np.array([value.decode(errors="backslashreplace") for value in array.flat], str).reshape(
+            array.shape
+        )
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
+
+
+def _map(client: Any, options: argparse.Namespace) -> int:
+    """Send all rows of a file, and write the answers to another one."""
+    from rsrv.client import saving
+    from rsrv.client.rows import column_batches, columns_of
+
+    signature = client.signature(options.model)
+    outputs = saving.outputs_of(signature, options.out, options.output)
+    columns = columns_of(signature, options.rows)
+    assert columns is not None
+    rows = len(next(iter(columns.values())))
+    status = os.stat(options.rows)
+    job = {
+        "model": options.model,
+        "signature": repr(signature),
+        "input": [str(options.rows), status.st_size, status.st_mtime_ns],
+        "outputs": outputs,
+    }
+    partial_path = options.out.with_suffix(".partial")
+    with saving.PartialFile(partial_path, job, resume=options.resume) as partial:
+        missing = partial.missing(rows)
+        batches = column_batches(signature, columns, options.rows_per_request, missing)
+        left = sum(stop - start for start, stop in missing)
+        started = time.monotonic()
+        try:
+            with steps(options.model, rows) as progress:
+                progress.step(count=rows - left)
+                for answered in client.map_batches(options.model, batches, options.in_flight):
+                    partial.append(answered, outputs)
+                    progress.step(count=answered.stop - answered.start)
+        except BaseException:
+            done = rows - sum(stop - start for start, stop in partial.missing(rows))
+            print(
+                f"{done} of {rows} rows are in {partial_path}; --resume goes on with the others",
+                file=sys.stderr,
+            )
+            raise
+        saving.write(partial, options.out, rows)
+    seconds = time.monotonic() - started
+    speed = f" at {left / seconds:.0f} rows/s" if left else ""
+    print(f"{rows} rows in {options.out}: {left} sent in {seconds:.1f} s{speed}, {client.transport}")
+    return 0

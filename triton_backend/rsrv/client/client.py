@@ -1,0 +1,609 @@
+"""The client: asynchronous, and with a synchronous face that runs it on a thread."""
+
+import asyncio
+import atexit
+import inspect
+import json
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from rsrv.client.errors import InputError, RequestError
+from rsrv.client.in_flight import InFlightLimit
+from rsrv.client.retries import Circumstances, Code, Failure, Retry, decide
+from rsrv.client.rows import RowBatch, batches, size_of
+from rsrv.client.shared_memory import Placement, Region, Regions
+from rsrv.client.signature import Array, ModelSignature, to_bytes
+from rsrv.client.transport import AttemptFailed, InferOutput, InferRequest, InferTensor, connect, is_local
+
+#: Default seconds for a request, all its attempts together.
+TIMEOUT_S = 60.0
+
+#: Answers that may wait for those of earlier rows, as a multiple of the limit of requests in flight.
+EARLY = 4
+#: Bytes of rows in flight after which no further request is sent.
+IN_FLIGHT_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+
+class Outputs(dict[str, Array]):
+    """The outputs of a request by name. A task's roles are names of their tensors, too."""
+
+    def __init__(self, outputs: Mapping[str, Array], signature: ModelSignature) -> None:
+        super().__init__(outputs)
+        self._signature = signature
+
+    def __missing__(self, role: str) -> Array:
+        tensor = self._signature.task.outputs.get(role, role)
+        if tensor == role:
+            raise KeyError(role)
+        return self[tensor]
+
+    def labels(self) -> list[str]:
+        """Return the label with the largest score, of each row. The model's task has to name labels."""
+        labels = self._signature.task.labels
+        if not labels:
+            raise InputError(f"{self._signature.model} has no labels: the task of its bundle names none")
+        best = np.atleast_2d(self["scores"]).argmax(1)
+        return [labels[column] for column in best]
+
+    def parsed(self, role: str) -> list[Any]:
+        """Return an output of JSON, such as the entities of a text, as values; one of each row."""
+        return [json.loads(value) for value in self[role].reshape(-1)]
+
+    def row(self, at: int) -> "Outputs":
+        """Return the outputs of one row."""
+        return Outputs({name: array[at] for name, array in self.items()}, self._signature)
+
+
+class Answered(NamedTuple):
+    """The answer to the rows from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    outputs: Outputs
+    #: False if the model's tensors have no axis of rows.
+    has_rows: bool = True
+
+    def rows(self) -> Iterator[tuple[int, Outputs]]:
+        """Yield each row's number and outputs."""
+        for number in range(self.start, self.stop):
+            yield number, self.outputs.row(number - self.start) if self.has_rows else self.outputs
+
+
+class AsyncClient:
+    """A client for asyncio. One event loop uses it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+        root_certificates: str | os.PathLike[str] | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        """Make a client. It connects with its first request.
+
+        Args:
+            url: HOST:PORT of gRPC, or grpc://, grpcs:// (with TLS), http:// or https:// before it.
+            timeout_s: seconds for each request, all its attempts together.
+            headers: sent with each request, such as {"authorization": "Bearer TOKEN"}.
+            root_certificates: file of the authorities to trust (PEM); for gRPC, it also switches TLS on.
+            shared_memory: use it for large requests if the server is on this machine and allows it.
+        """
+        self.url = url
+        self.timeout_s = timeout_s
+        self._connection = connect(url, headers or {}, root_certificates)
+        elsewhere = None if is_local(url) else "the server is not on this machine"
+        self._regions = Regions(self._connection, elsewhere if shared_memory else "shared_memory=False")
+        self._signatures: dict[str, ModelSignature] = {}
+        #: Whether the server has answered anything, and models that it has described.
+        self._reached = False
+        self._served: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection, and unregister what memory the server shares with this client."""
+        await self._regions.close()
+        await self._connection.close()
+
+    @property
+    def transport(self) -> str:
+        """How large requests travel: `shared memory`, or `bytes` and why."""
+        if self._regions.is_used:
+            return "shared memory"
+        return f"bytes ({self._regions.reason or 'no request was large enough for shared memory'})"
+
+    async def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
+        """Return what the model takes and returns. Raises RequestError.
+
+        The server is asked once; and again after a request was refused, because the model may have changed.
+        """
+        if model not in self._signatures:
+            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+            config = await self._repeat(
+                model, lambda seconds: self._connection.config(model, seconds), deadline, True
+            )
+            self._signatures[model] = ModelSignature.from_config(config)
+            self._served.add(model)
+        return self._signatures[model]
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout_s: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        **arrays: Any,
+    ) -> Outputs:
+        """Send one request, and return its outputs. Raises InputError before anything is sent, or RequestError.
+
+        Args:
+            model: name of the model.
+            inputs: the inputs by name, for names that are also arguments here.
+            timeout_s: seconds for the answer, all attempts together; default: the client's.
+            parameters: of the request, such as {"rsrv_priority": 1}. With `sequence_id`, the request is a step of a sequence.
+            request_id: by which `rsrv why` finds the request.
+            arrays: the inputs by name.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        signature = await self.signature(model, timeout_s=timeout_s)
+        if signature.streams:
+            raise InputError(
+                f"{model} streams its answers: use tritonclient's stream_infer, or HTTP's generate_stream"
+            )
+        checked = signature.check({**(inputs or {}), **arrays})
+        request = infer_request(signature, checked, parameters or {}, request_id)
+        outputs = await self._exchange(signature, request, deadline)
+        return Outputs({output.name: output.array() for output in outputs}, signature)
+
+    def map(
+        self,
+        model: str,
+        rows: Any,
+        *,
+        rows_per_request: int | None = None,
+        in_flight: int | None = None,
+        ordered: bool = True,
+        timeout_s: float | None = None,
+    ) -> "AsyncMapResults":
+        """Return the answers to all rows of a data set, which are sent while the answers are read.
+
+        Args:
+            model: name of the model.
+            rows: columns (a mapping of arrays or lists, or a data frame), an array or a file (.npy, .npz, .parquet) for
+                the only input, or an iterable of rows. A row is a mapping, or the value of the only input. Paths and pictures of
+                Pillow in rows are sent as files.
+            rows_per_request: default: as many as the model takes, up to some megabytes.
+            in_flight: requests at a time, at most; default: as many as raise the throughput.
+            ordered: False: each answer as it comes.
+            timeout_s: seconds for each request, all its attempts together; default: the client's.
+        """
+
+        async def requests() -> AsyncIterator[RowBatch]:
+            signature = await self.signature(model, timeout_s=timeout_s)
+            made = batches(signature, rows, rows_per_request)
+            if isinstance(rows, Iterable) and not isinstance(rows, (Mapping, np.ndarray, str)):
+                # The caller's iterable may be slow. It runs on a thread, so that answers need not wait for it.
+                loop = asyncio.get_running_loop()
+                while (batch := await loop.run_in_executor(None, next, made, None)) is not None:
+                    yield batch
+                return
+            for batch in made:
+                yield batch
+
+        return AsyncMapResults(self.map_batches(model, requests(), in_flight, ordered, timeout_s))
+
+    async def map_batches(
+        self,
+        model: str,
+        requests: AsyncIterator[RowBatch],
+        in_flight: int | None = None,
+        ordered: bool = True,
+        timeout_s: float | None = None,
+    ) -> "AsyncGenerator[Answered, None]":
+        """Send the requests, and yield their answers; `map` describes the arguments."""
+        if in_flight is not None and in_flight < 1:
+            raise InputError(f"in_flight is {in_flight}, and has to be at least 1")
+        limit = InFlightLimit(time.monotonic(), in_flight)
+        answers: asyncio.Queue[asyncio.Task[Answered]] = asyncio.Queue()
+        running: dict[asyncio.Task[Answered], int] = {}
+        #: Early answers by their first row (earlier rows have no answer yet), and the first rows in order.
+        early: dict[int, Answered] = {}
+        order: deque[int] = deque()
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and self._has_room(limit.limit, running, len(early)):
+                    batch = await anext(requests, None)
+                    if batch is None:
+                        exhausted = True
+                        break
+                    task = asyncio.create_task(self._answer(model, batch, limit, timeout_s))
+                    running[task] = sum(map(size_of, batch.values.values()))
+                    order.append(batch.start)
+                    task.add_done_callback(answers.put_nowait)
+                if not running:
+                    return
+                task = await answers.get()
+                del running[task]
+                answered = task.result()
+                limit.answered(answered.stop - answered.start, time.monotonic())
+                if not ordered:
+                    yield answered
+                    continue
+                early[answered.start] = answered
+                while order and order[0] in early:
+                    yield early.pop(order.popleft())
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    @staticmethod
+    def _has_room(limit: int, running: Mapping[Any, int], early: int) -> bool:
+        """Return whether a further request may be sent: memory stays bounded, whatever the answers wait for."""
+        return len(running) < limit and early < EARLY * limit and sum(running.values()) < IN_FLIGHT_BYTES
+
+    async def _answer(
+        self, model: str, batch: RowBatch, limit: InFlightLimit, timeout_s: float | None
+    ) -> "Answered":
+        """Return the answer to a part of a data set."""
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        try:
+            signature = await self.signature(model, timeout_s=timeout_s)
+            request = infer_request(signature, signature.check(batch.values), {})
+            outputs = await self._exchange(signature, request, deadline, limit.refused)
+        except InputError as error:
+            raise InputError(f"rows {batch.start} to {batch.stop - 1}: {error}") from None
+        except RequestError as error:
+            error.add_rows(batch.start, batch.stop)
+            raise
+        arrays = Outputs({output.name: output.array() for output in outputs}, signature)
+        return Answered(batch.start, batch.stop, arrays, signature.max_rows > 0)
+
+    async def _exchange(
+        self,
+        signature: ModelSignature,
+        request: InferRequest,
+        deadline: float,
+        refused: Callable[[float], None] | None = None,
+    ) -> Sequence[InferOutput]:
+        """Send a request, in shared memory if that works, and return the outputs. Raises RequestError.
+
+        `refused` is called with the time of each answer that says that the queue is full.
+        """
+        placement = Placement(signature, request)
+        region: Region | None = None
+        encoded: Any = None
+        #: Attempts without an answer: the server may still use the region for them.
+        unanswered = 0
+
+        async def place() -> None:
+            nonlocal region, encoded
+            region = await self._regions.take(placement.size, deadline - time.monotonic())
+            encoded = self._connection.encode(request if region is None else placement.write(region))
+
+        async def send() -> Sequence[InferOutput]:
+            nonlocal unanswered
+            unanswered += 1
+            try:
+                outputs = await self._connection.infer(encoded, deadline - time.monotonic())
+            except AttemptFailed as error:
+                unanswered -= error.failure.is_answer
+                raise
+            unanswered -= 1
+            return outputs
+
+        async def attempt(_: float) -> Sequence[InferOutput]:
+            nonlocal region, unanswered
+            try:
+                outputs = await send()
+            except AttemptFailed as error:
+                if region is None or "shared memory region" not in str(error):
+                    raise
+                # The server has restarted, and knows no regions.
+                self._regions.forget(region)
+                region, unanswered = None, 0
+                await place()
+                outputs = await send()
+            return outputs if region is None else placement.read(outputs, region)
+
+        await place()
+        repeatable = "sequence_id" not in request.parameters
+        try:
+            outputs: Sequence[InferOutput] = await self._repeat(
+                signature.model, attempt, deadline, repeatable, refused
+            )
+        finally:
+            if region is not None:
+                (self._regions.abandon if unanswered else self._regions.give_back)(region)
+        return outputs
+
+    async def _repeat(
+        self,
+        model: str,
+        attempt: Callable[[float], Awaitable[Any]],
+        deadline: float,
+        repeatable: bool,
+        refused: Callable[[float], None] | None = None,
+    ) -> Any:
+        """Return the result of the first attempt that does not fail. `attempt` takes the seconds that are left."""
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                result = await attempt(deadline - time.monotonic())
+            except AttemptFailed as error:
+                failure = error.failure
+                self._reached = self._reached or failure.code is not Code.CONNECTION
+            else:
+                self._reached = True
+                return result
+            circumstances = Circumstances(repeatable, self._reached, model in self._served)
+            now = time.monotonic()
+            decision = decide(failure, attempts, now, deadline, circumstances, random.random())
+            if not isinstance(decision, Retry):
+                self._signatures.pop(model, None)
+                raise RequestError(
+                    model, _with_hint(failure, self.url, self._reached), attempts, decision.why
+                )
+            if refused is not None and failure.is_full:
+                refused(now)
+            await asyncio.sleep(decision.at - now)
+
+
+def infer_request(
+    signature: ModelSignature,
+    arrays: Mapping[str, Array],
+    parameters: Mapping[str, Any],
+    request_id: str = "",
+) -> InferRequest:
+    """Return the request with these inputs."""
+    inputs = [
+        InferTensor(name, spec.datatype, array.shape, to_bytes(spec, array))
+        for name, array in arrays.items()
+        for spec in (signature.inputs[name],)
+    ]
+    return InferRequest(signature.model, inputs, parameters=parameters, id=request_id)
+
+
+def _with_hint(failure: Failure, url: str, reached: bool) -> Failure:
+    """Return the failure of a connection with what to do."""
+    if failure.code is not Code.CONNECTION or reached:
+        return failure
+    hint = (
+        "check that the server runs; HOST:PORT is for Triton's gRPC port, http://HOST:PORT for its HTTP port"
+    )
+    return Failure(failure.code, f"no connection to {url}: {failure.text}; {hint}")
+
+
+class AsyncMapResults:
+    """The answers to a data set. Iterate over it once: it yields each row's number and outputs."""
+
+    def __init__(self, answers: AsyncGenerator[Answered, None]) -> None:
+        self._answers = answers
+
+    def batches(self) -> AsyncGenerator[Answered, None]:
+        """Return the answers request by request."""
+        return self._answers
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Outputs]]:
+        async for answered in self._answers:
+            for row in answered.rows():
+                yield row
+
+    async def arrays(self) -> dict[str, Array]:
+        """Return all rows of each output as one array."""
+        return joined([answered async for answered in self._answers])
+
+
+class MapResults:
+    """The answers to a data set. Iterate over it once: it yields each row's number and outputs."""
+
+    def __init__(self, client: "Client", results: AsyncMapResults) -> None:
+        self._client = client
+        self._results = results
+
+    def batches(self) -> Iterator[Answered]:
+        """Yield the answers request by request."""
+        answers = self._results.batches()
+        try:
+            while (answered := self._client._wait(_next(answers))) is not None:
+                yield answered
+        finally:
+            if self._client._thread.is_alive():
+                self._client._wait(_ended(answers))
+
+    def __iter__(self) -> Iterator[tuple[int, Outputs]]:
+        for answered in self.batches():
+            yield from answered.rows()
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all rows of each output as one array."""
+        return joined(list(self.batches()))
+
+
+async def _next(answers: AsyncGenerator[Answered, None]) -> Answered | None:
+    return await anext(answers, None)
+
+
+async def _ended(answers: AsyncGenerator[Answered, None]) -> None:
+    """Close the answers. If Ctrl-C has cancelled the wait for one, that ends first."""
+    while inspect.isasyncgen(answers) and answers.ag_running:
+        await asyncio.sleep(0.001)
+    await answers.aclose()
+
+
+def joined(answers: Sequence[Answered]) -> dict[str, Array]:
+    """Return all rows of each output in their order."""
+    parts = sorted(answers, key=lambda answered: answered.start)
+    if not parts:
+        return {}
+    join = np.concatenate if parts[0].has_rows else np.stack
+    return {name: join([part.outputs[name] for part in parts]) for name in parts[0].outputs}
+
+
+class Client:
+    """A client for programs without asyncio. Threads may share it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+        root_certificates: str | os.PathLike[str] | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        """Make a client; the arguments are those of AsyncClient."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rsrv.client", daemon=True)
+        self._thread.start()
+
+        async def connected() -> AsyncClient:
+            return AsyncClient(
+                url,
+                timeout_s=timeout_s,
+                headers=headers,
+                root_certificates=root_certificates,
+                shared_memory=shared_memory,
+            )
+
+        try:
+            self._client = self._wait(connected())
+        except BaseException:
+            self._end()
+            raise
+        # A program that ends without closing its client leaves no memory with the server either.
+        atexit.register(self.close)
+
+    @property
+    def transport(self) -> str:
+        """How large requests travel; see AsyncClient.transport."""
+        return self._client.transport
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, and end the thread. Calls of other threads are cancelled."""
+
+        async def closed() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._client.close()
+
+        if self._thread.is_alive():
+            atexit.unregister(self.close)
+            self._wait(closed())
+            self._end()
+
+    def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
+        """Return what the model takes and returns; see AsyncClient.signature."""
+        return self._wait(self._client.signature(model, timeout_s=timeout_s))
+
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout_s: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        **arrays: Any,
+    ) -> Outputs:
+        """Send one request, and return its outputs; see AsyncClient.infer."""
+        return self._wait(
+            self._client.infer(
+                model,
+                {**(inputs or {}), **arrays},
+                timeout_s=timeout_s,
+                parameters=parameters,
+                request_id=request_id,
+            )
+        )
+
+    def map(
+        self,
+        model: str,
+        rows: Any,
+        *,
+        rows_per_request: int | None = None,
+        in_flight: int | None = None,
+        ordered: bool = True,
+        timeout_s: float | None = None,
+    ) -> MapResults:
+        """Return the answers to all rows of a data set; see AsyncClient.map."""
+        results = self._client.map(
+            model,
+            rows,
+            rows_per_request=rows_per_request,
+            in_flight=in_flight,
+            ordered=ordered,
+            timeout_s=timeout_s,
+        )
+        return MapResults(self, results)
+
+    def map_batches(
+        self, model: str, requests: Iterable[RowBatch], in_flight: int | None = None
+    ) -> Iterator[Answered]:
+        """Send the requests, and yield their answers as they come."""
+
+        async def batches() -> AsyncIterator[RowBatch]:
+            for request in requests:
+                yield request
+
+        answers = self._client.map_batches(model, batches(), in_flight, ordered=False)
+        return MapResults(self, AsyncMapResults(answers)).batches()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work on the thread, and return its result. Ctrl-C cancels the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,136 @@
+"""The decision whether a failed request is sent again, and when. It is pure: the time and the chance are arguments."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+#: First pause before a repetition, in seconds. It doubles up to the maximum.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+#: Largest random share added to a pause, so that clients that were refused together do not return together.
+SPREAD: Final = 0.25
+
+_TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
+_AFTER = re.compile(r"retry after (\d+) ms")
+#: Triton's text about a model that it does not serve at the moment, which some of its releases send as INVALID_ARGUMENT.
+_UNKNOWN_MODEL = re.compile(r"unknown model")
+
+
+class Code(StrEnum):
+    """Outcome of a request: gRPC's codes, and CONNECTION if no server answered."""
+
+    CONNECTION = "no connection"
+    INVALID_ARGUMENT = "invalid argument"
+    NOT_FOUND = "not found"
+    UNAVAILABLE = "unavailable"
+    RESOURCE_EXHAUSTED = "resource exhausted"
+    DEADLINE_EXCEEDED = "deadline exceeded"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal error"
+    OTHER = "refused"
+
+
+#: Tags of failures that end by themselves. Other tags stand for failures that a repetition does not cure.
+RETRIED_TAGS: Final = frozenset({"QUEUE_FULL", "STARTING", "RUNTIME_DOWN", "PAUSED"})
+#: Codes of failures without a tag that may come from the connection alone.
+_NO_ANSWERS: Final = frozenset({Code.CONNECTION, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED})
+#: Codes of failures without a tag that end by themselves.
+RETRIED_CODES: Final = frozenset({Code.CONNECTION, Code.UNAVAILABLE})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An answer that is an error, or no answer."""
+
+    code: Code
+    text: str
+
+    @property
+    def tag(self) -> str:
+        """The tag of rsrv's error, such as QUEUE_FULL, or an empty text."""
+        match = _TAG.match(self.text)
+        return match[1] if match else ""
+
+    @property
+    def after_s(self) -> float | None:
+        """The time after which the server wants the request again, if it says so."""
+        match = _AFTER.search(self.text)
+        return int(match[1]) / 1000 if match else None
+
+    @property
+    def is_answer(self) -> bool:
+        """False if the server may still work on the request."""
+        return bool(self.tag) or self.code not in _NO_ANSWERS
+
+    @property
+    def is_full(self) -> bool:
+        """True if the server has more requests than it takes."""
+        return self.tag == "QUEUE_FULL"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a request is, and what is known about its server."""
+
+    #: False for a step of a sequence, and for a stream after its first piece: a repetition would do its work twice.
+    repeatable: bool = True
+    #: True after any answer of the server. Before it, the address is more likely wrong than the server down.
+    reached: bool = True
+    #: True if the server has served the model to this client. An unknown model then means that the server restarts.
+    served: bool = True
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Send the request again at this time."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class NoRetry:
+    """Report the failure. `why` says why there is no further attempt, if the failure itself does not say so."""
+
+    why: str = ""
+
+
+def decide(
+    failure: Failure,
+    attempts: int,
+    now: float,
+    deadline: float,
+    circumstances: Circumstances = Circumstances(),
+    chance: float = 0.0,
+) -> Retry | NoRetry:
+    """Decide about a request whose latest attempt has failed.
+
+    Args:
+        failure: the failure of the latest attempt.
+        attempts: number of attempts so far, at least 1.
+        now: the time.
+        deadline: the time when the request's answer is of no use any more.
+        circumstances: the facts beside the failure.
+        chance: a random number from 0 to 1.
+    """
+    if not _may_pass(failure, circumstances):
+        return NoRetry()
+    if not circumstances.repeatable:
+        return NoRetry(
+            "the request may not be repeated: it is a step of a sequence, or part of its answer has come"
+        )
+    pause = failure.after_s
+    if pause is None:
+        pause = min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), MAX_PAUSE_S)
+    at = now + pause * (1 + SPREAD * chance)
+    return Retry(at) if at < deadline else NoRetry("the deadline leaves no time for another attempt")
+
+
+def _may_pass(failure: Failure, circumstances: Circumstances) -> bool:
+    """Return whether the failure ends by itself."""
+    if failure.tag:
+        return failure.tag in RETRIED_TAGS
+    if failure.code is Code.NOT_FOUND or _UNKNOWN_MODEL.search(failure.text):
+        return circumstances.served
+    if failure.code is Code.CONNECTION:
+        return circumstances.reached
+    return failure.code in RETRIED_CODES

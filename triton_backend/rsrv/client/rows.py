@@ -1,0 +1,215 @@
+"""A data set as requests of several rows each, read one after another, and the rows of the answers."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rsrv.client.errors import InputError
+from rsrv.client.signature import Array, ModelSignature, as_array
+
+#: Most bytes of a request whose number of rows the caller leaves open. Larger ones gain nothing, and delay others.
+REQUEST_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """The rows of a data set from `start` to before `stop`: the values of a request by input."""
+
+    start: int
+    stop: int
+    values: Mapping[str, Any]
+
+
+def batches(signature: ModelSignature, rows: Any, rows_per_request: int | None) -> Iterator[RowBatch]:
+    """Yield the requests of a data set. Raises InputError if the rows do not fit the model.
+
+    Args:
+        signature: of the model.
+        rows: columns (a mapping of arrays or lists, or a data frame), one array for the only input, the path of a file
+            for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
+        rows_per_request: default: as many as the model takes, up to some megabytes.
+    """
+    _check(signature, rows_per_request)
+    columns = columns_of(signature, rows)
+    if columns is not None:
+        return column_batches(signature, columns, rows_per_request)
+    return _row_batches(signature, iter(rows), rows_per_request)
+
+
+def _check(signature: ModelSignature, rows_per_request: int | None) -> None:
+    if signature.stateful or signature.streams:
+        raise InputError(f"{signature.model} keeps state or streams: its rows are not independent requests")
+    if rows_per_request is not None and not 1 <= rows_per_request <= max(1, signature.max_rows):
+        raise InputError(
+            f"{signature.model}: rows_per_request is {rows_per_request}, and has to be from 1 to "
+            f"{max(1, signature.max_rows)}"
+        )
+
+
+def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
+    """Return the columns by tensor, or None if the rows come one by one.
+
+    Raises InputError if a column is missing, or if their lengths differ.
+    """
+    if isinstance(rows, (str, os.PathLike)):
+        rows = read_columns(Path(rows))
+    if isinstance(rows, np.ndarray):
+        rows = {_only_input(signature): rows}
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
+        # A data frame of pandas or of a library like it.
+        rows = {str(name): rows[name].to_numpy() for name in rows.columns}
+    if not isinstance(rows, Mapping):
+        return None
+    named = signature.named(rows)
+    if len({len(column) for column in named.values()}) > 1:
+        counts = ", ".join(f"{name} has {len(column)}" for name, column in named.items())
+        raise InputError(f"{signature.model}: the columns disagree on the number of rows: {counts}")
+    return named
+
+
+def column_batches(
+    signature: ModelSignature,
+    named: Mapping[str, Any],
+    rows_per_request: int | None,
+    ranges: Iterable[tuple[int, int]] | None = None,
+) -> Iterator[RowBatch]:
+    """Yield the requests of columns; with `ranges`, only of these rows. Raises InputError."""
+    _check(signature, rows_per_request)
+    count = len(next(iter(named.values())))
+    if count and rows_per_request is None:
+        rows_per_request = _fitting(signature, {name: column[:1] for name, column in named.items()})
+    for first, last in [(0, count)] if ranges is None else ranges:
+        for start in range(first, last, rows_per_request or 1):
+            stop = min(start + (rows_per_request or 1), last)
+            part = {name: _contents(column[start:stop]) for name, column in named.items()}
+            if not signature.max_rows:
+                part = {name: value[0] for name, value in part.items()}
+            yield RowBatch(start, stop, part)
+
+
+def _row_batches(signature: ModelSignature, rows: Iterator[Any], most: int | None) -> Iterator[RowBatch]:
+    """Yield the requests of single rows. Neighbours of the same shapes share a request."""
+    start = 0
+    pending: list[dict[str, Array]] = []
+    for number, row in enumerate(rows):
+        arrays = _row(signature, row, number)
+        if most is None:
+            most = _fitting(signature, {name: array[None] for name, array in arrays.items()})
+        if pending and (len(pending) == most or _shapes(pending[0]) != _shapes(arrays)):
+            yield _stacked(signature, start, pending)
+            start, pending = number, []
+        pending.append(arrays)
+    if pending:
+        yield _stacked(signature, start, pending)
+
+
+def _row(signature: ModelSignature, row: Any, number: int) -> dict[str, Array]:
+    values = row if isinstance(row, Mapping) else {_only_input(signature): row}
+    try:
+        return {
+            name: as_array(signature.inputs[name], content(value), has_rows=False)
+            for name, value in signature.named(values).items()
+        }
+    except InputError as error:
+        raise InputError(f"row {number}: {error}") from None
+
+
+def _contents(part: Any) -> Any:
+    """Return a part of a column with the contents of files in place of their paths."""
+    if len(part) and isinstance(part[0], os.PathLike):
+        return _objects([content(value) for value in part])
+    return part
+
+
+def content(value: Any) -> Any:
+    """Return a value as the model takes it: the bytes of a file, or a picture as PNG."""
+    if isinstance(value, os.PathLike):
+        return Path(value).read_bytes()
+    if hasattr(value, "save") and hasattr(value, "getbands"):
+        # A picture of Pillow.
+        buffer = BytesIO()
+        value.save(buffer, "PNG")
+        return buffer.getvalue()
+    return value
+
+
+def _only_input(signature: ModelSignature) -> str:
+    needed = [name for name, spec in signature.inputs.items() if not spec.optional] or list(signature.inputs)
+    if len(needed) != 1:
+        raise InputError(
+            f"{signature.model} has the inputs {', '.join(needed)}: name them, as {{{needed[0]!r}: ...}}"
+        )
+    return needed[0]
+
+
+def _fitting(signature: ModelSignature, row: Mapping[str, Any]) -> int:
+    """Return how many rows like this one go into a request."""
+    size = sum(size_of(value) for value in row.values())
+    return max(1, min(signature.max_rows, REQUEST_BYTES // max(1, size)))
+
+
+def size_of(value: Any) -> int:
+    """Return about how many bytes a value takes in a request."""
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if array.dtype != object:
+        return array.nbytes
+    return sum(
+        getattr(one, "nbytes", None) or len(one) if hasattr(one, "__len__") else 8 for one in array.flat
+    )
+
+
+def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
+def _stacked(signature: ModelSignature, start: int, rows: Sequence[Mapping[str, Array]]) -> RowBatch:
+    if not signature.max_rows:
+        return RowBatch(start, start + 1, rows[0])
+    return RowBatch(
+        start, start + len(rows), {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    )
+
+
+def read_columns(path: Path) -> Any:
+    """Return the columns of a file, or an array for the only input. Raises InputError, OSError.
+
+    They are .npy, .npz, .parquet, .txt (a text per line), or a folder (a row per file, in the order of names).
+    """
+    if path.is_dir():
+        return _objects(sorted(one for one in path.iterdir() if one.is_file()))
+    match path.suffix:
+        case ".npy":
+            # Mapped, so that a data set larger than the memory is read while it is sent.
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        case ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        case ".txt":
+            # Not `splitlines`, which also divides texts at form feeds and other characters that end no line of a file.
+            *lines, last = path.read_text("utf-8").split("\n")
+            return _objects([*lines, last] if last else lines)
+        case ".parquet":
+            return _parquet(path)
+    raise InputError(f"{path}: expected a file .npy, .npz, .txt or .parquet, or a folder")
+
+
+def _objects(values: Sequence[Any]) -> Array:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _parquet(path: Path) -> dict[str, Array]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        from rsrv.extras import install_command
+
+        raise InputError(f"{path}: needs pyarrow; run {install_command('parquet')}") from None
+    table = parquet.read_table(path)
+    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}

@@ -1,0 +1,260 @@
+"""Requests in shared memory, for a server on this machine that allows it.
+
+A region is a file below /dev/shm that loses its name once the server has mapped it: whatever ends this process then leaves no file behind. The
+server keeps its mapping until somebody unregisters the region: `close`, or, if this process was killed, the next client.
+"""
+
+import asyncio
+import errno
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from tritonclient.utils import triton_to_np_dtype
+
+from rsrv.client.retries import Code
+from rsrv.client.signature import ModelSignature
+from rsrv.client.transport import (
+    AttemptFailed,
+    InferOutput,
+    InferRequest,
+    InferTensor,
+    RegionPart,
+    ServerConnection,
+)
+
+#: Requests of fewer bytes travel as bytes, which is as fast.
+LEAST_BYTES: Final = 64 << 10
+#: Sizes of regions are multiples of the first number, so that a region fits requests of similar sizes. Tensors begin at
+#: multiples of the second number.
+STEP_BYTES, ALIGN_BYTES = 1 << 20, 64
+#: Largest share of the free space in /dev/shm that a region takes: the server's models need some, too.
+SHARE: Final = 0.25
+#: Seconds for each call about a region, and pause until a region that is in use is tried again.
+CALL_S, IN_USE_S = 5.0, 0.05
+#: Abandoned regions that are unregistered before a new one is made, and most of them before there is no new one.
+_RELEASED, _MOST_ABANDONED = 2, 64
+
+_FOLDER: Final = Path("/dev/shm")
+_NAME: Final = "rsrv-client"
+
+
+class Region:
+    """Memory that this process and the server share."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        file = os.open(_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            # Otherwise, a full file system would end this process when it writes.
+            os.posix_fallocate(file, 0, size)
+            self.memory = mmap.mmap(file, size)
+        except OSError:
+            self.unlink()
+            raise
+        finally:
+            os.close(file)
+
+    def unlink(self) -> None:
+        """Remove the file. The memory stays for all who have mapped it."""
+        (_FOLDER / self.name).unlink(missing_ok=True)
+
+
+class Regions:
+    """The regions of one client. Requests reuse them, so there are as many as requests in flight."""
+
+    def __init__(self, connection: ServerConnection, reason: str | None) -> None:
+        self._connection = connection
+        self._free: list[Region] = []
+        #: Regions that the server may not know, or may still use for a request that it did not answer.
+        self._abandoned: list[Region] = []
+        #: All regions that the server may have mapped.
+        self._registered: dict[str, Region] = {}
+        self._numbers = count()
+        #: Why requests travel as bytes. None: they do not, or no request was large enough to try.
+        self.reason = reason
+
+    @property
+    def is_used(self) -> bool:
+        """True if requests travelled in shared memory."""
+        return bool(self._registered)
+
+    async def take(self, size: int, seconds: float = CALL_S) -> Region | None:
+        """Return a region of at least `size` bytes; None if the request travels as bytes.
+
+        `seconds`: the time that the request has left.
+        """
+        if self.reason is not None or size < LEAST_BYTES:
+            return None
+        for region in self._free:
+            if region.size >= size:
+                self._free.remove(region)
+                return region
+        seconds = min(seconds, CALL_S)
+        await self._unregister_abandoned(seconds)
+        if len(self._abandoned) > _MOST_ABANDONED:
+            return None
+        try:
+            state = os.statvfs(_FOLDER)
+            if size > state.f_bavail * state.f_frsize * SHARE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            region = Region(f"{_owner()}-{next(self._numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
+        except OSError as error:
+            # A full /dev/shm may have room again later.
+            if not self._registered:
+                self.reason = f"/dev/shm: {error.strerror}"
+            return None
+        try:
+            if not self._registered:
+                await self._remove_those_of_the_dead(seconds)
+            self._registered[region.name] = region
+            await self._connection.register(region.name, f"/{region.name}", region.size, seconds)
+        except AttemptFailed as error:
+            answered = error.failure.is_answer
+            if answered:
+                self._registered.pop(region.name, None)
+            elif region.name in self._registered:
+                self.abandon(region)
+            if answered or (error.failure.code is not Code.CONNECTION and seconds == CALL_S):
+                self.reason = self.reason or f"the server refuses it: {error}"
+            return None
+        finally:
+            region.unlink()
+        return region
+
+    def give_back(self, region: Region) -> None:
+        """Reuse a region whose request was answered."""
+        self._free.append(region)
+
+    def abandon(self, region: Region) -> None:
+        """Unregister a region later: the server may still use it for a request that it did not answer."""
+        self._abandoned.append(region)
+
+    def forget(self, region: Region) -> None:
+        """Drop a region that the server does not know: it has restarted, and knows none of the free ones either."""
+        self._abandoned += [region, *self._free]
+        self._free.clear()
+
+    async def close(self) -> None:
+        """Unregister all regions. Those of requests without an answer are in use for a while."""
+        self.reason = "the client is closed"
+        self._free.clear()
+        self._abandoned.clear()
+        deadline = time.monotonic() + CALL_S
+        while self._registered:
+            name = next(iter(self._registered))
+            try:
+                await self._connection.unregister(name, CALL_S)
+            except AttemptFailed as error:
+                if "in use" in str(error) and time.monotonic() < deadline:
+                    await asyncio.sleep(IN_USE_S)
+                    continue
+            del self._registered[name]
+
+    async def _unregister_abandoned(self, seconds: float) -> None:
+        """Unregister some abandoned regions: more than one for each new region, so that their number stays small."""
+        tried, self._abandoned = self._abandoned[:_RELEASED], self._abandoned[_RELEASED:]
+        for region in tried:
+            try:
+                await self._connection.unregister(region.name, seconds)
+            except AttemptFailed as error:
+                if not error.failure.is_answer or "in use" in str(error):
+                    self._abandoned.append(region)
+                    continue
+            self._registered.pop(region.name, None)
+
+    async def _remove_those_of_the_dead(self, seconds: float) -> None:
+        """Unregister regions of processes that ended without doing so."""
+        for name in await self._connection.regions(seconds):
+            if name.startswith(f"{_NAME}-") and not _is_alive(name):
+                with suppress(AttemptFailed):
+                    await self._connection.unregister(name, seconds)
+
+
+def _owner() -> str:
+    """Return a name for this process that no other process has, now or later."""
+    return f"{_NAME}-{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _is_alive(name: str) -> bool:
+    """Return whether the owner of a region may live. The processes of another container cannot be seen."""
+    try:
+        namespace, pid, start, _ = map(int, name.removeprefix(f"{_NAME}-").split("-"))
+    except ValueError:
+        return True
+    return namespace != _namespace() or _start_time(pid) == start
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_time(pid: int) -> int:
+    """Return when a process started, in the kernel's ticks; -1 if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+class Placement:
+    """Where the tensors of a request are in its region: the inputs, then the outputs if their sizes are known."""
+
+    def __init__(self, signature: ModelSignature, request: InferRequest) -> None:
+        self._request = request
+        #: Bytes from the region's begin of each input and output, and bytes of each output.
+        self._inputs: list[int] = []
+        self._outputs: dict[str, RegionPart] = {}
+        #: Bytes of the whole.
+        self.size = 0
+        for tensor in request.inputs:
+            self._inputs.append(self._place(len(tensor.content)))
+        rows = request.inputs[0].shape[:1] if signature.max_rows and request.inputs else ()
+        sizes = {name: _bytes(spec.datatype, (*rows, *spec.dims)) for name, spec in signature.outputs.items()}
+        if None not in sizes.values():
+            self._outputs = {
+                name: RegionPart("", size, self._place(size)) for name, size in sizes.items() if size
+            }
+
+    def _place(self, size: int) -> int:
+        at = self.size
+        self.size += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        return at
+
+    def write(self, region: Region) -> InferRequest:
+        """Copy the inputs into the region, and return the request that names it."""
+        inputs: list[InferTensor] = []
+        for tensor, offset in zip(self._request.inputs, self._inputs, strict=True):
+            assert not isinstance(tensor.content, RegionPart)
+            size = len(tensor.content)
+            region.memory[offset : offset + size] = tensor.content
+            inputs.append(replace(tensor, content=RegionPart(region.name, size, offset)))
+        outputs = {name: replace(part, region=region.name) for name, part in self._outputs.items()}
+        return replace(self._request, inputs=inputs, outputs=outputs)
+
+    def read(self, outputs: Sequence[InferOutput], region: Region) -> list[InferOutput]:
+        """Return the outputs with memory of their own."""
+        return [
+            replace(output, content=self._copied(output, region)) if output.name in self._outputs else output
+            for output in outputs
+        ]
+
+    def _copied(self, output: InferOutput, region: Region) -> bytes:
+        offset = self._outputs[output.name].offset
+        return region.memory[offset : offset + (_bytes(output.datatype, output.shape) or 0)]
+
+
+def _bytes(datatype: str, shape: Sequence[int]) -> int | None:
+    """Return the bytes of a tensor; None if they depend on its contents."""
+    if datatype == "BYTES" or min(shape, default=0) < 0:
+        return None
+    itemsize = 2 if datatype == "BF16" else np.dtype(triton_to_np_dtype(datatype)).itemsize
+    return itemsize * int(np.prod(shape, dtype=np.int64))

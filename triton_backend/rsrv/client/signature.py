@@ -1,0 +1,191 @@
+"""What a model takes and returns, from its configuration, and the check of inputs against it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
+
+from rsrv.client.errors import InputError
+from rsrv.front.rules import WRONG_SHAPE
+from rsrv.text import nearest
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of a model. `dims` are without the axis of rows; -1 stands for any length."""
+
+    name: str
+    #: Triton's name of the type, such as FP32.
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ModelTask:
+    """What a model is for, by the section `task` of its bundle."""
+
+    kind: str = ""
+    #: Tensors by role.
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    #: Names of the columns of `scores`.
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What a model takes and returns."""
+
+    model: str
+    inputs: Mapping[str, ModelTensor]
+    outputs: Mapping[str, ModelTensor]
+    #: Most rows of a request. 0: the model's tensors have no axis of rows.
+    max_rows: int
+    #: True if a request is a step of a sequence.
+    stateful: bool
+    #: True if an answer comes in pieces.
+    streams: bool
+    task: ModelTask
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelSignature":
+        """Read Triton's configuration of a model, as JSON has it."""
+        task = json.loads(config.get("parameters", {}).get("task", {}).get("string_value", "{}"))
+        return cls(
+            config["name"],
+            {spec.name: spec for spec in map(_tensor, config.get("input", ()))},
+            {spec.name: spec for spec in map(_tensor, config.get("output", ()))},
+            int(config.get("max_batch_size", 0)),
+            "sequence_batching" in config,
+            bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+            ModelTask(
+                task.get("kind", ""), task.get("inputs", {}), task.get("outputs", {}), task.get("labels", ())
+            ),
+        )
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by tensor. A value may be under the role that the model's task gives its tensor."""
+        named = {}
+        for name, value in values.items():
+            tensor = name if name in self.inputs else self.task.inputs.get(name, name)
+            if tensor not in self.inputs:
+                known = [*self.inputs, *self.task.inputs]
+                raise InputError(f"{self.model} has no input {name!r}{nearest(name, known)}")
+            named[tensor] = value
+        missing = [name for name, spec in self.inputs.items() if name not in named and not spec.optional]
+        if missing:
+            raise InputError(f"{self.model} also needs the input {', '.join(map(repr, missing))}")
+        return named
+
+    def check(self, values: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the inputs of a request as arrays. Raises InputError if they do not fit the model."""
+        arrays = {
+            name: as_array(self.inputs[name], value, self.max_rows > 0)
+            for name, value in self.named(values).items()
+        }
+        if self.max_rows > 0:
+            rows = {name: len(array) for name, array in arrays.items()}
+            if len(set(rows.values())) > 1:
+                counts = ", ".join(f"{name} has {count}" for name, count in rows.items())
+                raise InputError(f"{self.model}: the inputs disagree on the number of rows: {counts}")
+            if (count := next(iter(rows.values()), 1)) > self.max_rows:
+                raise InputError(
+                    f"{self.model}: {count} rows, and a request has at most {self.max_rows}; "
+                    "map() sends any number of rows in several requests"
+                )
+        return arrays
+
+
+def _tensor(tensor: Mapping[str, Any]) -> ModelTensor:
+    datatype = tensor["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+    dims = tuple(map(int, tensor.get("dims", ())))
+    return ModelTensor(tensor["name"], datatype, dims, bool(tensor.get("optional", False)))
+
+
+def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
+    """Return one input as an array of the model's type. Raises InputError.
+
+    Lists, numbers and texts become the model's type. Arrays have to have it, so that no digit is lost unnoticed.
+    """
+    expected = np.dtype(triton_to_np_dtype(spec.datatype))
+    if spec.datatype == "BYTES":
+        array = np.asarray(value, object)
+        if any(map(_is_missing, array.flat)):
+            raise InputError(f"input {spec.name}: expected texts or bytes; a value is missing")
+    elif isinstance(value, np.ndarray) and value.dtype == object and value.size:
+        # A column of a data frame, with a list or an array in each row.
+        try:
+            array = np.stack([_converted(row, expected) for row in value])
+        except (ValueError, TypeError) as error:
+            raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
+    elif isinstance(value, np.ndarray):
+        array = value
+        # A bfloat16 array has a type of its own, which not every release of tritonclient knows.
+        if array.dtype != expected and not (spec.datatype == "BF16" and array.dtype.name == "bfloat16"):
+            raise InputError(
+                f"input {spec.name}: expected {expected}, got {array.dtype}; convert it with .astype({expected.name!r})"
+            )
+    else:
+        try:
+            array = _converted(value, expected)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
+    dims = ((-1,) if has_rows else ()) + spec.dims
+    if array.ndim < len(dims) and set(spec.dims) <= {1, -1} and array.ndim <= has_rows:
+        # A column of numbers or texts, or one of them: the model's other axes have the length 1.
+        array = array.reshape((-1,) * has_rows + (1,) * len(spec.dims))
+    if array.ndim != len(dims) or any(
+        dim not in (-1, size) for dim, size in zip(dims, array.shape, strict=True)
+    ):
+        axis = " (axis 0 is the batch)" if has_rows else ""
+        raise InputError(WRONG_SHAPE % (spec.name, list(dims), axis, list(array.shape)))
+    return array
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value of a column of texts stands for none, such as None and NaN."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return not isinstance(value, (str, bytes, int, np.generic))
+
+
+def _converted(value: Any, expected: np.dtype[Any]) -> Array:
+    """Return numbers in a type. Raises ValueError if that would cut a fraction, TypeError, OverflowError."""
+    array = np.asarray(value, expected)
+    if expected.kind in "iu" and (given := np.asarray(value)).dtype.kind == "f" and (given != array).any():
+        raise ValueError("a value has a fraction")
+    return array
+
+
+def to_bytes(spec: ModelTensor, array: Array) -> bytes | memoryview:
+    """Return an input as it travels: without a copy, where the array allows that."""
+    if spec.datatype == "BYTES":
+        encoded = serialize_byte_tensor(array)
+        return bytes(encoded.item()) if encoded.size else b""
+    if spec.datatype == "BF16" and array.dtype == np.float32:
+        # Round to the nearest value (ties to even), and keep the upper 16 bits.
+        bits = np.ascontiguousarray(array).view(np.uint32)
+        array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    contiguous = np.ascontiguousarray(array)
+    return contiguous.reshape(-1).view(np.uint8).data if contiguous.size else b""
+
+
+def from_bytes(datatype: str, shape: Sequence[int], content: bytes | memoryview) -> Array:
+    """Return an output as an array, which shares the memory of `content` where its type allows that."""
+    if datatype == "BYTES":
+        array: Array = deserialize_bytes_tensor(bytes(content))
+    else:
+        dtype = np.dtype(triton_to_np_dtype(datatype))
+        if datatype == "BF16" and dtype == np.float32:
+            array = (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            array = np.frombuffer(content, dtype)
+    return array.reshape(shape)

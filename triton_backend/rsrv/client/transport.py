@@ -1,0 +1,377 @@
+"""One request over gRPC or HTTP: a single attempt, which raises `AttemptFailed` if it fails. `rsrv.client.client` repeats it.
+
+gRPC's messages are tritonclient's. Its own `infer` would build the request again for each attempt; here the tensors are
+encoded once.
+"""
+
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from rsrv.address import parse_address
+from rsrv.client.retries import Code, Failure
+from rsrv.client.signature import Array, from_bytes
+
+#: gRPC's texts about failed connections. Their code is also that of a server's own UNAVAILABLE.
+_NO_ANSWER = re.compile(
+    r"(?i)failed to connect|errors resolving|socket closed|connection reset|recvmsg|sendmsg|goaway|broken pipe|"
+    r"ping timeout|transport closed"
+)
+#: Bodies of fewer bytes are sent at once.
+JOINED_BYTES = 128 << 10
+LATE = "no answer before the deadline"
+
+
+@dataclass(frozen=True)
+class RegionPart:
+    """Bytes in a region of shared memory that the server knows."""
+
+    region: str
+    size: int
+    offset: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class InferTensor:
+    """An input as it travels."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    content: bytes | memoryview | RegionPart
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A request, which may be sent several times."""
+
+    model: str
+    inputs: Sequence[InferTensor]
+    #: The outputs that the client wants, with their places if they shall go to shared memory; empty: all.
+    outputs: Mapping[str, RegionPart | None] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class InferOutput:
+    """An output as it came; `content` is empty if it went to shared memory."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    content: bytes | memoryview
+
+    def array(self) -> Array:
+        return from_bytes(self.datatype, self.shape, self.content)
+
+
+class AttemptFailed(Exception):
+    """An attempt has failed."""
+
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.failure = Failure(code, text)
+
+
+class ServerConnection(Protocol):
+    """A connection to a server."""
+
+    async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]: ...
+
+    def encode(self, message: InferRequest) -> Any:
+        """Return a request as `infer` takes it, also several times."""
+
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]: ...
+
+    async def regions(self, timeout_s: float) -> Sequence[str]: ...
+
+    async def register(self, region: str, key: str, size: int, timeout_s: float) -> None: ...
+
+    async def unregister(self, region: str, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def connect(
+    url: str, headers: Mapping[str, str], root_certificates: str | os.PathLike[str] | None
+) -> ServerConnection:
+    """Return a transport by the scheme of `url`; without one, it is HOST:PORT of gRPC. Raises ValueError."""
+    scheme, _, rest = url.rpartition("://")
+    if scheme in ("", "grpc", "grpcs"):
+        return _Grpc(rest, headers, scheme == "grpcs" or root_certificates is not None, root_certificates)
+    if scheme in ("http", "https"):
+        return _Http(url.rstrip("/"), headers, root_certificates)
+    raise ValueError(f"{url!r} has an unknown scheme: write HOST:PORT for gRPC, or http://HOST:PORT")
+
+
+def is_local(url: str) -> bool:
+    """Return whether the server is on this machine, by its address."""
+    try:
+        return parse_address(urlsplit(url if "://" in url else f"grpc://{url}").netloc).is_loopback
+    except ValueError:
+        return False
+
+
+class _Grpc:
+    def __init__(
+        self, address: str, headers: Mapping[str, str], tls: bool, ca: str | os.PathLike[str] | None
+    ) -> None:
+        import grpc
+        from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+        parse_address(address)
+        self._grpc, self._pb = grpc, service_pb2
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            # Only this client's own rules repeat requests, and a restarted server is found within a second.
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        if is_local(address):
+            # A proxy of the environment cannot reach this machine's loopback addresses.
+            options.append(("grpc.enable_http_proxy", 0))
+        if tls:
+            content = None
+            if ca is not None:
+                with open(ca, "rb") as file:
+                    content = file.read()
+            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(content), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._metadata = tuple((name.lower(), value) for name, value in headers.items())
+
+    async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
+        from google.protobuf.json_format import MessageToDict
+
+        answer = await self._call("ModelConfig", self._pb.ModelConfigRequest(name=model), timeout_s)
+        config: dict[str, Any] = MessageToDict(answer.config, preserving_proto_field_name=True)
+        return config
+
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]:
+        request.parameters["timeout"].int64_param = max(1, int(timeout_s * 1e6))
+        answer = await self._call("ModelInfer", request, timeout_s)
+        raw = iter(answer.raw_output_contents)
+        return [
+            InferOutput(
+                output.name,
+                output.datatype,
+                tuple(output.shape),
+                next(raw, b""),
+            )
+            for output in answer.outputs
+        ]
+
+    def encode(self, message: InferRequest) -> Any:
+        request = self._pb.ModelInferRequest(model_name=message.model, id=message.id)
+        for tensor in message.inputs:
+            added = request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            if isinstance(tensor.content, RegionPart):
+                _place(added, tensor.content)
+            else:
+                request.raw_input_contents.append(bytes(tensor.content))
+        for name, place in message.outputs.items():
+            output = request.outputs.add(name=name)
+            if place is not None:
+                _place(output, place)
+        for name, value in message.parameters.items():
+            kind = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(
+                type(value), "string_param"
+            )
+            setattr(request.parameters[name], kind, value)
+        return request
+
+    async def regions(self, timeout_s: float) -> Sequence[str]:
+        request = self._pb.SystemSharedMemoryStatusRequest()
+        return list((await self._call("SystemSharedMemoryStatus", request, timeout_s)).regions)
+
+    async def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
+        request = self._pb.SystemSharedMemoryRegisterRequest(name=region, key=key, byte_size=size)
+        await self._call("SystemSharedMemoryRegister", request, timeout_s)
+
+    async def unregister(self, region: str, timeout_s: float) -> None:
+        request = self._pb.SystemSharedMemoryUnregisterRequest(name=region)
+        await self._call("SystemSharedMemoryUnregister", request, timeout_s)
+
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        except self._grpc.aio.AioRpcError as error:
+            code, text = error.code(), error.details() or error.code().name
+            if code is self._grpc.StatusCode.UNAVAILABLE and _NO_ANSWER.search(text):
+                raise AttemptFailed(Code.CONNECTION, text) from None
+            if code is self._grpc.StatusCode.DEADLINE_EXCEEDED:
+                text = LATE
+            raise AttemptFailed(getattr(Code, code.name, Code.OTHER), text) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _place(tensor: Any, place: RegionPart) -> None:
+    tensor.parameters["shared_memory_region"].string_param = place.region
+    tensor.parameters["shared_memory_byte_size"].int64_param = place.size
+    tensor.parameters["shared_memory_offset"].int64_param = place.offset
+
+
+#: gRPC's code for each status of HTTP. Triton sends 400 for most of its errors.
+_CODES = {
+    400: Code.INVALID_ARGUMENT,
+    404: Code.NOT_FOUND,
+    429: Code.UNAVAILABLE,
+    499: Code.CANCELLED,
+    500: Code.INTERNAL,
+    502: Code.CONNECTION,
+    503: Code.UNAVAILABLE,
+    504: Code.DEADLINE_EXCEEDED,
+}
+
+
+class _Http:
+    def __init__(self, url: str, headers: Mapping[str, str], ca: str | os.PathLike[str] | None) -> None:
+        self._url, self._headers, self._ca = url, dict(headers), ca
+        self._session: Any = None
+
+    async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
+        config: Mapping[str, Any] = await self._json(
+            "GET", f"/v2/models/{quote(model, '')}/config", timeout_s
+        )
+        return config
+
+    def encode(self, message: InferRequest) -> Any:
+        inputs = [
+            {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": tensor.shape,
+                "parameters": _region(tensor.content)
+                if isinstance(tensor.content, RegionPart)
+                else {"binary_data_size": len(tensor.content)},
+            }
+            for tensor in message.inputs
+        ]
+        outputs = [
+            {"name": name, "parameters": _region(place) if place else {"binary_data": True}}
+            for name, place in message.outputs.items()
+        ]
+        header: dict[str, Any] = {
+            **({"id": message.id} if message.id else {}),
+            "parameters": {**message.parameters, "binary_data_output": True},
+            "inputs": inputs,
+            **({"outputs": outputs} if outputs else {}),
+        }
+        contents = [tensor.content for tensor in message.inputs if not isinstance(tensor.content, RegionPart)]
+        return f"/v2/models/{quote(message.model, '')}/infer", header, contents
+
+    async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]:
+        path, header, contents = request
+        parameters = {**header["parameters"], "timeout": max(1, int(timeout_s * 1e6))}
+        begin = json.dumps({**header, "parameters": parameters}).encode()
+        size = len(begin) + sum(map(len, contents))
+        headers = {"Inference-Header-Content-Length": str(len(begin)), "Content-Length": str(size)}
+
+        async def body() -> AsyncIterator[bytes | memoryview]:
+            yield begin
+            for content in contents:
+                yield content
+
+        # One write is faster than several, unless it takes a copy of much.
+        data = b"".join((begin, *contents)) if size < JOINED_BYTES else body()
+        content, length = await self._request("POST", path, timeout_s, headers, data)
+        return _outputs(content, len(content) if length is None else int(length))
+
+    async def regions(self, timeout_s: float) -> Sequence[str]:
+        answer = await self._json("GET", "/v2/systemsharedmemory/status", timeout_s)
+        return [region["name"] for region in answer]
+
+    async def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
+        body = json.dumps({"key": key, "offset": 0, "byte_size": size}).encode()
+        path = f"/v2/systemsharedmemory/region/{quote(region, '')}/register"
+        await self._request("POST", path, timeout_s, data=body)
+
+    async def unregister(self, region: str, timeout_s: float) -> None:
+        await self._request(
+            "POST", f"/v2/systemsharedmemory/region/{quote(region, '')}/unregister", timeout_s
+        )
+
+    async def _json(self, method: str, path: str, timeout_s: float) -> Any:
+        return json.loads((await self._request(method, path, timeout_s))[0])
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        data: Any = None,
+    ) -> tuple[bytes, str | None]:
+        """Return the body of the answer, and the length of its JSON if more follows. Raises AttemptFailed."""
+        import aiohttp
+
+        if self._session is None:
+            # Requests in flight are limited elsewhere.
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._ssl())
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        try:
+            async with self._session.request(
+                method,
+                self._url + path,
+                data=data,
+                headers=headers,
+                # 0 would be no limit.
+                timeout=aiohttp.ClientTimeout(total=max(timeout_s, 0.001)),
+            ) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise AttemptFailed(Code.DEADLINE_EXCEEDED, LATE) from None
+        except aiohttp.ClientError as error:
+            raise AttemptFailed(Code.CONNECTION, str(error) or type(error).__name__) from None
+        if answer.status != 200:
+            raise AttemptFailed(_CODES.get(answer.status, Code.OTHER), _error_text(content, answer.status))
+        return content, answer.headers.get("Inference-Header-Content-Length")
+
+    def _ssl(self) -> Any:
+        import ssl
+
+        return ssl.create_default_context(cafile=self._ca) if self._url.startswith("https") else True
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _region(place: RegionPart) -> dict[str, Any]:
+    return {
+        "shared_memory_region": place.region,
+        "shared_memory_byte_size": place.size,
+        "shared_memory_offset": place.offset,
+    }
+
+
+def _error_text(content: bytes, status: int) -> str:
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP status {status}: {content[:200].decode(errors='replace')}"
+
+
+def _outputs(content: bytes, length: int) -> list[InferOutput]:
+    """Read the body of an answer, whose first `length` bytes are JSON."""
+    outputs, at = [], length
+    for output in json.loads(content[:length])["outputs"]:
+        name, datatype, shape = output["name"], output["datatype"], tuple(output["shape"])
+        size = output.get("parameters", {}).get("binary_data_size", 0)
+        outputs.append(InferOutput(name, datatype, shape, memoryview(content)[at : at + size]))
+        at += size
+    return outputs

@@ -36,11 +36,15 @@ class RunningEnvoy:
         return "all dependencies initialized. starting workers" in text
 
 
-def ext_proc(config: Any) -> Any:
-    """Return the filter's settings in a configuration."""
+def manager(config: Any) -> Any:
+    """Return the settings of the clients' connections and of the routes in a configuration."""
     (listener,) = config["static_resources"]["listeners"]
-    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    return manager["http_filters"][0]["typed_config"]
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def ext_proc(config: Any) -> Any:
+    """Return the picker's filter in a configuration."""
+    return manager(config)["http_filters"][0]["typed_config"]
 
 
 def configuration(port: int, picker: int, grpc: Sequence[int], http: Sequence[int]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.address import parse_address
-from rsrv.command import EXIT_STATUS, CommandParser, command
+from rsrv.command import EXIT_STATUS, CommandParser, command, end_in_order
 
 _EPILOG = f"""Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
 {EXIT_STATUS}
@@ -17,6 +17,7 @@ SIGTERM and SIGINT end it with 0."""
 @command("rsrv-gateway", extra="gateway")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Requests in flight then have gateway.drain_s; a second signal ends them."""
+    end_in_order()
     options = parser().parse(argv)
     # gRPC logs an error for every peer that leaves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -40,7 +41,7 @@ def parser() -> CommandParser:
     top.add_argument(
         "--picker",
         nargs="?",
-        const="0.0.0.0:9002",
+        const="127.0.0.1:9002",
         type=_address,
         metavar="HOST:PORT",
         help="name servers to Envoy's filter ext_proc, here or at %(const)s, and serve no clients: gateway.grpc and gateway.http "

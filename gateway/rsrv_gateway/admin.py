@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from rsrv.control.http import METRICS_TYPE
-from rsrv.live.routes import LivePage
+from rsrv.listening import KnownHosts
+from rsrv.live.routes import LivePage, PageToken
 from rsrv.placement.contract import Worker
+from rsrv.renewal import Renewed
 from rsrv_gateway import metrics
 from rsrv_gateway.brain import GatewayLoop
 from rsrv_gateway.connections import listen
@@ -22,10 +25,13 @@ _SCRAPES_MAX = 64
 
 
 class Admin:
-    def __init__(self, gateway: GatewayLoop, token: bytes | None = None) -> None:
-        """`token` authorises changes from the live page; None: the page is read-only."""
+    def __init__(
+        self, gateway: GatewayLoop, token: PageToken | None = None, renewals: Iterable[Renewed[Any]] = ()
+    ) -> None:
+        """`token` authorises changes from the live page; None: the page is read-only. The metrics show `renewals`."""
+        self._renewals = renewals
         self._gateway = gateway
-        app = web.Application()
+        self._app = app = web.Application()
         app.add_routes(
             [
                 web.get("/metrics", self._metrics),
@@ -44,6 +50,8 @@ class Admin:
 
     async def start(self, address: str) -> None:
         """Listen on `address`. Raises ListenError."""
+        known = KnownHosts(address, "/healthz", "/readyz")
+        self._app.middlewares.append(known.middleware)
         await self._runner.setup()
         assert self._runner.server is not None
         self._listener, self.port = await listen(self._runner.server, address, "gateway.admin", None)
@@ -73,6 +81,7 @@ class Admin:
             views,
             await gateway.status(),
             {name: None not in pages for name, pages in texts.items()},
+            [renewed.state for renewed in self._renewals],
         )
         found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
         # With hundreds of workers it takes longer than requests should wait.
@@ -94,9 +103,6 @@ class Admin:
             tritons, ours = await asyncio.gather(
                 self._text(worker.metrics), self._gateway.probes.metrics(worker.name)
             )
-        if tritons is not None and ours is not None:
-            # Figures of models are in rsrv's page already, and would count twice.
-            tritons = _without_ours(tritons)
         return [*([tritons] if worker.metrics else ()), *([ours] if worker.control else ())]
 
     async def _text(self, address: str | None) -> str | None:
@@ -109,9 +115,3 @@ class Admin:
                 return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
             return None
-
-
-def _without_ours(text: str) -> str:
-    """Return only Triton's own families."""
-    ours = ("rsrv_", "# HELP rsrv_", "# TYPE rsrv_")
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))

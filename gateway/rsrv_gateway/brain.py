@@ -11,11 +11,13 @@ from rsrv.placement.contract import Table, Worker
 from rsrv.placement.devices import ServerDevice, ServerDevices, devices_of, placements, routes_to_servers
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
+from rsrv.renewal import Renewals
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import PROBE_S, ChannelFactory, cancel
 from rsrv_gateway.grpc_proxy import GrpcProxy
 from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
+from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.picker import Picker
 from rsrv_gateway.probes import ActionQueue, PlacementSender, Probes
 from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
@@ -24,11 +26,12 @@ from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 class Proxy:
     """Forwards requests between clients and workers, over gRPC and HTTP, by the table of the gateway's loop."""
 
-    def __init__(self, settings: GatewaySection, brain: Brain) -> None:
+    def __init__(self, settings: GatewaySection, brain: Brain, renewals: Renewals | None = None) -> None:
         """Prepare both protocols. Raises CredentialsError, TokenError."""
+        self.renewals = renewals = Renewals() if renewals is None else renewals
         self._traffic = Traffic(settings.mode, brain)
-        self.grpc = GrpcProxy(settings, ChannelFactory(settings), self._traffic)
-        self.http = HttpProxy(settings, self._traffic)
+        self.grpc = GrpcProxy(settings, ChannelFactory(settings, renewals), self._traffic, renewals)
+        self.http = HttpProxy(settings, self._traffic, renewals)
 
     async def start(self) -> None:
         """Listen from now on. Raises ListenError, CredentialsError, whose messages name the setting."""
@@ -203,6 +206,12 @@ class GatewayLoop:
 
     def failed(self, worker: str) -> None:
         self.probes.failed(worker)
+
+    async def has_died(self, worker: str, model: str) -> bool:
+        return await self.probes.has_died(worker, model)
+
+    async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
+        return await self.probes.string_outputs(worker, model, version)
 
     async def refresh(self, sure: bool = False) -> None:
         if sure and self._refreshing is not None:

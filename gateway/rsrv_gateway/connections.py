@@ -13,12 +13,14 @@ from typing import Any, Final, NoReturn
 import grpc
 from google.protobuf.message import Message
 
+from rsrv import listening
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
-from rsrv.control.triton import restriction
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.renewal import Renewals, Renewed, RenewedTls
 from rsrv.settings_fleet import GatewaySection
 from rsrv.tokens import bears, parse_token, read_token
+from rsrv.triton_command_line import restriction
 from rsrv_gateway.outcomes import Metadata, Refusal
 
 _OPTIONS: Sequence[tuple[str, int]] = (
@@ -56,62 +58,96 @@ class ControlClient:
 
 
 class ChannelFactory:
-    """Opens channels; the credentials are read once. Raises CredentialsError, TokenError."""
+    """Opens channels with the latest credentials. Raises CredentialsError, TokenError."""
 
-    def __init__(self, section: GatewaySection) -> None:
-        ca, certificate, key = (
-            None if path is None else _read(name, path)
-            for name, path in (
-                ("worker_ca", section.worker_ca),
-                ("worker_certificate", section.worker_certificate),
-                ("worker_key", section.worker_key),
+    def __init__(self, section: GatewaySection, renewals: Renewals | None = None) -> None:
+        renewals = Renewals() if renewals is None else renewals
+        self._tls = _worker_files(section, renewals)
+        file, key = section.worker_token_file, "gateway.worker_token_file"
+        self._token = (
+            None
+            if file is None
+            else renewals.of(
+                key, [file], lambda: parse_token(_read("worker_token_file", file), file, key).decode()
             )
         )
-        # gRPC reports no unusable files, and uses public authorities if a file contains none.
-        worker_tls(section)
-        # gRPC expects the pair in this order.
-        self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca, key, certificate)
-        token = section.worker_token_file
-        #: metadata of calls to control services
-        self._metadata: tuple[tuple[str, str], ...] = ()
-        if token is not None:
-            secret = parse_token(_read("worker_token_file", token), token, "gateway.worker_token_file")
-            self._metadata = (("authorization", f"Bearer {secret.decode()}"),)
-        #: metadata of the gateway's own calls to restricted repositories; clients' calls go without
-        self.repository_metadata: tuple[tuple[str, str], ...] = ()
-        if section.worker_repository_key is not None and section.worker_repository_value_file is not None:
-            value = read_token(section.worker_repository_value_file, "gateway.worker_repository_value_file")
-            self.repository_metadata = (restriction(section.worker_repository_key, value.decode()),)
+        self._repository_key, self._repository_value = section.worker_repository_key, None
+        value = section.worker_repository_value_file
+        if value is not None:
+            key = "gateway.worker_repository_value_file"
+            self._repository_value = renewals.of(key, [value], lambda: read_token(value, key).decode())
         self._options = [
             *_OPTIONS,
             ("grpc.max_receive_message_length", section.max_message_bytes),
             ("grpc.max_send_message_length", section.max_message_bytes),
         ]
 
+    @property
+    def credentials(self) -> Any:
+        """Credentials of new channels; None without TLS. After a renewal, this is a new object."""
+        return None if self._tls is None else self._tls.value.credentials
+
+    @property
+    def control_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of calls to control services."""
+        return () if self._token is None else (("authorization", f"Bearer {self._token.value}"),)
+
+    @property
+    def repository_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of the gateway's own calls to restricted repositories. Clients' calls do not get it."""
+        key, value = self._repository_key, self._repository_value
+        return () if key is None or value is None else (restriction(key, value.value),)
+
     def open(self, address: str, *options: tuple[str, int]) -> Any:
         """Open a channel of grpc.aio with additional options. A Unix socket is local and needs no TLS."""
         all_options = [*self._options, *options]
-        if self._credentials is None or address.startswith("unix:"):
+        credentials = self.credentials
+        if credentials is None or address.startswith("unix:"):
             return grpc.aio.insecure_channel(address, all_options)
-        return grpc.aio.secure_channel(address, self._credentials, all_options)
+        return grpc.aio.secure_channel(address, credentials, all_options)
 
     def open_control(self, address: str) -> ControlClient:
         """Open a channel to a control service."""
         channel = self.open(address)
-        return ControlClient(channel, self._metadata, control_pb2_grpc.ControlStub(channel))
+        return ControlClient(channel, self.control_metadata, control_pb2_grpc.ControlStub(channel))
 
 
-def worker_tls(section: GatewaySection) -> ssl.SSLContext | None:
-    """Return the TLS context for HTTP to workers; None: without TLS. Raises CredentialsError."""
-    if section.worker_ca is None:
+@dataclass(frozen=True, slots=True)
+class _WorkerTls:
+    """TLS to workers, for HTTP and for gRPC."""
+
+    context: ssl.SSLContext
+    credentials: Any
+
+
+def _worker_files(section: GatewaySection, renewals: Renewals) -> Renewed[_WorkerTls] | None:
+    """Return the files for TLS to workers; None: without TLS. Raises CredentialsError."""
+    ca, certificate, key = section.worker_ca, section.worker_certificate, section.worker_key
+    if ca is None:
         return None
-    try:
-        context = ssl.create_default_context(cafile=section.worker_ca.expanduser())
-        if section.worker_certificate is not None and section.worker_key is not None:
-            context.load_cert_chain(section.worker_certificate.expanduser(), section.worker_key.expanduser())
-    except OSError as error:
-        raise CredentialsError(f"gateway.worker_ca, worker_certificate, worker_key: {error}") from None
-    return context
+
+    def read() -> _WorkerTls:
+        # gRPC expects the pair in this order.
+        files = (("worker_ca", ca), ("worker_key", key), ("worker_certificate", certificate))
+        contents = [None if path is None else _read(name, path) for name, path in files]
+        try:
+            # gRPC does not report unusable files. If a file has no authorities, gRPC uses the public ones.
+            context = ssl.create_default_context(cafile=ca.expanduser())
+            if certificate is not None and key is not None:
+                context.load_cert_chain(certificate.expanduser(), key.expanduser())
+        except OSError as error:
+            raise CredentialsError(f"gateway.worker_ca, worker_certificate, worker_key: {error}") from None
+        return _WorkerTls(context, grpc.ssl_channel_credentials(*contents))
+
+    setting = "gateway.worker_ca" if certificate is None else "gateway.worker_certificate"
+    files = [path for path in (ca, certificate, key) if path is not None]
+    return renewals.of(setting, files, read, certificate)
+
+
+def worker_tls(section: GatewaySection, renewals: Renewals) -> ssl.SSLContext | None:
+    """Return the TLS context for HTTP to workers; None: without TLS. Raises CredentialsError."""
+    files = _worker_files(section, renewals)
+    return None if files is None else RenewedTls.of(lambda: files.value.context)
 
 
 def _read(key: str, path: Path) -> bytes:
@@ -163,6 +199,7 @@ class WorkerChannels:
         """Open `number` channels."""
         self._address = address
         self._contacts = contacts
+        self._credentials = contacts.credentials
         self._links = [self._open() for _ in range(number)]
         self._turns = count()
         self._renewed_at = -inf
@@ -170,6 +207,10 @@ class WorkerChannels:
 
     def link(self) -> WorkerConnection:
         """Return the connections in turn."""
+        if self._credentials is not self._contacts.credentials:
+            self._credentials = self._contacts.credentials
+            self.retire()
+            self._links = [self._open() for _ in self._links]
         links = self._links
         return links[next(self._turns) % len(links)]
 
@@ -316,31 +357,59 @@ def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]
     return found
 
 
-def server_credentials(settings: GatewaySection) -> Any:
+@dataclass(frozen=True, slots=True)
+class _ServerTls:
+    """TLS for clients, over HTTP and over gRPC."""
+
+    context: ssl.SSLContext
+    configuration: Any
+
+
+def _server_files(settings: GatewaySection, renewals: Renewals, protocol: str) -> Renewed[_ServerTls] | None:
+    """Return the files for TLS of clients; None: without TLS. Raises CredentialsError. `protocol`: the ALPN name."""
+    certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
+    if certificate is None or key is None:
+        return None
+
+    def read() -> _ServerTls:
+        chain = _read("tls_certificate", certificate)
+        pair = _read("tls_key", key), chain
+        clients = None if authorities is None else _read("tls_client_ca", authorities)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols([protocol])
+        try:
+            # gRPC's own error is only that it cannot listen, and gRPC accepts a CA file without certificates.
+            context.load_cert_chain(certificate.expanduser(), key.expanduser())
+            if authorities is not None:
+                context.load_verify_locations(authorities.expanduser())
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            raise CredentialsError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
+        return _ServerTls(context, grpc.ssl_server_certificate_configuration([pair], clients))
+
+    files = [path for path in (certificate, key, authorities) if path is not None]
+    return renewals.of("gateway.tls_certificate", files, read, certificate)
+
+
+def server_credentials(settings: GatewaySection, renewals: Renewals) -> Any:
     """Return grpc.ServerCredentials; None: without TLS. Raises CredentialsError."""
-    if settings.tls_certificate is None or settings.tls_key is None:
+    files = _server_files(settings, renewals, "http/1.1")
+    if files is None:
         return None
-    pair = _read("tls_key", settings.tls_key), _read("tls_certificate", settings.tls_certificate)
-    clients = None if settings.tls_client_ca is None else _read("tls_client_ca", settings.tls_client_ca)
-    # gRPC's own error says only that it cannot listen, and a CA file without certificates is no error to it.
-    server_tls(settings)
-    return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+    # gRPC asks for the configuration at each new connection.
+    return grpc.dynamic_ssl_server_credentials(
+        files.value.configuration,
+        lambda: files.value.configuration,
+        require_client_authentication=settings.tls_client_ca is not None,
+    )
 
 
-def server_tls(settings: GatewaySection) -> ssl.SSLContext | None:
-    """Return the TLS context for HTTP clients; None: without TLS. Raises CredentialsError."""
-    if settings.tls_certificate is None or settings.tls_key is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(settings.tls_certificate.expanduser(), settings.tls_key.expanduser())
-        if settings.tls_client_ca is not None:
-            context.load_verify_locations(settings.tls_client_ca.expanduser())
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise CredentialsError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
-    return context
+def server_tls(
+    settings: GatewaySection, renewals: Renewals, protocol: str = "http/1.1"
+) -> ssl.SSLContext | None:
+    """Return the TLS context for clients that speak this protocol; None: without TLS. Raises CredentialsError."""
+    files = _server_files(settings, renewals, protocol)
+    return None if files is None else RenewedTls.of(lambda: files.value.context)
 
 
 async def listen(
@@ -349,9 +418,7 @@ async def listen(
     """Listen on HOST:PORT for clients; return the server and its port. Raises ListenError that names the setting."""
     try:
         where = parse_address(address, any_host=True, any_port=True)
-        server = await asyncio.get_running_loop().create_server(
-            factory, where.host or None, where.port, ssl=tls, backlog=_BACKLOG, reuse_address=True
-        )
+        server = await listening.listen(factory, where, tls, _BACKLOG)
     except (OSError, ValueError) as error:
         raise ListenError(f"{setting}: cannot listen on {address}: {error}") from None
     return server, server.sockets[0].getsockname()[1]
@@ -360,10 +427,10 @@ async def listen(
 class Token:
     """The secret that clients must send, if one is configured."""
 
-    def __init__(self, settings: GatewaySection) -> None:
+    def __init__(self, settings: GatewaySection, renewals: Renewals) -> None:
         """Read the file. Raises TokenError."""
-        file = settings.token_file
-        self._token = None if file is None else read_token(file, "gateway.token_file")
+        file, key = settings.token_file, "gateway.token_file"
+        self._token = None if file is None else renewals.of(key, [file], lambda: read_token(file, key))
 
     @property
     def needed(self) -> bool:
@@ -373,4 +440,6 @@ class Token:
         """Return true if a request with these headers (names in lower case) is admitted."""
         if self._token is None:
             return True
-        return bears(next((value for name, value in headers if name == "authorization"), ""), self._token)
+        return bears(
+            next((value for name, value in headers if name == "authorization"), ""), self._token.value
+        )

@@ -39,7 +39,10 @@ def address(which: str | None) -> str:
 
     `which` is as in `rsrv.control.find.choose`; a gateway's folder is that of its settings. Raises NotFound.
     """
-    running = [ControlEndpoint(pid, socket, _settings_folder(pid)) for pid, socket in sockets(_KIND)]
+    running = [
+        ControlEndpoint(pid, socket, _settings_folder(pid), working_directory(pid))
+        for pid, socket in sockets(_KIND)
+    ]
     start = "Start one with `rsrv-gateway --workers HOST:PORT,...`"
     return choose(which or os.environ.get("RSRV_GATEWAY_ADDRESS"), running, "gateway", start)
 

@@ -4,26 +4,18 @@ Envoy sends the parts of a request one by one: its headers, parts of its body, p
 the response. Each is answered once, in order. The answers are bytes, because nearly all of them repeat.
 """
 
-import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from rsrv_gateway.http_protocol import for_client
 from rsrv_gateway.outcomes import Refusal
-from rsrv_gateway.peek import Malformed
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
 #: name of the header, and of the entry in the metadata, by which Envoy's policy override_host chooses
 DESTINATION = "x-gateway-destination-endpoint"
 #: namespace of that metadata, and names of those that limit the choice (Gateway API inference extension, proposal 004)
 _NAMESPACE, _SUBSET_NAMESPACE, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
-#: bytes of a gRPC message before its content: whether it is compressed, and its length
-_PREFIX_BYTES = 5
-#: Bytes at the start of a body that are enough: all but tensors comes before.
-ENOUGH_BYTES = 8 << 10
-#: bytes of a body, and of a compressed message, that are read
-READ_MAX_BYTES = 64 << 10
 
 
 class Head:
@@ -32,8 +24,9 @@ class Head:
     def __init__(self, message: Any) -> None:
         """`message` is the first one of a request."""
         part = message.request_headers
+        # If a header occurs twice, tritonserver uses the first one.
         self._headers: Mapping[str, bytes] = {
-            header.key: header.raw_value or header.value.encode() for header in part.headers.headers
+            header.key: header.raw_value or header.value.encode() for header in reversed(part.headers.headers)
         }
         self.has_body = not part.end_of_stream
         self.method, self.path = self.text(":method"), self.text(":path")
@@ -48,39 +41,15 @@ class Head:
             found = hint[_SUBSET_NAMESPACE][_SUBSET]
             self.subset = frozenset(found.split(",") if isinstance(found, str) else map(str, found))
 
+    def has(self, name: str) -> bool:
+        return name in self._headers
+
     def text(self, name: str) -> str:
         # A path that is not UTF-8 matches no model, as at tritonserver.
         return self._headers.get(name, b"").decode(errors="surrogateescape")
 
-    def number(self, name: str) -> int | None:
-        """Return a length; None: absent, or none."""
-        text = self.text(name)
-        return int(text) if text.isdecimal() and len(text) < 20 else None
-
-
-def is_enough(head: Head, body: bytes | bytearray) -> bool:
-    """Return true if the bytes say all that a choice needs, though more will follow."""
-    if len(body) >= ENOUGH_BYTES:
-        return True
-    if head.is_grpc:
-        return len(body) >= _PREFIX_BYTES and len(body) - _PREFIX_BYTES >= int.from_bytes(body[1:5], "big")
-    length = head.number("inference-header-content-length")
-    return length is not None and len(body) >= length
-
-
-def first_message(head: Head, body: bytes) -> tuple[bytes, bool]:
-    """Return the first gRPC message of a body, and whether it is whole. Raises Malformed."""
-    end = _PREFIX_BYTES + int.from_bytes(body[1:_PREFIX_BYTES], "big")
-    content, whole = body[_PREFIX_BYTES:end], len(body) >= max(end, _PREFIX_BYTES)
-    if body[:1] != b"\x01":
-        return content, whole
-    encoding = head.text("grpc-encoding")
-    if encoding not in ("gzip", "deflate"):
-        raise Malformed(f"the request's compression {encoding!r} is unknown here; gzip and deflate are not")
-    try:
-        return zlib.decompressobj(47).decompress(content, READ_MAX_BYTES), False
-    except zlib.error as error:
-        raise Malformed(f"the request cannot be decompressed: {error}") from None
+    def optional(self, name: str) -> str | None:
+        return self.text(name) if name in self._headers else None
 
 
 # --- answers -----------------------------------------------------------------------------------------------
@@ -106,6 +75,14 @@ def passed(part: str) -> bytes:
     """Return the answer that changes nothing."""
     answer = pb.ProcessingResponse()
     getattr(answer, part).SetInParent()
+    return _bytes(answer)
+
+
+@lru_cache
+def patient(seconds: int) -> bytes:
+    """Return an answer that makes Envoy wait longer for the next answer, up to its max_message_timeout."""
+    answer: Any = pb.ProcessingResponse()
+    answer.override_message_timeout.seconds = seconds
     return _bytes(answer)
 
 

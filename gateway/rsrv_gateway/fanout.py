@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.routing import Choice
 from rsrv_gateway.outcomes import CONNECTION_LOSSES_MAX, Refusal, no_worker
+from rsrv_gateway.suspects import SUSPECT
 from rsrv_gateway.traffic import Traffic
 
 T = TypeVar("T")
@@ -28,11 +29,32 @@ async def fail_over(
     refusal: Refusal,
     ask: Callable[[str, float], Awaitable[T | Refusal]],
     deadline: float,
+    model: str,
+    digest: Callable[[], bytes],
 ) -> T | Refusal:
     """Return the first answer of the other workers after the chosen one has refused.
 
-    `ask` receives the remaining seconds; `deadline` is in seconds of `monotonic`.
+    `ask` receives the remaining seconds; `deadline` is in seconds of `monotonic`. `digest` returns the digest of the request.
     """
+    if not (refusal.lost and await traffic.brain.has_died(choice.worker, model)):
+        return await _ask_others(traffic, choice, refusal, ask, deadline)
+    async with traffic.suspects.turn() as alone:
+        answer = await _ask_others(traffic, choice, refusal, ask, deadline)
+        if not (isinstance(answer, Refusal) and answer.lost and alone):
+            return answer
+        if choice.worker in choice.others and await traffic.brain.has_died(choice.worker, model):
+            traffic.suspects.add(model, digest())
+            return SUSPECT
+        return answer
+
+
+async def _ask_others(
+    traffic: Traffic,
+    choice: Choice,
+    refusal: Refusal,
+    ask: Callable[[str, float], Awaitable[T | Refusal]],
+    deadline: float,
+) -> T | Refusal:
     losses = int(refusal.lost)
     for worker in choice.others:
         left = deadline - monotonic()

@@ -1,6 +1,6 @@
 """gRPC proxy: Triton's whole inference service, forwarded as bytes between clients and workers.
 
-`GrpcProxy._infer` handles every inference request. Streams are in `streaming`, all other calls in
+Inference requests are in `inference`, streams in `streaming`, all other calls in
 `grpc_inquiries`.
 """
 
@@ -12,9 +12,14 @@ from time import monotonic
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME, aio
+from tritonclient.grpc import service_pb2
 
 from rsrv.control.grpc_server import GrpcServer
 from rsrv.placement.contract import Worker
+from rsrv.renewal import Renewals
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import (
     SERVICE,
@@ -29,16 +34,27 @@ from rsrv_gateway.connections import (
     server_options,
     time_left,
 )
-from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.grpc_inquiries import GrpcInquiries
+from rsrv_gateway.inference import Inference, infer
 from rsrv_gateway.outcomes import Metadata, Refusal, unauthenticated
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.streaming import stream
-from rsrv_gateway.traffic import CANCELLED, Traffic
+from rsrv_gateway.suspects import call_digest
+from rsrv_gateway.traffic import Traffic
 
 #: metadata of the client's connection, not of its request
 _CONNECTION_METADATA = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
+#: Services that clients without their .proto files can look up.
+_REFLECTED = (
+    *(
+        service.full_name
+        for file in (service_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+    ),
+    SERVICE_NAME,
+)
+_REFLECTION = f"/{SERVICE_NAME}/ServerReflectionInfo"
 _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 #: connections to each worker
 CHANNELS_PER_WORKER = 2
@@ -50,11 +66,14 @@ _QUIET_POLL_S, _QUIET_POLLS, _QUIET_LIMIT_S = 0.01, 5, 0.5
 class GrpcProxy:
     """gRPC side of the `Proxy`."""
 
-    def __init__(self, settings: GatewaySection, contacts: ChannelFactory, traffic: Traffic) -> None:
-        """Prepare the handlers. Raises TokenError."""
+    def __init__(
+        self, settings: GatewaySection, contacts: ChannelFactory, traffic: Traffic, renewals: Renewals
+    ) -> None:
+        """Prepare the handlers. Raises CredentialsError, TokenError."""
         self._settings = settings
         self._traffic = traffic
-        self._token = Token(settings)
+        self._token = Token(settings, renewals)
+        self._credentials = None if settings.grpc is None else server_credentials(settings, renewals)
         self._contacts = contacts
         self._channels: dict[str, WorkerChannels] = {}
         #: some worker's models observe a deadline
@@ -71,6 +90,12 @@ class GrpcProxy:
             _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streams),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
+            # The library's own function would add it without the check of the token.
+            _REFLECTION: grpc.stream_stream_rpc_method_handler(
+                aio.ReflectionServicer(_REFLECTED).ServerReflectionInfo,
+                reflection_pb2.ServerReflectionRequest.FromString,
+                reflection_pb2.ServerReflectionResponse.SerializeToString,
+            ),
         }
         self._drain_handler = _DrainHandler()
         self._server = GrpcServer(self._make, "gateway.grpc")
@@ -78,9 +103,9 @@ class GrpcProxy:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen on the configured address. Raises ListenError, CredentialsError."""
+        """Listen on the configured address. Raises ListenError."""
         if self._settings.grpc is not None:
-            self.port = await self._server.start(self._settings.grpc, server_credentials(self._settings))
+            self.port = await self._server.start(self._settings.grpc, self._credentials)
 
     def _make(self) -> Any:
         handlers = [self._drain_handler, _Handlers(self.methods, self._token, self._traffic)]
@@ -122,42 +147,35 @@ class GrpcProxy:
         return sendable([pair for pair in context.invocation_metadata() if pair[0] not in hop]) or None
 
     async def _infer(self, data: bytes, context: Any) -> bytes:
-        arrived = monotonic()
-        traffic = self._traffic
-        router = traffic.router
+        arrived, traffic = monotonic(), self._traffic
         try:
             request = Peeked(data)
             model = request.model
-            items = request.items(router.measured(model))
-            sequence = request.parameter("sequence_id")
+            items = request.items(traffic.router.measured(model))
+            sequence, classified = request.sequence, request.classified
             left = time_left(context)
             timeout = self._settings.request_timeout_s if left is None else left
             if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
         except Malformed as error:
             traffic.count_refused("", "INVALID_ARGUMENT")
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        choice = router.select(model, items) or await traffic.find(model, items)
-        if isinstance(choice, Refusal):
-            traffic.count_refused(model, choice.code.name)
-            await refuse(context, choice)
-        code = CANCELLED
-        try:
-            if sequence:
-                traffic.pin_sequence(choice, model, sequence)
-            answer = await self._ask(choice.worker, data, timeout, context)
-            if isinstance(answer, Refusal) and answer.is_retryable() and not sequence:
-                answer = await fail_over(
-                    traffic,
-                    choice,
-                    answer,
-                    lambda worker, left: self._ask(worker, data, left, context),
-                    arrived + timeout,
-                )
-            code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
-        finally:
-            router.release(choice)
-            traffic.count_finished(model, choice.worker, code, items, monotonic() - arrived)
+            await refuse(context, error.refusal)
+        answer = await infer(
+            traffic,
+            Inference(
+                model,
+                request.version,
+                items,
+                sequence,
+                classified,
+                arrived,
+                arrived + timeout,
+                lambda worker, left: self._ask(worker, data, left, context),
+                lambda: call_digest(data),
+                lambda: True,
+            ),
+            _unchanged,
+        )
         if isinstance(answer, Refusal):
             await refuse(context, answer)
         return answer
@@ -187,6 +205,10 @@ class GrpcProxy:
     async def _check(self, _: bytes, __: Any) -> bytes:
         """Answer grpc.health.v1 for any service, as tritonserver does."""
         return _SERVING if self._traffic.workers else _NOT_SERVING
+
+
+async def _unchanged(answer: bytes) -> tuple[bytes, str]:
+    return answer, "OK"
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -3,9 +3,11 @@
 import asyncio
 import socket
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from math import inf
+from time import monotonic
 
 from aiohttp import (
     ClientConnectorError,
@@ -22,6 +24,7 @@ from grpc import StatusCode
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from rsrv.address import Address, parse_address
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import PROBE_TIMEOUT_S, RENEW_MIN_S
 from rsrv_gateway.http_protocol import http_refusal
@@ -50,6 +53,8 @@ _CONNECTION_HEADERS = frozenset(
 )
 #: seconds until an idle connection is closed
 _IDLE_S = 60.0
+#: Seconds between two checks whether a worker is stopping, and for the answer of a check.
+_STOP_LOOK_S, _STOP_ANSWER_S = 1.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +161,24 @@ class Pool:
 
     def __init__(self, address: str, settings: GatewaySection, tls: ssl.SSLContext | None) -> None:
         self._base = f"{'http' if tls is None else 'https'}://{address}"
+        self._address = parse_address(address)
         self._settings = settings
         self._tls = tls
         self._connections = self._open()
         self._retiring: dict[asyncio.Task[None], _Connections] = {}
-        self._renewed_at = -inf
+        self._renewed_at = self._used_at = -inf
         #: number of answers that have begun
         self.answers = 0
+        #: The worker closes new connections: it is stopping.
+        self._stops = False
+        self._looking = asyncio.get_running_loop().create_task(self._look_for_a_stop())
 
     async def ask(self, query: HttpQuery) -> HttpReply | Refusal:
         """Send a request. Raises TimeoutError."""
+        if self._stops:
+            return Refusal(StatusCode.UNAVAILABLE, "it is stopping")
         upload, headers, connections = query.upload, query.headers, self._connections
+        self._used_at = monotonic()
         if upload is not None and upload.size is not None:
             headers = CIMultiDict(headers)
             headers["Content-Length"] = str(upload.size)
@@ -204,12 +216,21 @@ class Pool:
         if self.answers != answers or now - self._renewed_at < RENEW_MIN_S:
             return False
         self._renewed_at = now
-        self.retire()
-        self._connections = self._open()
+        self._renew()
         return True
 
     def retire(self) -> None:
         """Accept no new requests. Requests in flight continue: a worker may be away for one probe only."""
+        self._looking.cancel()
+        self._close_late()
+
+    def _renew(self) -> None:
+        """Use new connections for new requests."""
+        self._close_late()
+        self._connections = self._open()
+
+    def _close_late(self) -> None:
+        """Close the connections after their requests in flight."""
         task = asyncio.get_running_loop().create_task(self._connections.close_late())
         self._retiring[task] = self._connections
         task.add_done_callback(self._retiring.pop)
@@ -220,11 +241,27 @@ class Pool:
 
     async def close(self) -> None:
         """Break off all requests."""
+        self._looking.cancel()
         retiring = dict(self._retiring)
         for task in retiring:
             task.cancel()
         for connections in (self._connections, *retiring.values()):
             await connections.session.close()
+
+    async def _look_for_a_stop(self) -> None:
+        """Close the idle connections while the worker stops.
+
+        A stopping tritonserver waits up to --exit-timeout-secs for its HTTP connections, even for idle ones. Meanwhile it
+        reports that it is ready, and closes new connections at once.
+        """
+        while True:
+            await asyncio.sleep(_STOP_LOOK_S)
+            if not self._stops and monotonic() - self._used_at > _IDLE_S + _STOP_LOOK_S:
+                continue  # No connection is left.
+            stops = await _closes_new_connections(self._address)
+            if stops and not self._stops:
+                self._renew()
+            self._stops = stops
 
     def _open(self) -> _Connections:
         session = ClientSession(
@@ -261,3 +298,28 @@ class Pool:
         if query.whole or (size is not None and size <= SMALL_BODY_BYTES):
             return HttpReply(status, headers, await response.read())
         return HttpReply(status, headers, rest=UnreadBody(response, connections), size=size)
+
+
+async def _closes_new_connections(address: Address) -> bool:
+    """Return true if the server accepts a connection and closes it at once."""
+    try:
+        async with asyncio.timeout(_STOP_ANSWER_S):
+            reader, writer = await asyncio.open_connection(await _ip_of(address.host), address.port)
+    except (TimeoutError, OSError, UnicodeError):
+        return False  # The probes notice that.
+    try:
+        async with asyncio.timeout(_STOP_ANSWER_S):
+            return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+    except OSError:  # no answer in time, or an error of the network
+        return False
+    finally:
+        writer.close()
+
+
+async def _ip_of(host: str) -> str:
+    """Return an address of a host. Raises OSError, UnicodeError."""
+    with suppress(ValueError):
+        return str(ip_address(host))
+    return next(iter(await addresses_of(host)))

@@ -1,8 +1,7 @@
-"""KServe v2 over HTTP: paths, the parts of a request that decide its route, and statuses. Pure.
+"""KServe v2 over HTTP: paths and statuses. Pure.
 
 Model names are used as they stand in the path, because tritonserver does not decode them either. No name
-contains a #, since the rest would not be forwarded. JSON that cannot be parsed is left to the worker to
-refuse.
+contains a #, since the rest would not be forwarded.
 """
 
 import json
@@ -10,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
 
 from grpc import StatusCode
 from multidict import CIMultiDict
@@ -18,12 +16,14 @@ from multidict import CIMultiDict
 from rsrv_gateway.outcomes import Refusal, tagged
 
 _MODEL = re.compile(
-    r"/v2/models/([^/#]+)(?:/versions/[0-9]+)?(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
+    r"/v2/models/([^/#]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
 )
 _CONTROL = re.compile(r"/v2/repository(?:/[^/#]+)?/(?:models/([^/#]+)/(load|unload)|(index))")
 _MEMORY = re.compile(
     r"/v2/(?:system|cuda)sharedmemory(?:(?:/region/[^/#]+)?/(status|unregister)|/region/[^/#]+/(register))"
 )
+#: Scheme and authority of a target in absolute form.
+_ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _FIXED = {
     "/v2": "server",
     "/v2/health/live": "live",
@@ -34,6 +34,8 @@ _FIXED = {
 }
 #: the operations that execute a model
 INFERENCE = ("infer", "generate", "generate_stream")
+#: Other operations whose body servers parse as JSON. Deeply nested JSON would end the servers.
+OF_JSON = ("index", "load", "unload")
 _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 _METHODS = {
     **dict.fromkeys(INFERENCE, _POST),
@@ -53,6 +55,8 @@ class Target:
     what: str
     #: name of the model; empty: the operation concerns none
     model: str = ""
+    #: version of the model; empty: the path names none
+    version: str = field(default="", compare=False)
 
 
 class UnknownPath(Exception):
@@ -61,6 +65,15 @@ class UnknownPath(Exception):
     def __init__(self, status: int) -> None:
         super().__init__("Method Not Allowed" if status == 405 else "Not Found")
         self.status = status
+
+
+def origin_form(target: str) -> str:
+    """Return the path and query of a request's target. Clients that use the gateway as a proxy send a whole URL (RFC 9112)."""
+    match = _ABSOLUTE.match(target)
+    if match is None:
+        return target
+    rest = target[match.end() :]
+    return rest if rest.startswith("/") else f"/{rest}"
 
 
 def target_of(method: str, path: str) -> Target:
@@ -79,76 +92,12 @@ def _target(path: str) -> Target | None:
     if fixed is not None:
         return Target(fixed)
     if found := _MODEL.fullmatch(path):
-        return Target(found[2] or "model", found[1])
+        return Target(found[3] or "model", found[1], found[2] or "")
     if found := _CONTROL.fullmatch(path):
         return Target(found[2] or found[3], found[1] or "")
     if found := _MEMORY.fullmatch(path):
         return Target(found[1] or found[2])
     return None
-
-
-#: Bytes of JSON that are parsed to count the items; more would block the event loop for too long.
-PARSED_JSON_MAX_BYTES = 1 << 18
-#: bytes of JSON that are searched for a sequence id, in some milliseconds
-SEARCHED_JSON_MAX_BYTES = 1 << 24
-#: Found without parsing, which takes forty times as long. In strings the quotes would be escaped.
-_SEQUENCE = re.compile(rb'"sequence_id"\s*:\s*(-?[0-9]+|"(?:[^"\\]|\\.)*")')
-#: the shape of an input, found likewise
-_SHAPE = re.compile(rb'"shape"\s*:\s*\[([0-9,\s]*)\]')
-
-
-def peek(header: bytes, measured: tuple[str, int] | None) -> tuple[int, int | str | None]:
-    """Return the number of items and the sequence id of a request.
-
-    `header` is the request's JSON without the binary data after it; `measured` is the input, and its axis,
-    whose size gives the items.
-    """
-    items = 1
-    if measured is not None and len(header) <= PARSED_JSON_MAX_BYTES:
-        items = _items(_parsed(header), *measured)
-    return items, _sequence(header)
-
-
-def overstated(header: bytes, size: int) -> str:
-    """Return the error of a request of `size` bytes if one of its inputs has more elements than that; else an empty text.
-
-    Triton 24.10 allocates memory for all elements before it reads one, and crashes if the memory is
-    insufficient; a failover would crash the next server.
-    """
-    for found in _SHAPE.finditer(header):
-        elements = 1
-        for extent in found[1].split(b","):
-            text = extent.strip()
-            if text.isdigit():  # otherwise invalid JSON, which the server refuses
-                # Longer numbers are too large in any case, and slow to parse.
-                elements *= int(text) if len(text) < 20 else size + 1
-            if elements > size:
-                shape = found[1][:100].decode()
-                return f"an input of shape [{shape}] has more elements than the request has bytes, {size}"
-    return ""
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _items(request: Any, name: str, axis: int) -> int:
-    inputs = request.get("inputs") if isinstance(request, dict) else None
-    for each in inputs if isinstance(inputs, list) else ():
-        if isinstance(each, dict) and each.get("name") == name:
-            shape = each.get("shape")
-            if isinstance(shape, list) and axis < len(shape) and type(shape[axis]) is int:
-                return shape[axis] if 0 < shape[axis] < 2**31 else 1
-    return 1
-
-
-def _sequence(header: bytes) -> int | str | None:
-    found = _SEQUENCE.search(header)
-    sequence: int | str | None = None if found is None else _parsed(found[1])
-    return sequence
 
 
 STATUSES: Mapping[StatusCode, int] = {

@@ -1,11 +1,11 @@
 """HTTP proxy: KServe v2 as tritonserver has it over HTTP, forwarded as bytes between clients and workers.
 
-`HttpProxy._infer` handles every inference request. All other calls are in `http_inquiries`.
+Inference requests are in `inference`, all other calls in `http_inquiries`.
 """
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -14,26 +14,28 @@ from grpc import StatusCode
 from multidict import CIMultiDict
 
 from rsrv.placement.contract import Worker
+from rsrv.renewal import Renewals
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.connections import Token, listen, server_tls, worker_tls
-from rsrv_gateway.fanout import fail_over
+from rsrv_gateway.http_head import HttpHead, InferenceHead
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool, UnreadBody, end_to_end
 from rsrv_gateway.http_protocol import (
     INFERENCE,
-    PARSED_JSON_MAX_BYTES,
-    SEARCHED_JSON_MAX_BYTES,
+    OF_JSON,
     Target,
     UnknownPath,
     error_body,
     for_client,
-    overstated,
-    peek,
+    origin_form,
     target_of,
 )
+from rsrv_gateway.inference import Inference, infer
 from rsrv_gateway.outcomes import Refusal, unauthenticated
+from rsrv_gateway.peek import Malformed
+from rsrv_gateway.suspects import body_digest
 from rsrv_gateway.traffic import CANCELLED, Traffic
-from rsrv_gateway.upload import Upload, UploadBudget, UploadError, decoded
+from rsrv_gateway.upload import Upload, UploadBudget, UploadError
 
 _TOKEN = frozenset(["authorization"])
 _ENCODING = frozenset(["accept-encoding"])
@@ -41,8 +43,6 @@ _TEXT = {"Content-Type": "text/plain"}
 _NAME = "rsrv-gateway"
 #: code of a request whose answer broke off
 _BROKEN = "UNAVAILABLE"
-#: bytes by which compressed JSON may exceed its original
-_COMPRESSED_MORE = 1024
 _ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
 #: seconds at the end for sending the last answers
 _FLUSH_S = 0.1
@@ -53,15 +53,15 @@ T = TypeVar("T")
 class HttpProxy:
     """HTTP side of the `Proxy`."""
 
-    def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
+    def __init__(self, settings: GatewaySection, traffic: Traffic, renewals: Renewals) -> None:
         """Read the credentials. Raises CredentialsError, TokenError."""
         self._settings = settings
         self._timeout_s = settings.request_timeout_s
         self._traffic = traffic
-        self._token = Token(settings)
+        self._token = Token(settings, renewals)
         listens = settings.http is not None
-        self._server_tls = server_tls(settings) if listens else None
-        self._worker_tls = worker_tls(settings) if listens else None
+        self._server_tls = server_tls(settings, renewals) if listens else None
+        self._worker_tls = worker_tls(settings, renewals) if listens else None
         self._pools: dict[str, Pool] = {}
         self._retired: list[Pool] = []
         self._inquiries = HttpInquiries(self._timeout_s, traffic, self._pools, self._ask)
@@ -140,7 +140,7 @@ class HttpProxy:
                 self._traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
             return _refused(unauthenticated())
         try:
-            target = target_of(request.method, request.raw_path)
+            target = target_of(request.method, origin_form(request.raw_path))
         except UnknownPath as error:
             return _response(HttpReply(error.status, CIMultiDict(_TEXT), error_body(str(error))))
         if target.what in INFERENCE:
@@ -148,6 +148,8 @@ class HttpProxy:
         try:
             upload = await self._upload(request, None)
             await self._in_time(upload.settle())
+            if target.what in OF_JSON:
+                await self._in_time(self._head(request, upload, target))
         except UploadError as error:
             return _refused(error.refusal)
         query = self._query(request, upload, target)
@@ -170,47 +172,48 @@ class HttpProxy:
         arrived = monotonic()
         deadline = arrived + self._timeout_s
         traffic, model = self._traffic, target.model
-        router = traffic.router
-        header = await self._in_time(_json(request, upload))
-        most = self._settings.max_message_bytes
-        compressed = "Content-Encoding" in request.headers
-        if wrong := overstated(header, most if compressed or upload.size is None else upload.size):
-            raise UploadError(StatusCode.INVALID_ARGUMENT, wrong)
-        items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
-        choice = router.select(model, items) or await traffic.find(model, items)
-        if isinstance(choice, Refusal):
-            traffic.count_refused(model, choice.code.name)
-            return _refused(choice)
+        head = await self._in_time(self._head(request, upload, target))
+        items, sequence = head.items(traffic.router.measured(model)), head.sequence
+        if target.what == "generate" and not head.has_stream:
+            # Triton wants one response, and a generation answers in pieces by default.
+            upload.add_member(b'"stream":false')
+
+        def digest() -> bytes:
+            # A generation's header with the length does not count, whatever it says.
+            length = (
+                request.headers.get("Inference-Header-Content-Length") if target.what == "infer" else None
+            )
+            encoding = request.headers.get("Content-Encoding", "")
+            return body_digest(upload.whole(), encoding, None if length is None else int(length))
+
+        if traffic.suspects.has(model):
+            await self._in_time(upload.wait())
         query = self._query(request, upload, target)
-        code = CANCELLED
-        try:
-            if sequence:
-                traffic.pin_sequence(choice, model, sequence)
-            answer = await self._ask(choice.worker, query, deadline - monotonic())
-            again = not sequence and not upload.cut
-            if again and isinstance(answer, Refusal) and answer.lost and not choice.others:
-                # A worker may close an idle connection at any time, also now.
-                answer = await self._ask(choice.worker, query, deadline - monotonic())
-            elif again and isinstance(answer, Refusal) and answer.is_retryable():
-                answer = await fail_over(
-                    traffic,
-                    choice,
-                    answer,
-                    lambda worker, left: self._ask(worker, query, left),
-                    deadline,
-                )
-            if isinstance(answer, Refusal):
-                code = answer.for_client().name
-                return _refused(answer)
+
+        async def deliver(answer: HttpReply) -> tuple[web.StreamResponse, str]:
             if answer.rest is None:
-                response: web.StreamResponse = _response(answer)
-                code = "OK"
-            else:
-                response, code = await _stream(request, answer, answer.rest, self._timeout_s)
-            return response
-        finally:
-            router.release(choice)
-            traffic.count_finished(model, choice.worker, code, items, monotonic() - arrived)
+                return _response(answer), "OK"
+            return await _stream(request, answer, answer.rest, self._timeout_s)
+
+        answer = await infer(
+            traffic,
+            Inference(
+                model,
+                target.version,
+                items,
+                sequence,
+                head.classified,
+                arrived,
+                deadline,
+                lambda worker, left: self._ask(worker, query, left),
+                digest,
+                lambda: not upload.cut,
+                # A worker may close an idle connection at any time, even at this moment.
+                repeats_lost=True,
+            ),
+            deliver,
+        )
+        return _refused(answer) if isinstance(answer, Refusal) else answer
 
     async def _ask(self, worker: str, query: HttpQuery, timeout: float | None) -> HttpReply | Refusal:
         pool = self._pools.get(worker)
@@ -246,6 +249,28 @@ class HttpProxy:
             request.writer.output_size = 0
         return upload
 
+    async def _head(self, request: web.BaseRequest, upload: Upload, target: Target) -> InferenceHead:
+        """Return the parts of a request that decide its route. Raises UploadError."""
+        headers, most = request.headers, self._settings.max_message_bytes
+        small = await upload.settle()
+        try:
+            encoding, length = headers.get("Content-Encoding"), headers.get("Inference-Header-Content-Length")
+            body = HttpHead(target.what, encoding, length, most)
+            if small is not None and encoding is None:
+                body.feed(small, last=True)
+                assert body.head is not None
+                return body.head
+            async with aclosing(upload.read_ahead()) as pieces:
+                async for piece, last in pieces:
+                    for _ in body.steps(piece, last):
+                        await asyncio.sleep(0)
+                    if body.head is not None:
+                        break
+        except Malformed as error:
+            raise UploadError(error.refusal.code, error.refusal.message) from None
+        assert body.head is not None
+        return body.head
+
     async def _in_time(self, coming: Awaitable[T]) -> T:
         """Wait for the client's data, for request_timeout_s. Raises UploadError."""
         try:
@@ -259,25 +284,13 @@ class HttpProxy:
         infers = target.what in INFERENCE
         return HttpQuery(
             request.method,
-            request.raw_path,
+            origin_form(request.raw_path),
             # Compressed answers could not be merged.
             end_to_end(request.headers, self._hop if infers else self._hop | _ENCODING),
             upload if request.method == "POST" else None,
             whole=not infers,
             generated=infers and target.what != "infer",
         )
-
-
-async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
-    """Return the beginning of the request's JSON, without binary data. Raises UploadError."""
-    encoding = request.headers.get("Content-Encoding")
-    length = request.headers.get("Inference-Header-Content-Length", "")
-    await upload.settle()
-    most = SEARCHED_JSON_MAX_BYTES if encoding is None else PARSED_JSON_MAX_BYTES + 1
-    size = min(int(length), most) if length.isdecimal() and len(length) < 10 else most
-    if encoding is None:
-        return (await upload.head(size))[:size]
-    return decoded(await upload.head(size + _COMPRESSED_MORE), encoding, size)
 
 
 def _refused(refusal: Refusal) -> web.Response:

@@ -12,14 +12,23 @@ from pathlib import Path
 from rsrv import logs
 from rsrv.control.grpc_server import ListenError, listen, listen_locally
 from rsrv.limits import raise_limit
+from rsrv.live.routes import page_token
 from rsrv.placement.options import PlannerOptions
 from rsrv.placement.planner import Planner
+from rsrv.renewal import Renewals
 from rsrv.settings import ControlSection, Settings, SettingsError, read_settings
-from rsrv.tokens import TokenError, read_token
+from rsrv.tokens import TokenError
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import GatewayLoop, Proxy
-from rsrv_gateway.connections import PROBE_S, PROBE_TIMEOUT_S, ChannelFactory, CredentialsError, open_ports
+from rsrv_gateway.connections import (
+    PROBE_S,
+    PROBE_TIMEOUT_S,
+    ChannelFactory,
+    CredentialsError,
+    cancel,
+    open_ports,
+)
 from rsrv_gateway.directory import private_directory
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.picker import Picker
@@ -82,22 +91,27 @@ async def serve(settings: Settings, picker: str | None) -> None:
             " and ".join(ports),
             "send requests, and load and unload models" if picker is None else "skew the choice of servers",
         )
-    members, contacts = Members(section), ChannelFactory(section)
+    renewals = Renewals()
+    members, contacts = Members(section), ChannelFactory(section, renewals)
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(private_directory())
         gateway = GatewayLoop(
             members,
             partial(Probes, lambda worker: GrpcProber(worker, contacts, PROBE_TIMEOUT_S), PROBE_S),
             Planner(PlannerOptions.of(settings.placement, settings.models, mode=section.mode)),
-            partial(Proxy, section) if picker is None else partial(Picker, picker, section),
+            partial(Proxy, section, renewals=renewals)
+            if picker is None
+            else partial(Picker, picker, section, renewals=renewals),
             drain=section.drain_s,
         )
-        await _serve_operators(stack, settings, gateway, directory)
+        await _serve_operators(stack, settings, gateway, directory, renewals)
+        looking = asyncio.create_task(renewals.run())
+        stack.push_async_callback(cancel, [looking])
         await gateway.run(stop)
 
 
 async def _serve_operators(
-    stack: AsyncExitStack, settings: Settings, gateway: GatewayLoop, directory: Path
+    stack: AsyncExitStack, settings: Settings, gateway: GatewayLoop, directory: Path, renewals: Renewals
 ) -> None:
     """Open the control service and the admin port for operators; `stack` closes them."""
     section = settings.gateway
@@ -112,11 +126,10 @@ async def _serve_operators(
             tls_client_ca=section.tls_client_ca,
             token_file=section.token_file,
         )
-        listener, _ = await listen(control, service, health, GATEWAY)
+        listener, _ = await listen(control, service, health, GATEWAY, renewals)
         stack.push_async_callback(listener.stop, _CONTROL_DRAIN_S)
     if section.admin is not None:
-        file = settings.metrics.token_file
-        admin = Admin(gateway, None if file is None else read_token(file, "metrics.token_file"))
+        admin = Admin(gateway, page_token(settings.metrics.token_file, renewals), renewals)
         await admin.start(section.admin)
         log.info("gateway.admin: /metrics and the live page are at port %d", admin.port)
         stack.push_async_callback(admin.stop)

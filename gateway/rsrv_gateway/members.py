@@ -8,14 +8,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
-from dns.asyncresolver import Resolver
-from dns.exception import DNSException, Timeout
-from dns.message import Message
-from dns.name import Name, root
-from dns.rdataclass import IN
-from dns.rdatatype import AAAA, SRV, A
 from pydantic import ValidationError
 from watchfiles import awatch
 
@@ -26,8 +20,6 @@ from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
 log = logging.getLogger("rsrv.gateway")
 
-T = TypeVar("T")
-
 #: returns all addresses of a name, the best first; raises OSError
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
@@ -35,10 +27,6 @@ Resolve = Callable[[str], Awaitable[Iterable[str]]]
 READ_PAUSE_S = 5.0
 #: seconds for an answer of the DNS
 _DNS_TIMEOUT_S = 10.0
-#: seconds for the addresses of all targets of SRV records; with dnspython's 5 s for the records, the answer is in time
-_TARGETS_TIMEOUT_S = 4.0
-#: targets asked for at a time: each question is an open file, and a burst of them overflows a name server
-_TARGETS_MAX = 200
 
 
 class MembersError(Exception):
@@ -53,12 +41,8 @@ class Members:
         section: GatewaySection,
         resolve: Resolve | None = None,
         pause: float = READ_PAUSE_S,
-        resolver: Callable[[], Resolver] = Resolver,
     ) -> None:
-        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers.
-
-        `resolver` is for SRV names, and made for each look, as the machine's name servers may change.
-        """
+        """Check the settings. Raises MembersError if they contain a wrong list, or name no workers."""
         if not section.workers and section.workers_dns is None and section.workers_file is None:
             raise MembersError(
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
@@ -66,7 +50,6 @@ class Members:
         self._section = section
         self._pause = pause
         self._resolve = resolve or addresses_of
-        self._resolver = resolver
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
@@ -110,39 +93,15 @@ class Members:
         name = self._section.workers_dns
         if name is None:
             return
-        ask = self._ask_srv if name.startswith("_") else self._ask_addresses
+        ports = self._section.workers_ports.model_dump()
+        trouble = ""
         try:
             async with asyncio.timeout(_DNS_TIMEOUT_S):
-                trouble = await ask(name)
-        except (OSError, ValueError) as error:  # also a timeout, and a name or a resolv.conf that cannot be
+                hosts = sorted(set(await self._resolve(name)))
+            self._found = _by_name(worker_of(WorkerEntry(host=host, **ports)) for host in hosts)
+        except (OSError, ValueError) as error:  # includes timeouts and invalid names
             trouble = str(error) or "no answer in time"
         self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
-
-    async def _ask_addresses(self, name: str) -> str:
-        ports = self._section.workers_ports.model_dump()
-        entries = [WorkerEntry(host=host, **ports) for host in sorted(set(await self._resolve(name)))]
-        self._found = _by_name(map(worker_of, entries))
-        return ""
-
-    async def _ask_srv(self, name: str) -> str:
-        """Take the servers of a name's SRV records. Return why one of them has no address: it stays where it was.
-
-        Raises OSError, ValueError.
-        """
-        ports = self._section.workers_ports
-        # In a thread: requests would wait 0.1 s while 1,000 records are read.
-        servers = await _ask_aside(lambda: asyncio.run(_servers_of(name, ports, self._resolver)))
-        found: dict[str, Worker] = {}
-        trouble = ""
-        for server, worker in servers.items():
-            if isinstance(worker, Worker):
-                found[server] = worker
-                continue
-            trouble = trouble or f"{server}: {_reason(worker)}"
-            if server in self._found:
-                found[server] = self._found[server]
-        self._found = found
-        return trouble
 
     async def _read(self) -> None:
         path = self._section.workers_file
@@ -233,22 +192,14 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
 
 async def addresses_of(name: str) -> Iterable[str]:
     """Return the addresses of a name, the best first. Raises OSError."""
-    found = await _ask_aside(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    return dict.fromkeys(str(address[0]) for *_, address in found)
-
-
-async def _ask_aside(question: Callable[[], T]) -> T:
-    """Ask the DNS in a thread of its own. Raises OSError if the system has no thread left.
-
-    The event loop's end waits for the threads of its pool, and planning needs one of them: a silent name server may hold
-    a question for a minute.
-    """
-    answer: Future[T] = Future()
+    # The lookup runs in its own thread, because a silent name server may delay it for a minute. At its end, the event loop
+    # waits for the threads of its pool, and planning needs one of them.
+    answer: Future[list[Any]] = Future()
     answer.set_running_or_notify_cancel()
 
     def ask() -> None:
         try:
-            answer.set_result(question())
+            answer.set_result(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
         except BaseException as error:  # noqa: BLE001  the asking task gets it
             answer.set_exception(error)
 
@@ -256,65 +207,7 @@ async def _ask_aside(question: Callable[[], T]) -> T:
         Thread(target=ask, name="dns", daemon=True).start()
     except RuntimeError as error:
         raise OSError(str(error)) from None
-    return await asyncio.wrap_future(answer)
-
-
-async def _servers_of(
-    name: str, ports: WorkerPorts, make_resolver: Callable[[], Resolver]
-) -> dict[str, Worker | BaseException]:
-    """Return the server of each of a name's SRV records, or why it has no address, by TARGET:PORT.
-
-    Raises OSError, ValueError.
-    """
-    try:
-        resolver = make_resolver()
-        # In turns, the text of an error would name the name servers in another order each time.
-        resolver.rotate = False
-        answer = await resolver.resolve(name, SRV, search=True)
-    except DNSException as error:
-        raise OSError(_reason(error)) from None
-    records = {
-        str(Address(one.target.canonicalize().to_text(omit_final_dot=True), one.port)): one
-        for one in answer
-        if one.port and one.target != root  # else there is no server (RFC 2782)
-    }
-    limit = asyncio.get_running_loop().time() + _TARGETS_TIMEOUT_S
-    room = asyncio.Semaphore(_TARGETS_MAX)
-
-    async def address(target: Name) -> str:
-        async with asyncio.timeout_at(limit), room:
-            return await _address_of(target, answer.response, resolver)
-
-    targets = list(dict.fromkeys(one.target for one in records.values()))
-    found = await asyncio.gather(*map(address, targets), return_exceptions=True)
-    hosts = dict(zip(targets, found, strict=True))
-
-    def server(key: str) -> Worker | BaseException:
-        host, port = hosts[records[key].target], records[key].port
-        if isinstance(host, BaseException):
-            return host
-        return worker_of(WorkerEntry(host=host, name=key, **_ports_beside(port, ports)))
-
-    return {key: server(key) for key in sorted(records)}
-
-
-async def _address_of(host: Name, response: Message, resolver: Resolver) -> str:
-    """Return an IPv4 address of a host, or else an IPv6 address, from the response that names it or from the DNS.
-
-    The same address each time, as several are one server. Raises DNSException, OSError.
-    """
-    for kind in (A, AAAA):
-        records = response.get_rrset(response.additional, host, IN, kind) or await resolver.resolve(
-            host, kind, raise_on_no_answer=False
-        )
-        if addresses := [str(one.address) for one in records]:
-            return min(addresses)
-    raise OSError("it has no address")
-
-
-def _reason(error: BaseException) -> str:
-    # The text of a timeout has the seconds, which differ each time, and would be logged each time.
-    return "no answer in time" if isinstance(error, Timeout | TimeoutError) else str(error).rstrip(".")
+    return dict.fromkeys(str(address[0]) for *_, address in await asyncio.wrap_future(answer))
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:

@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from rsrv.placement.contract import WorkerView
-from rsrv.placement.status import PlannerStatus
+from rsrv.placement.status import PlannerStatus, Repacks
+from rsrv.renewal import FileState
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
 #: seconds for which a departed worker is shown, so that several scrapes get its last counters
@@ -52,11 +53,29 @@ def expose(
     views: Mapping[str, WorkerView],
     status: PlannerStatus | None,
     scraped: Mapping[str, bool],
+    files: Iterable[FileState] = (),
 ) -> str:
-    """Return the gateway's metrics. `scraped`: success of the scrape of each worker, by name."""
+    """Return the gateway's metrics.
+
+    `scraped`: success of the scrape of each worker, by name; `files`: states of the files with certificates and tokens.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*_traffic(counts), *_workers(views, scraped), *_plan(status)]))
+    registry.register(
+        _Families([*_traffic(counts), *_workers(views, scraped), *_files(files), *_plan(status)])
+    )
     return generate_latest(registry).decode()
+
+
+def table() -> str:
+    """Return the gateway's own metrics as a table in Markdown. Names show the types."""
+    plan = PlannerStatus("lpt_packing", 0, (), (), Repacks({}, None, None, 0, 0, 0, 0.0, 1.0, 0), ())
+    lines = ["| metric{labels} | meaning |", "|---|---|"]
+    for family in (*_traffic(TrafficCounts()), *_workers({}, {}), *_files(()), *_plan(plan)):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        # The library has no public name for a family's labels.
+        labels = ",".join(vars(family)["_labelnames"])
+        lines.append(f"| `{name}{f'{{{labels}}}' if labels else ''}` | {family.documentation} |")
+    return "\n".join(lines)
 
 
 class _Families(Collector):
@@ -131,6 +150,22 @@ def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> It
         "1 if this text has the worker's own metrics.",
         ("worker",),
         {name: float(there) for name, there in scraped.items()},
+    )
+
+
+def _files(states: Iterable[FileState]) -> Iterator[Metric]:
+    files = list(states)
+    yield _gauge(
+        "rsrv_gateway_certificate_end_timestamp_seconds",
+        "Unix time at which the certificate in use ends.",
+        ("setting",),
+        {file.setting: file.ends_at for file in files if file.ends_at is not None},
+    )
+    yield _gauge(
+        "rsrv_gateway_renewal_failed",
+        "1 if the present files cannot be used, and the last good ones stay in use.",
+        ("setting",),
+        {file.setting: float(bool(file.problem)) for file in files},
     )
 
 
@@ -269,3 +304,7 @@ def _family(families: dict[str, _MergedFamily], sample: str) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+if __name__ == "__main__":
+    print(table())

@@ -5,8 +5,10 @@ are sent as UNAVAILABLE with a tag in front of the message.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
 
 from grpc import StatusCode
 
@@ -28,6 +30,8 @@ CONNECTION_LOSSES_MAX = 2
 
 #: characters of a client's invented name in an error message
 _NAME_MAX_CHARS = 256
+#: An unknown name is compared with this many known models, in some 15 ms, whose lengths differ by this many characters.
+_COMPARED_MAX, _LENGTHS_DIFFER_MAX = 200, 3
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -74,9 +78,15 @@ def tagged(message: str) -> bool:
     return _TAG.search(message) is not None
 
 
-def not_found(model: str) -> Refusal:
-    """Return Triton's refusal of an unknown model; a long name is shortened, because clients limit the message's size."""
-    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{_shown(model)}' is not found")
+def not_found(model: str, known: Iterable[str] = ()) -> Refusal:
+    """Return Triton's refusal of an unknown model, with the most similar of the `known` names.
+
+    A long name is shortened, because clients limit the message's size.
+    """
+    like = (name for name in known if abs(len(name) - len(model)) <= _LENGTHS_DIFFER_MAX)
+    near = get_close_matches(model, islice(like, _COMPARED_MAX), n=1, cutoff=0.75)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{_shown(model)}' is not found{hint}")
 
 
 def another_model(own: str, model: str) -> Refusal:
@@ -89,6 +99,15 @@ def another_model(own: str, model: str) -> Refusal:
 
 def _shown(model: str) -> str:
     return model if len(model) <= _NAME_MAX_CHARS else f"{model[:_NAME_MAX_CHARS]}..."
+
+
+def no_classes(model: str, output: str) -> Refusal:
+    """Return the refusal of a request for classes of strings. Tritonserver before 25.07 ends while it computes them."""
+    return Refusal(
+        StatusCode.INVALID_ARGUMENT,
+        f"output '{_shown(output)}' of model '{_shown(model)}' has strings, and Triton has no classes of strings: ask "
+        "for this output without the parameter classification",
+    )
 
 
 def not_served(model: str) -> Refusal:

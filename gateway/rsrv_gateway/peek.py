@@ -5,31 +5,52 @@ does not depend on its bytes: a message of empty inputs would take 50 times its 
 Only these parts are checked, so a worker may still refuse the message.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from math import prod
 from typing import Any
 
 from google.protobuf.message import DecodeError
+from grpc import StatusCode
 
+from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.v1 import infer_head_pb2 as pb
 
 #: bytes of a request that is read as it is
-_SMALL_BYTES = 16 << 10
-#: fields of any request; more would block the event loop for too long
-_MOST_FIELDS = 10_000
-#: numbers of the fields that are read: name, id, parameters and inputs; name and shape of an input
-_MODEL_NAME, _ID, _PARAMETERS, _INPUTS = 1, 3, 4, 5
-_INPUT_NAME, _SHAPE = 1, 3
-#: elements of an input: no message holds more, and a product of extents that overflows in Triton fails the whole batch
-_MOST_ELEMENTS = 2**31 - 1
-#: extents of an input
-_MOST_EXTENTS = 100
+SMALL_BYTES = 16 << 10
+#: Most fields of a request. More fields would block the event loop for too long.
+MOST_FIELDS = 10_000
+#: Numbers of the fields that are read.
+_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS = 1, 2, 3, 4, 5, 6
+_RAW_CONTENTS = 7
+#: Numbers of the fields that are copied unchanged.
+_KEPT_FIELDS = (_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _OUTPUTS)
+#: Numbers of the fields of an input that are read.
+_NAME_AND_SHAPE = _INPUT_NAME, _SHAPE = 1, 3
+#: Most elements of an input. No message holds more. If the product of extents overflows in Triton, the whole batch fails.
+MOST_ELEMENTS = 2**31 - 1
+#: Most extents of an input.
+MOST_EXTENTS = 100
+#: Kind of fields with a length before their bytes, and sizes of the kinds with a fixed size.
+_OF_LENGTH, _SIZES = 2, {1: 8, 5: 4}
 _WRONG = "the request is not a ModelInferRequest"
 _NUMBERS_AND_TEXTS = ("int64_param", "uint64_param", "string_param")
 
 
 class Malformed(ValueError):
-    """The bytes are no ModelInferRequest that a worker could execute; the message is for the client."""
+    """No worker could execute the request. The message is for the client."""
+
+    def __init__(self, message: str, code: StatusCode = StatusCode.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.refusal = Refusal(code, message)
+
+
+def sequence_of(value: object) -> int | str | None:
+    """Return the sequence that tritonserver sees in a parameter's value; None: no sequence, or it refuses the value."""
+    if isinstance(value, str):
+        return value.partition("\0")[0] or None
+    if type(value) is int and -(2**63) <= value < 2**64:
+        return value % 2**64 or None
+    return None
 
 
 class Peeked:
@@ -37,27 +58,41 @@ class Peeked:
 
     __slots__ = ("_head", "model")
 
-    def __init__(self, data: bytes, whole: bool = True) -> None:
-        """Read the request. Raises Malformed.
-
-        If it is not `whole`, `data` is the beginning of a request, and what it cuts off is absent.
-        """
+    def __init__(self, data: bytes) -> None:
+        """Read the request. Raises Malformed."""
         try:
-            self._head: Any = pb.InferHead.FromString(
-                data if whole and len(data) <= _SMALL_BYTES else _cut_down(data, whole)
-            )
+            self._head: Any = pb.InferHead.FromString(data if len(data) <= SMALL_BYTES else _cut_down(data))
         except DecodeError:
             raise Malformed(_WRONG) from None
         #: the model's name
         self.model: str = self._head.model_name
         for one in self._head.inputs:
             shape = one.shape
-            if len(shape) > _MOST_EXTENTS or prod([n for n in shape if n > 0]) > _MOST_ELEMENTS:
+            if len(shape) > MOST_EXTENTS or prod([n for n in shape if n > 0]) > MOST_ELEMENTS:
                 raise _too_large(one.name)
 
     @property
     def id(self) -> str:
         return str(self._head.id)
+
+    @property
+    def version(self) -> str:
+        return str(self._head.model_version)
+
+    @property
+    def sequence(self) -> int | str | None:
+        return sequence_of(self.parameter("sequence_id"))
+
+    @property
+    def classified(self) -> tuple[str, ...]:
+        """Names of the outputs that the client wants as classes."""
+        return tuple(
+            [
+                output.name.partition("\0")[0]
+                for output in self._head.outputs
+                if "classification" in output.parameters and output.parameters["classification"].int64_param
+            ]
+        )
 
     def items(self, measured: tuple[str, int] | None) -> int:
         """Return the extent of an input's axis; 1 for None, and if the axis or the input is absent."""
@@ -84,77 +119,157 @@ def int_parameter(name: str, value: int) -> bytes:
     return bytes(head.SerializeToString())
 
 
+def _encoded_input(parts: bytes) -> bytes:
+    """Return a request with one input, which has these fields. Raises DecodeError."""
+    tensor = pb.InferHeadInput.FromString(parts)
+    return bytes(pb.InferHead(inputs=[tensor]).SerializeToString())
+
+
 def _too_large(name: str) -> Malformed:
     return Malformed(
-        f"input {name[:100]!r} of the ModelInferRequest has more than {_MOST_ELEMENTS} elements, or more than "
-        f"{_MOST_EXTENTS} extents"
+        f"input {name[:100]!r} of the ModelInferRequest has more than {MOST_ELEMENTS} elements, or more than "
+        f"{MOST_EXTENTS} extents"
     )
 
 
-def _cut_down(data: bytes, whole: bool) -> bytes:
+def _cut_down(data: bytes) -> bytes:
     """Return a request with what is read of it. Raises Malformed."""
-    budget = iter(range(_MOST_FIELDS))
-    kept = []
-    for number, start, content, end in _fields(data, 0, len(data), budget, whole):
-        if number == _INPUTS:
-            parts = []
-            name = b""
-            for part, first, inside, last in _fields(data, content, end, budget, whole=True):
-                if part == _INPUT_NAME:
-                    name = data[inside:last]
-                elif part != _SHAPE:
-                    continue
-                elif last - inside > 10 * _MOST_EXTENTS:
-                    raise _too_large(name.decode(errors="replace"))
-                parts.append(data[first:last])
-            one = pb.InferHeadInput.FromString(b"".join(parts))
-            kept.append(bytes(pb.InferHead(inputs=[one]).SerializeToString()))
-        elif number in (_MODEL_NAME, _ID, _PARAMETERS):
-            kept.append(data[start:end])
-    return b"".join(kept)
+    reader = MessageReader(len(data))
+    reader.feed(data, last=True)
+    return bytes(reader.without_tensors)
 
 
-def _fields(
-    data: bytes, at: int, limit: int, budget: Iterator[int], whole: bool
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each field's number, its start, the start of its content, and its end. Raises Malformed.
+class MessageReader:
+    """Reads the parts of `InferHead` from a message that comes in pieces, and skips tensors."""
 
-    If the message is not `whole`, a field that is cut off is the last one, and absent.
-    """
-    try:
-        while at < limit:
-            if next(budget, None) is None:
-                raise Malformed(f"the ModelInferRequest has more than {_MOST_FIELDS} fields")
-            tag, content = _varint(data, at)
-            match tag & 7:
-                case 0:
-                    _, end = _varint(data, content)
-                case 1:
-                    end = content + 8
-                case 2:
-                    size, content = _varint(data, content)
-                    end = content + size
-                case 5:
-                    end = content + 4
-                case _:
-                    # A group, which no version of the message has had, or nothing that protobuf knows.
-                    raise Malformed(_WRONG)
-            if end > limit:
-                raise IndexError
-            yield tag >> 3, at, content, end
-            at = end
-    except IndexError:
-        if whole:
+    def __init__(self, most: int) -> None:
+        """Start a message. At most `most` of its bytes are stored."""
+        self._most = most
+        self._data = b""
+        self._at = 0
+        self._last = False
+        self._fields = 0
+        #: The bytes that were read so far, except those of tensors.
+        self.without_tensors = bytearray()
+        self._parser = self._message()
+        #: True once the tensors have begun. All serialisers write the other parts before them.
+        self.has_tensors = False
+
+    def feed(self, data: bytes, last: bool) -> None:
+        """Read on; `last`: the message ends here. Raises Malformed."""
+        self._data = self._data[self._at :] + data
+        self._at, self._last = 0, last
+        try:
+            next(self._parser, None)
+        except DecodeError:
             raise Malformed(_WRONG) from None
 
+    # Each of these methods yields when it needs more data.
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the unsigned number at `at` and its end. Raises IndexError if it is cut off, or has no end."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise IndexError
+    def _message(self) -> Generator[None, None, None]:
+        while (yield from self._has_more()):
+            tag, field = yield from self._tag()
+            number, kind = tag >> 3, tag & 7
+            if number == _INPUTS and kind == _OF_LENGTH:
+                size, _ = yield from self._varint()
+                self._keep(_encoded_input((yield from self._input(size))))
+            elif number in _KEPT_FIELDS and kind == _OF_LENGTH:
+                size, length = yield from self._varint()
+                self._keep(field + length + (yield from self._take(size)))
+            else:
+                self.has_tensors = self.has_tensors or number == _RAW_CONTENTS
+                yield from self._skip(kind)
+
+    def _input(self, size: int) -> Generator[None, None, bytes]:
+        """Return the name and the shape of an input of this size."""
+        fields = name = b""
+        while size > 0:
+            tag, field = yield from self._tag()
+            size -= len(field)
+            if tag >> 3 in _NAME_AND_SHAPE and tag & 7 in (0, _OF_LENGTH):
+                number, more = yield from self._varint()
+                size -= len(more)
+                content = b""
+                if tag & 7 == _OF_LENGTH:
+                    if tag >> 3 == _SHAPE and number > 10 * MOST_EXTENTS:
+                        raise _too_large(name.decode(errors="replace"))
+                    content = yield from self._take(number)
+                    name = content if tag >> 3 == _INPUT_NAME else name
+                fields += field + more + content
+                size -= len(content)
+                if len(fields) > self._most:
+                    raise self._too_much()
+            else:
+                size -= yield from self._skip(tag & 7)
+        if size < 0:
+            raise Malformed(_WRONG)
+        return fields
+
+    def _keep(self, field: bytes) -> None:
+        self.without_tensors += field
+        if len(self.without_tensors) > self._most:
+            raise self._too_much()
+
+    def _has_more(self) -> Generator[None, None, bool]:
+        while self._at == len(self._data):
+            if self._last:
+                return False
+            yield
+        return True
+
+    def _tag(self) -> Generator[None, None, tuple[int, bytes]]:
+        self._fields += 1
+        if self._fields > MOST_FIELDS:
+            raise Malformed(f"the ModelInferRequest has more than {MOST_FIELDS} fields")
+        return (yield from self._varint())
+
+    def _varint(self) -> Generator[None, None, tuple[int, bytes]]:
+        """Return an unsigned number and its bytes."""
+        value = 0
+        digits = b""
+        for shift in range(0, 70, 7):
+            if not (yield from self._has_more()):
+                raise Malformed(_WRONG)
+            byte = self._data[self._at]
+            digits += self._data[self._at : self._at + 1]
+            self._at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, digits
+        raise Malformed(_WRONG)
+
+    def _take(self, size: int) -> Generator[None, None, bytes]:
+        if size > self._most:
+            raise self._too_much()
+        while len(self._data) - self._at < size:
+            if self._last:
+                raise Malformed(_WRONG)
+            yield
+        start, self._at = self._at, self._at + size
+        return self._data[start : self._at]
+
+    def _skip(self, kind: int) -> Generator[None, None, int]:
+        """Skip the content of a field, and return its bytes."""
+        skipped = 0
+        if kind == _OF_LENGTH:
+            size, digits = yield from self._varint()
+            skipped = len(digits)
+        elif kind == 0:
+            _, digits = yield from self._varint()
+            return len(digits)
+        elif kind in _SIZES:
+            size = _SIZES[kind]
+        else:
+            # A group, which no version of the message has had, or nothing that protobuf knows.
+            raise Malformed(_WRONG)
+        left = size
+        while left:
+            if not (yield from self._has_more()):
+                raise Malformed(_WRONG)
+            step = min(left, len(self._data) - self._at)
+            self._at += step
+            left -= step
+        return skipped + size
+
+    def _too_much(self) -> Malformed:
+        return Malformed(f"names and parameters of the ModelInferRequest have more than {self._most} bytes")

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from itertools import count
@@ -21,20 +20,24 @@ from grpc import StatusCode
 from rsrv.address import Address, parse_address
 from rsrv.placement.contract import Table, Worker
 from rsrv.placement.routing import Choice
+from rsrv.renewal import Renewals
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import ext_proc
 from rsrv_gateway.connections import SERVICE, Token, listen, server_tls
 from rsrv_gateway.ext_proc import Head
 from rsrv_gateway.http2 import EnvoyConnection
-from rsrv_gateway.http_protocol import INFERENCE, Target, UnknownPath, overstated, peek, target_of
+from rsrv_gateway.http_protocol import INFERENCE, OF_JSON, Target, UnknownPath, target_of
 from rsrv_gateway.inquiries import ABOUT_A_MODEL, OPERATIONS
 from rsrv_gateway.members import READ_PAUSE_S, addresses_of
 from rsrv_gateway.outcomes import Refusal, no_worker, not_served, unauthenticated, unsupported
-from rsrv_gateway.peek import Malformed, Peeked
+from rsrv_gateway.peek import Malformed
+from rsrv_gateway.picked_body import Body, GrpcBody, HttpBody, Wanted
 from rsrv_gateway.traffic import Brain, Traffic, TrafficCounts
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
 log = logging.getLogger("rsrv.gateway")
+
+_UNREAD = "a request was not read"
 
 #: code of a counted request whose answer the picker does not see
 PICKED = "PICKED"
@@ -45,8 +48,16 @@ _CLOSED_S = 0.05
 #: endpoints named for one request: the first, and two for Envoy's retries
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
+#: The picker chooses after this many bytes of a body at the latest, over HTTP and over gRPC. Envoy's own limits are higher: 1 MiB
+#: by default, and one window of HTTP/2 for a call. The parameters of a call come before its tensors.
+SHOWN_BYTES, SHOWN_CALL_BYTES = 1 << 20, 32 << 10
+#: Seconds that Envoy waits for the choice while a client sends its body slowly.
+_PATIENCE_S = 300
+#: The operation of a call with several messages for inference, and all operations that execute a model.
+_STREAM = "stream"
+_INFERENCE = (*INFERENCE, _STREAM)
 #: the operation of each method of gRPC
-_METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": "infer"}
+_METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": _STREAM}
 #: operations that are asked of a server that has the model
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
 #: what a client may ask of any server, beside methods and paths that no server knows
@@ -56,10 +67,13 @@ _OF_ANY = frozenset(["live", "server ready", "server", "index"])
 class Picker:
     """Answers Envoys by the table of the gateway's loop."""
 
-    def __init__(self, address: str, settings: GatewaySection, brain: Brain) -> None:
+    def __init__(
+        self, address: str, settings: GatewaySection, brain: Brain, renewals: Renewals | None = None
+    ) -> None:
         """Prepare the server for `address`. Raises CredentialsError, TokenError."""
         self._address = address
-        self.token = Token(settings)
+        renewals = Renewals() if renewals is None else renewals
+        self.token = Token(settings, renewals)
         self.traffic = Traffic(settings.mode, brain)
         self.max_bytes = settings.max_message_bytes
         #: headers that servers do not get
@@ -72,9 +86,7 @@ class Picker:
         self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
         self._connections: set[EnvoyConnection] = set()
-        self._tls = server_tls(settings)
-        if self._tls is not None:
-            self._tls.set_alpn_protocols(["h2"])
+        self._tls = server_tls(settings, renewals, "h2")
         self._listener: asyncio.Server | None = None
         #: the port that it listens on; 0: not started
         self.port = 0
@@ -207,17 +219,10 @@ def _target_of(head: Head) -> Target | None:
     return None if target == Target("stats") else target
 
 
-def _needs_body(target: Target) -> bool:
-    return target.what in INFERENCE or (not target.model and target.what in _ABOUT_A_MODEL)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The parts of a body that decide its route."""
-
-    model: str
-    items: int = 1
-    sequence: int | str | None = None
+def _needs_body(target: Target, is_grpc: bool) -> bool:
+    if not is_grpc and target.what in OF_JSON:
+        return True
+    return target.what in _INFERENCE or (not target.model and target.what in _ABOUT_A_MODEL)
 
 
 class PickedRequest:
@@ -228,17 +233,29 @@ class PickedRequest:
         self._arrived = monotonic()
         self._head: Head | None = None
         self._target: Target | None = None
-        #: Envoy sends the body before the headers are answered
+        #: Envoy sends the body before the headers are answered.
         self._ahead = False
-        #: Envoy wants each part of a body back
+        #: True if Envoy sends only one part of a body, even if the body continues.
+        self._partial = False
+        #: Envoy wants each part of a body back.
         self._duplex = False
-        self._body = bytearray()
-        #: parts without an answer yet
-        self._waiting: list[Any] = []
-        self._decided = False
-        self._wanted = _Wanted("")
+        #: The body while it is read; None if its parts pass unread.
+        self._body: Body | None = None
+        self._received = 0
+        #: Kinds and answers of the parts that wait for the choice.
+        self._waiting: list[tuple[str, bytes]] = []
+        #: The endpoints of the choice, the best first; None: no choice yet.
+        self._endpoints: tuple[str, ...] | None = None
+        #: True once Envoy knows the endpoints.
+        self._directed = False
+        self._workers: tuple[str, ...] = ()
+        self._wanted = Wanted("")
         self._choice: Choice | None = None
-        #: the model is unknown, and all workers are being probed
+        #: Outputs that the client wants as classes, and whose types workers must still report.
+        self._unchecked: tuple[str, ...] = ()
+        #: A part of a compressed body that `look` reads, and whether it is the last one.
+        self._unread: tuple[bytes, bool] | None = None
+        #: `look` has to read a part, or to ask workers for something.
         self.looking = False
         #: refused: Envoy needs nothing more
         self.done = False
@@ -249,32 +266,120 @@ class PickedRequest:
             message = pb.ProcessingRequest.FromString(data)
         except DecodeError as error:
             raise ValueError(str(error)) from None
+        if message.WhichOneof("request") is None:
+            raise ValueError("a message of another kind")
+        try:
+            return self._take(message)
+        except Malformed as error:
+            return [self._refuse_counted(error.refusal)]
+        except Exception:
+            log.exception(_UNREAD)
+            return [self._refuse_unread()]
+
+    def _refuse_unread(self) -> bytes:
+        """Refuse a request after an error of the picker: Envoy would let it pass if the stream ended with the error."""
+        return self._refuse(Refusal(StatusCode.INTERNAL, "the endpoint picker could not read the request"))
+
+    def _take(self, message: Any) -> list[bytes]:
+        """Do `take`. Raises Malformed."""
         part = message.WhichOneof("request")
-        if self._decided or (self._head is not None and part.startswith("response")):
-            return [self._passed(message)]
         if self._head is None:
             if part != "request_headers":
-                if part is None:
-                    raise ValueError("a message of another kind")
                 return [self._refuse(_without("request_header_mode: SEND"))]
             self._head = Head(message)
             return self._begin(self._head, message)
+        if part.startswith("response") or self._body is None:
+            return [self._passed(message)]
         if part == "request_trailers" and not self._ahead:
             return [self._refuse(Refusal(StatusCode.INVALID_ARGUMENT, "the request has no body"))]
-        self._waiting.append(message)
-        if part == "request_body":
-            self._body += message.request_body.body[: ext_proc.READ_MAX_BYTES]
-            more = self._ahead and not message.request_body.end_of_stream
-            if more and not ext_proc.is_enough(self._head, self._body):
-                return []
-        return self._decide(self._head)
+        self._waiting.append((part, self._passed(message)))
+        content = message.request_body
+        last = part == "request_trailers" or content.end_of_stream or not (self._ahead or self._partial)
+        self._received += len(content.body)
+        if self._body.is_slow:
+            self._unread, self.looking = (content.body, last), True
+            return []
+        for _ in self._body.steps(content.body, last):
+            pass
+        return self._go_on(self._head, self._body, last)
+
+    def _go_on(self, head: Head, body: Body, last: bool) -> list[bytes]:
+        """Return the answers that are due after a part of the body was read. Raises Malformed."""
+        if self._directed:
+            self._unchecked = body.findings()
+            return self._answers()
+        if body.complete or last:
+            return self._decide(head)
+        if self._ahead:
+            shown = SHOWN_CALL_BYTES if head.is_grpc else SHOWN_BYTES
+            return self._decide(head) if body.is_enough() or self._received >= shown else []
+        if not head.is_grpc or not body.is_enough():
+            return [
+                self._refuse(
+                    _without("request_body_mode: STREAMED, because it shows only a part of this body")
+                )
+            ]
+        return self._decide(head)
 
     async def look(self) -> Iterable[bytes]:
-        """Look for an unknown model, and return the answers that this delayed."""
+        """Read a part, or ask workers about an unknown model and types of outputs; return the answers that waited for this."""
+        answers: Iterable[bytes] = ()
+        try:
+            while self.looking:  # a model that has become known may have outputs to ask for
+                answers = await (self._look() if self._unread is None else self._read())
+        except Malformed as error:
+            self.looking = False
+            return [self._refuse_counted(error.refusal)]
+        except Exception:
+            log.exception(_UNREAD)
+            self.looking = False
+            return [self._refuse_unread()]
+        return answers
+
+    async def _read(self) -> Iterable[bytes]:
+        """Read a part of a compressed body, with pauses for other requests, and return the answers that are due."""
         assert self._head is not None
-        await self._picker.traffic.brain.refresh()
+        assert self._body is not None
+        assert self._unread is not None
+        (data, last), self._unread, self.looking = self._unread, None, False
+        for _ in self._body.steps(data, last):
+            await asyncio.sleep(0)
+        return self._go_on(self._head, self._body, last)
+
+    async def _look(self) -> Iterable[bytes]:
+        """Ask for one of the two. Return the answers, or none if the other must be asked for."""
+        assert self._head is not None
+        traffic, wanted = self._picker.traffic, self._wanted
+        wrong = None
+        if self._endpoints is None:
+            await traffic.brain.refresh()
+        else:
+            refusals = {}
+            for worker in self._workers:
+                refusal = await traffic.refusal_of_classes(
+                    worker, wanted.model, wanted.version, self._unchecked
+                )
+                if refusal is not None:
+                    refusals[worker] = refusal
+            self._unchecked = ()
+            wrong = self._leave_out(refusals)
         self.looking = False
-        return self._decide(self._head, looked=True)
+        if wrong is not None:
+            return [self._refuse_counted(wrong)]
+        return self._decide(self._head, looked=True) if self._endpoints is None else self._answers()
+
+    def _leave_out(self, refusals: Mapping[str, Refusal]) -> Refusal | None:
+        """Name no worker to Envoy that cannot be asked for its outputs; return the refusal if none is left, or of the request."""
+        final = [one for one in refusals.values() if self._directed or not one.is_retryable()]
+        usable = dict(zip(self._workers, self._endpoints or (), strict=True))
+        for worker in refusals:
+            del usable[worker]
+        if final or not usable:
+            return next(iter(final or refusals.values()))
+        self._workers, self._endpoints = tuple(usable), tuple(usable.values())
+        if self._choice is not None and self._choice.worker not in usable:
+            self._picker.traffic.router.move(self._choice, self._workers[0])
+        return None
 
     def end(self) -> None:
         """Stop counting it."""
@@ -287,44 +392,69 @@ class PickedRequest:
             self._choice = None
 
     def _begin(self, head: Head, message: Any) -> list[bytes]:
+        """Read the headers. Raises Malformed."""
         mode = message.protocol_config.request_body_mode
         self._duplex = mode == pb.FULL_DUPLEX_STREAMED
         self._ahead = self._duplex or (
             mode == pb.STREAMED and message.protocol_config.send_body_without_waiting_for_header_response
         )
+        self._partial = mode == pb.BUFFERED_PARTIAL
         target = self._target = _target_of(head)
         if not self._picker.token.lets_in([("authorization", head.authorization)]):
-            if target is not None and target.what in INFERENCE:
+            if target is not None and (target.what in _INFERENCE):
                 self._picker.traffic.count_refused("", StatusCode.UNAUTHENTICATED.name)
             return [self._refuse(unauthenticated())]
-        self._waiting.append(message)
-        if target is None or not _needs_body(target) or not head.has_body:
+        self._waiting.append(("request_headers", self._passed(message)))
+        if target is None or not _needs_body(target, head.is_grpc) or not head.has_body:
             return self._decide(head)
+        if not self._ahead and mode not in (pb.BUFFERED, pb.BUFFERED_PARTIAL):
+            return [
+                self._refuse(
+                    _without("request_body_mode: STREAMED and send_body_without_waiting_for_header_response")
+                )
+            ]
+        infers, most = target.what in _INFERENCE, self._picker.max_bytes
+        if head.is_grpc:
+            self._body = GrpcBody(head, infers, target.what == _STREAM, most)
+        else:
+            self._body = HttpBody(head, target.what, target.model, target.version, most)
         if self._ahead:
-            return []
-        if mode not in (pb.BUFFERED, pb.BUFFERED_PARTIAL):
-            if head.is_grpc:
-                return [self._refuse(_without("request_body_mode: BUFFERED_PARTIAL"))]
-            return self._decide(head)
+            # The client may take its time for the body.
+            return [ext_proc.patient(_PATIENCE_S)]
         self._waiting.clear()
         return [ext_proc.passed("request_headers")]
 
     def _decide(self, head: Head, looked: bool = False) -> list[bytes]:
-        """Choose, and return the answers to all parts that wait; none if the model is unknown and was not looked for."""
-        found = self._endpoints(head, self._target, looked)
-        if found is None:
+        """Choose, and return the answers to all waiting parts, or none if workers must be asked first. Raises Malformed."""
+        choice = self._choose(head, self._target, looked)
+        if choice is None:
             self.looking = True
             return []
-        if isinstance(found, Refusal):
-            return [self._refuse(found)]
-        self._decided = True
-        first, *others = self._waiting
-        self._waiting, self._body = [], bytearray()
-        answer = ext_proc.directed(first.WhichOneof("request"), tuple(found), self._picker.hidden)
-        return [answer, *(self._passed(other) for other in others)]
+        if isinstance(choice, Refusal):
+            return [self._refuse(choice)]
+        self._endpoints = tuple(choice)
+        self._unchecked = self._wanted.classified
+        if self._body is not None:
+            self._unchecked += self._body.findings()
+        return self._answers()
 
-    def _endpoints(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:
-        """Return the endpoints for the request, the best first; None: its model is unknown so far.
+    def _answers(self) -> list[bytes]:
+        """Return the answers to all waiting parts, or none if outputs must be checked first."""
+        if self._unchecked:
+            self.looking = True
+            return []
+        if self._body is not None and self._body.complete:
+            self._body = None
+        waiting, self._waiting = self._waiting, []
+        answers = [answer for _, answer in waiting]
+        if not self._directed:
+            self._directed = True
+            first, _ = waiting[0]
+            answers[0] = ext_proc.directed(first, self._endpoints or (), self._picker.hidden)
+        return answers
+
+    def _choose(self, head: Head, target: Target | None, looked: bool) -> Sequence[str] | Refusal | None:
+        """Return the endpoints for the request, the best first; None: its model is unknown so far. Raises Malformed.
 
         A request for inference is counted.
         """
@@ -332,23 +462,22 @@ class PickedRequest:
         workers: Iterable[str] = ()
         if target is None or target.what in _OF_ANY:
             workers = picker.in_turn()
-        elif target.what not in INFERENCE and target.what not in _ABOUT_A_MODEL:
+        elif target.what not in _INFERENCE and target.what not in _ABOUT_A_MODEL:
             return unsupported()
         else:
-            try:
-                wanted = self._wanted = self._read(head, target)
-            except Malformed as error:
-                traffic.count_refused("", StatusCode.INVALID_ARGUMENT.name)
-                return Refusal(StatusCode.INVALID_ARGUMENT, str(error))
-            routes = traffic.table.get(wanted.model)
-            if routes is None and wanted.model and not looked:
+            body = self._body
+            model = target.model if body is None else body.model()
+            routes = traffic.table.get(model)
+            if routes is None and model and not looked:
                 return None
-            if target.what in INFERENCE:
-                return self._infer(head, wanted)
+            if target.what in _INFERENCE:
+                measured = traffic.router.measured(model)
+                self._wanted = Wanted(model) if body is None else body.wanted(measured)
+                return self._infer(head, self._wanted)
             workers = routes.ready if routes is not None and routes.ready else picker.in_turn()
         return list(picker.allowed(head, workers).values()) or no_worker()
 
-    def _infer(self, head: Head, wanted: _Wanted) -> Sequence[str] | Refusal:
+    def _infer(self, head: Head, wanted: Wanted) -> Sequence[str] | Refusal:
         picker, traffic = self._picker, self._picker.traffic
         found = traffic.router.select(wanted.model, wanted.items)
         if found is None:
@@ -368,33 +497,18 @@ class PickedRequest:
         if worker != found.worker:
             traffic.router.move(found, worker)
         self._choice = found
+        self._workers = tuple(allowed)
         return list(allowed.values())
-
-    def _read(self, head: Head, target: Target) -> _Wanted:
-        """Read what decides the route. Raises Malformed."""
-        router, body = self._picker.traffic.router, bytes(self._body)
-        if head.is_grpc:
-            message, whole = ext_proc.first_message(head, body)
-            request = Peeked(message, whole)
-            if not request.model and not whole:
-                raise Malformed(
-                    f"the first {len(message)} bytes of the request do not name its model: let that be its first field"
-                )
-            items = request.items(router.measured(request.model))
-            return _Wanted(request.model, items, request.parameter("sequence_id"))
-        length = head.number("inference-header-content-length")
-        text = body if length is None else body[:length]
-        size = None if head.text("content-encoding") else head.number("content-length")
-        if wrong := overstated(text, self._picker.max_bytes if size is None else size):
-            raise Malformed(wrong)
-        measured = router.measured(target.model) if target.what == "infer" else None
-        return _Wanted(target.model, *peek(text, measured))
 
     def _passed(self, message: Any) -> bytes:
         part: str = message.WhichOneof("request")
         if self._duplex and part.endswith("_body"):
             return ext_proc.returned(part, getattr(message, part))
         return ext_proc.passed(part)
+
+    def _refuse_counted(self, refusal: Refusal) -> bytes:
+        self._picker.traffic.count_refused(self._wanted.model, refusal.code.name)
+        return self._refuse(refusal)
 
     def _refuse(self, refusal: Refusal) -> bytes:
         self.done = True

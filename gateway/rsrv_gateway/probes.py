@@ -19,12 +19,17 @@ from rsrv.control.load_messages import view_of
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, summed, taken_over, told_apart
-from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient, cancel
+from rsrv_gateway.connections import SERVICE, ChannelFactory, ControlClient, answer_of, cancel, gone
+from rsrv_gateway.outcomes import Refusal
 
 log = logging.getLogger("rsrv.gateway")
 
 #: least seconds between two probes of a worker, however often requests to it fail
 _PROBE_MIN_S = 0.05
+#: Seconds for a probe that detects a death. A port without a listener answers at once.
+_DEATH_PROBE_S = 0.3
+#: Texts of gRPC's error if nothing listens, and of tritonserver's error while it stops.
+_NO_LISTENER, _STOPPING = re.compile("Connection refused|No such file"), re.compile("exiting|not ready")
 #: seconds for a worker's metrics; Prometheus itself waits ten by default
 METRICS_TIMEOUT_S = 2.0
 #: seconds for a control service to accept a request
@@ -59,6 +64,12 @@ class Prober(Protocol):
 
     def control(self) -> ControlClient | None:
         """Return its control service on the current channel; None: unknown."""
+
+    def has_died(self, model: str) -> bool:
+        """Return True if the worker served the model in its last answer, and nothing listens at its port any more."""
+
+    async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
+        """Return the names of a model's outputs with strings. Never raises."""
 
     async def close(self) -> None: ...
 
@@ -130,6 +141,19 @@ class Probes:
         """Return the metrics as `Prober.metrics`; None for an unknown worker."""
         watch = self._watches.get(worker)
         return None if watch is None else await watch.prober.metrics()
+
+    async def has_died(self, worker: str, model: str) -> bool:
+        """Probe a worker, and return `Prober.has_died`, or False if the probe takes too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_PROBE_S):
+                await self.look([worker])
+                return worker in self._watches and self._watches[worker].prober.has_died(model)
+        return False
+
+    async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
+        """Return a model's outputs as `Prober.string_outputs`."""
+        watch = self._watches.get(worker)
+        return gone(worker) if watch is None else await watch.prober.string_outputs(model, version)
 
     def control(self, worker: str) -> ControlClient | None:
         """Return the control service as `Prober.control`; None for an unknown worker."""
@@ -303,6 +327,10 @@ class GrpcProber:
         self._channel_factory = channels
         self._timeout = timeout
         self._ready: frozenset[str] = frozenset()
+        #: Models that the worker served in its last answer.
+        self._served: frozenset[str] = frozenset()
+        #: True if nothing listens at its port now.
+        self._vanished = False
         #: last view of each device, and the positions that its next figures may build on
         self._views: dict[int, WorkerView] = {}
         self._positions: list[pb.LoadPosition] = []
@@ -310,24 +338,35 @@ class GrpcProber:
         self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
         #: reason for which it last refused to list its models
         self._refused = ""
+        self._credentials = channels.credentials, channels.control_metadata
         self._triton = channels.open(worker.grpc)
         self._control = None if worker.control is None else channels.open_control(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> tuple[WorkerView, ...]:
+        credentials = self._channel_factory.credentials, self._channel_factory.control_metadata
+        if credentials != self._credentials:
+            self._credentials = credentials
+            self._reopen_triton()
+            self._reopen_control()
         alive, index, load = await asyncio.gather(self._ask_alive(), self._ask_index(), self._ask_load())
         if _is_late(alive):
-            self._close(self._triton)
-            self._triton = self._channel_factory.open(self._worker.grpc)
-        if _is_late(load) and self._control is not None and self._worker.control is not None:
-            self._close(self._control.channel)
-            self._control = self._channel_factory.open_control(self._worker.control)
+            self._reopen_triton()
+        if _is_late(load):
+            self._reopen_control()
         if isinstance(alive, grpc.RpcError):
+            details = alive.details() or ""
+            self._vanished = _NO_LISTENER.search(details) is not None
+            if _STOPPING.search(details):
+                self._served = frozenset()
             return DEAD
+        self._vanished = False
         # Triton may be slow to list models while it loads some, and serves the others meanwhile.
         if not _is_late(index):
             self._ready, reason = _listed(index)
             self._refuse(reason)
+        if not isinstance(index, grpc.RpcError):
+            self._served = self._ready
         if (
             isinstance(load, pb.GetLoadResponse)
             and any(device.instance for device in load.devices)
@@ -379,12 +418,36 @@ class GrpcProber:
     def control(self) -> ControlClient | None:
         return self._control
 
+    def has_died(self, model: str) -> bool:
+        return self._vanished and model in self._served
+
+    async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
+        call = self._triton.unary_unary(
+            SERVICE + "ModelMetadata",
+            request_serializer=service_pb2.ModelMetadataRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelMetadataResponse.FromString,
+        )
+        request = service_pb2.ModelMetadataRequest(name=model, version=version)
+        answer: Any = await answer_of(call(request, timeout=self._timeout), self._worker.name)
+        if isinstance(answer, Refusal):
+            return answer
+        return frozenset([output.name for output in answer.outputs if output.datatype == "BYTES"])
+
     async def close(self) -> None:
         """Cancel all calls."""
         for task in self._closing:
             task.cancel()
         channels = [self._triton, *([] if self._control is None else [self._control.channel])]
         await asyncio.gather(*(channel.close() for channel in channels))
+
+    def _reopen_triton(self) -> None:
+        self._close(self._triton)
+        self._triton = self._channel_factory.open(self._worker.grpc)
+
+    def _reopen_control(self) -> None:
+        if self._control is not None and self._worker.control is not None:
+            self._close(self._control.channel)
+            self._control = self._channel_factory.open_control(self._worker.control)
 
     def _close(self, channel: Any) -> None:
         """Close a channel in the background, after its running actions."""

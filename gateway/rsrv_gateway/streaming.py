@@ -29,6 +29,7 @@ from rsrv_gateway.connections import (
 )
 from rsrv_gateway.outcomes import CONNECTION_LOSSES_MAX, Refusal, another_model, tagged
 from rsrv_gateway.peek import Malformed, Peeked
+from rsrv_gateway.suspects import EQUAL, call_digest
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: tells if each request for a model gets one answer, in a client's context
@@ -88,6 +89,8 @@ class _Message:
 
     items: int
     choice: Choice
+    #: True if the message asks for classes, which were checked at one worker only.
+    classified: bool
     #: the message, while it is kept
     data: bytes = b""
     #: connections that broke during the request
@@ -213,12 +216,16 @@ class _Stream:
             model = request.model
             items = request.items(router.measured(model))
             name = request.id
-            sequence = None if self._model else request.parameter("sequence_id")
+            sequence = None if self._model else request.sequence
         except Malformed as error:
             self._traffic.count_refused("", "INVALID_ARGUMENT")
             raise _StreamRefused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
         if self._model and model != self._model:
             await self._refuse_message(another_model(self._model, model), model, name)
+            return
+        suspects = self._traffic.suspects
+        if suspects.has(model) and suspects.is_equal(model, call_digest(data)):
+            await self._refuse_message(EQUAL, model, name)
             return
         choice = router.select(model, items) or await self._traffic.find(model, items)
         if isinstance(choice, Refusal):
@@ -228,7 +235,17 @@ class _Stream:
             self._traffic.pin_sequence(choice, model, sequence)
         if not self._model:
             self._model, self._home = model, choice.worker
-        message = _Message(items, choice)
+        if request.classified:
+            try:
+                wrong = await self._refusal_of_classes(request)
+            except BaseException:
+                router.release(choice)
+                raise
+            if wrong is not None:
+                router.release(choice)
+                await self._refuse_message(wrong, model, name)
+                return
+        message = _Message(items, choice, bool(request.classified))
         try:
             if self._home != choice.worker:
                 router.move(choice, self._home)
@@ -241,6 +258,17 @@ class _Stream:
             await upstream.write(data)
         if len(upstream.waiting) > _WAITING_MAX:
             await self._forget(upstream)
+
+    async def _refusal_of_classes(self, request: Peeked) -> Refusal | None:
+        """Return why the stream's worker must not get a request for classes; None: it may."""
+        while True:
+            home = self._home
+            wrong = await self._traffic.refusal_of_classes(
+                home, request.model, request.version, request.classified
+            )
+            # The stream may have moved to another worker meanwhile.
+            if wrong is not None or home == self._home:
+                return wrong
 
     async def _forget(self, upstream: _Upstream) -> None:
         """Drop the oldest unanswered message, unless its answer will come."""
@@ -310,7 +338,7 @@ class _Stream:
         """Fail over: send the unanswered messages to another worker of the model. Return false if that is impossible."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
-        if any(message.losses == CONNECTION_LOSSES_MAX for message in messages):
+        if any(message.losses == CONNECTION_LOSSES_MAX or message.classified for message in messages):
             return False
         datas = [message.data for message in messages]
         common = [

@@ -7,18 +7,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from time import monotonic
 from typing import Protocol
 
 from rsrv.histogram import Histogram
 from rsrv.placement.contract import Table, Worker
 from rsrv.placement.routing import Choice, Router
 from rsrv.settings_fleet import GatewayMode
-from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
+from rsrv.throttle import Throttle
+from rsrv_gateway.outcomes import Refusal, no_classes, no_worker, not_found, not_served
+from rsrv_gateway.suspects import Suspects
 
 #: upper bounds, seconds, of the intervals of durations
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 #: code of a request whose client did not wait for the answer
 CANCELLED = "CANCELLED"
+#: Seconds for which a model's outputs are stored, and the limit of stored models.
+_OUTPUTS_S, _OUTPUTS_MAX = 1.0, 1000
+#: This many errors about unknown models name a similar model at once; later, one error each second does.
+_HINTS_MAX = 5
 #: workers asked for the state of a model that none serves
 _ASKED_WORKERS_MAX = 3
 
@@ -58,18 +65,32 @@ class Brain(Protocol):
         already running does not count. Never raises.
         """
 
+    async def has_died(self, worker: str, model: str) -> bool:
+        """Probe a worker whose connection broke. Return true if it served the model and nothing listens at its port now.
+
+        Return False if the worker was stopping, or if this is unknown. Never raises.
+        """
+
+    async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
+        """Ask a worker for the names of a model's outputs with strings. Never raises."""
+
 
 class Traffic:
     def __init__(self, mode: GatewayMode, brain: Brain) -> None:
         self.router = Router(mode)
         self.brain = brain
+        self.suspects = Suspects()
         #: workers that answer, by name
         self.workers: Mapping[str, Worker] = {}
         self.table: Table = {}
+        #: Limits the errors that name the most similar model.
+        self._hints = Throttle(_HINTS_MAX)
         self._requests = Counter[tuple[str, str, str]]()
         self._items = Counter[str]()
         self._failovers = Counter[str]()
         self._durations: dict[str, Histogram] = {}
+        #: Names of the outputs with strings, and the time of the question, by worker, model and version.
+        self._strings: dict[tuple[str, str, str], tuple[frozenset[str], float]] = {}
 
     def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         self.workers, self.table = workers, table
@@ -91,7 +112,11 @@ class Traffic:
         if model in self.table:
             return not_served(model)
         # Without workers all models are unknown.
-        return not_found(model) if self.workers else no_worker()
+        if not self.workers:
+            return no_worker()
+        # The comparison of names takes milliseconds, for which other requests wait.
+        known = () if self._hints.take("hint") is None else self.table
+        return not_found(model, known)
 
     async def workers_for(self, model: str) -> Iterable[str]:
         """Return the workers that serve a model, after a refresh if it is unknown; if none serves it, some that may say why."""
@@ -101,6 +126,24 @@ class Traffic:
         if routes is not None and routes.ready:
             return dict.fromkeys(routes.ready)
         return list(self.workers)[:_ASKED_WORKERS_MAX]
+
+    async def refusal_of_classes(
+        self, worker: str, model: str, version: str, outputs: Iterable[str]
+    ) -> Refusal | None:
+        """Return why a worker must not get a request for classes of these outputs; None: it may."""
+        if not outputs:
+            return None
+        key, now = (worker, model, version), monotonic()
+        strings, asked = self._strings.get(key, (frozenset(), -_OUTPUTS_S))
+        if now - asked >= _OUTPUTS_S:
+            answer = await self.brain.string_outputs(worker, model, version)
+            if isinstance(answer, Refusal):
+                return answer
+            strings = answer
+            if len(self._strings) >= _OUTPUTS_MAX:
+                self._strings.clear()
+            self._strings[key] = strings, now
+        return next((no_classes(model, output) for output in outputs if output in strings), None)
 
     def pin_sequence(self, choice: Choice, model: str, sequence: int | str) -> None:
         """Move a request of a sequence to the worker of the sequence.

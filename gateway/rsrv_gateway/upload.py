@@ -1,8 +1,7 @@
 """Body of a client's request: forwarded as it arrives, and kept for a failover within the memory budget."""
 
 import asyncio
-import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from aiohttp import StreamReader
@@ -15,6 +14,12 @@ from rsrv_gateway.outcomes import Refusal
 SMALL_BODY_BYTES = 1 << 18
 #: Bytes of bodies kept by a process for failovers; further bodies go to one worker and are not kept.
 KEPT_MAX_BYTES = 1 << 30
+#: Pieces of fewer bytes are joined.
+_MERGED_BYTES = 1 << 16
+_NO_MEMORY = (
+    "the gateway's memory for request bodies is used up, and it must store this body to read its JSON. Send the request again "
+    "later, or send binary data after the JSON"
+)
 
 
 @dataclass
@@ -63,18 +68,67 @@ class Upload:
         if size is not None and size > most:
             raise self._too_large()
 
-    async def head(self, size: int) -> bytes:
-        """Return at least the first `size` bytes, or all if there are fewer. Raises UploadError."""
-        while not self.ended and self._came < size:
+    async def read_ahead(self) -> AsyncGenerator[tuple[bytes, bool]]:
+        """Yield the pieces of the body from its beginning, each with True if it is the last one. Keep the whole body.
+
+        Call it before `data`. Raises UploadError, also if the memory for bodies is used up.
+        """
+        at = 0
+        while True:
+            while at == len(self._pieces) and not self.ended:
+                await self._more(at)
+            if not self.kept and self._came > SMALL_BODY_BYTES:
+                self.failed = UploadError(StatusCode.RESOURCE_EXHAUSTED, _NO_MEMORY)
+                raise self.failed
+            if at == len(self._pieces):
+                yield b"", True
+                return
+            piece = self._pieces[at]
+            at += 1
+            last = self.ended and at == len(self._pieces)
+            yield piece, last
+            if last:
+                return
+            at = self._merge(at)
+
+    def _merge(self, at: int) -> int:
+        """Join small pieces before `at`, so that a body in many parts takes little memory; return the new `at`."""
+        pieces = self._pieces
+        while at > 1 and len(pieces[at - 2]) <= len(pieces[at - 1]) < _MERGED_BYTES:
+            pieces[at - 2 : at] = [pieces[at - 2] + pieces[at - 1]]
+            at -= 1
+        return at
+
+    async def settle(self) -> bytes | None:
+        """Wait for a small body and return it; return None at once for others. Raises UploadError."""
+        if self.size is None or self.size > SMALL_BODY_BYTES:
+            return None
+        while not self.ended:
             await self._more(len(self._pieces))
         if len(self._pieces) > 1:
             self._pieces = [b"".join(self._pieces)]
         return self._pieces[0] if self._pieces else b""
 
-    async def settle(self) -> None:
-        """Wait for a small body; return at once for others. Raises UploadError."""
-        if self.size is not None and self.size <= SMALL_BODY_BYTES:
-            await self.head(self._most + 1)
+    def add_member(self, member: bytes) -> None:
+        """Add a member to the JSON object that was read ahead. Call it before `data`."""
+        for number, piece in enumerate(self._pieces):
+            start, brace, rest = piece.partition(b"{")
+            if brace:
+                following = b"".join([rest, *self._pieces[number + 1 :]]) if not rest.strip() else rest
+                comma = b"" if following.lstrip().startswith(b"}") else b","
+                self._pieces[number] = start + brace + member + comma + rest
+                if self.size is not None:
+                    self.size += len(member) + len(comma)
+                return
+
+    async def wait(self) -> None:
+        """Wait for all of the body. Raises UploadError, also if the memory for bodies is used up."""
+        async for _ in self.read_ahead():
+            pass
+
+    def whole(self) -> bytes:
+        """Return the body so far. It is complete after `wait`, or after a worker has received it."""
+        return b"".join(self._pieces)
 
     def data(self) -> bytes | AsyncIterator[bytes]:
         """Yield the body from its beginning, once for each worker."""
@@ -136,13 +190,3 @@ class Upload:
         message = f"the request has more than {self._most} bytes, which is gateway.max_message_bytes"
         self.failed = UploadError(StatusCode.OUT_OF_RANGE, message)
         return self.failed
-
-
-def decoded(head: bytes, encoding: str, size: int) -> bytes:
-    """Return the first `size` bytes of a compressed body; nothing for an unknown compression."""
-    if encoding not in ("gzip", "deflate") or not size:  # to zlib, 0 is no limit
-        return b""
-    try:
-        return zlib.decompressobj(47).decompress(head, size)  # the first bytes tell gzip from zlib
-    except zlib.error:
-        return b""

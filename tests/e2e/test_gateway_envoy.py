@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -79,6 +80,33 @@ def test_clients_of_both_protocols_use_one_port(envoy: RunningEnvoy, picker: Run
         compressed = grpc.infer("echo", [tensor(tritonclient.grpc, x)], compression_algorithm="gzip")
         assert np.array_equal(compressed.as_numpy("Y"), x)
     wait_until(lambda: picked(picker, "echo") == asked + 9, what="all requests end")
+
+
+@pytest.mark.parametrize("size", [33_000, 40_000, 50_000, 1_060_000])
+def test_every_request_of_a_thousand_gets_its_answer(envoy: RunningEnvoy, size: int) -> None:
+    """Bodies around the sizes of Envoy's buffers are answered: a thousand over each protocol, by four clients."""
+    x = np.arange(size // 4, dtype=np.int32)
+    body, length = tritonclient.http.InferenceServerClient.generate_request_body(
+        [tensor(tritonclient.http, x)],
+        outputs=[tritonclient.http.InferRequestedOutput("Y", binary_data=True)],
+    )
+    headers = {"Inference-Header-Content-Length": str(length)}
+
+    def over_http(_: int) -> int:
+        right = 0
+        with closing(http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=10)) as connection:
+            for _ in range(250):
+                connection.request("POST", "/v2/models/echo/infer", body, headers)
+                right += connection.getresponse().read().endswith(x.tobytes())
+        return right
+
+    def over_grpc(_: int) -> int:
+        with closing(tritonclient.grpc.InferenceServerClient(envoy.url)) as client:
+            return sum(echoed(client, x) for _ in range(250))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(over_http, range(4))) == 1000
+        assert sum(threads.map(over_grpc, range(4))) == 1000
 
 
 def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:

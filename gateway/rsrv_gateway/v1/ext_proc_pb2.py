@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ersrv_gateway/v1/ext_proc.proto\x12\x19\x65nvoy.service.ext_proc.v3\x1a\x1cgoogle/protobuf/struct.proto\"\xb5\x04\n\x11ProcessingRequest\x12\x41\n\x0frequest_headers\x18\x02 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12\x42\n\x10response_headers\x18\x03 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12;\n\x0crequest_body\x18\x04 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12<\n\rresponse_body\x18\x05 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12\x43\n\x10request_trailers\x18\x06 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12\x44\n\x11response_trailers\x18\x07 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12=\n\x10metadata_context\x18\x08 \x01(\x0b\x32#.envoy.service.ext_proc.v3.Metadata\x12I\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32\x30.envoy.service.ext_proc.v3.ProtocolConfigurationB\t\n\x07request\"[\n\x0bHttpHeaders\x12\x35\n\x07headers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"F\n\x0cHttpTrailers\x12\x36\n\x08trailers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\"D\n\tHeaderMap\x12\x37\n\x07headers\x18\x01 \x03(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xac\x01\n\x08Metadata\x12P\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x37.envoy.service.ext_proc.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xd7\x01\n\x15ProtocolConfiguration\x12\x42\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\xbe\x04\n\x12ProcessingResponse\x12\x42\n\x0frequest_headers\x18\x01 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12\x43\n\x10response_headers\x18\x02 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12?\n\x0crequest_body\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12@\n\rresponse_body\x18\x04 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12G\n\x10request_trailers\x18\x05 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12H\n\x11response_trailers\x18\x06 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12J\n\x12immediate_response\x18\x07 \x01(\x0b\x32,.envoy.service.ext_proc.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08response\"K\n\x0cPartResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"\x12\n\x10TrailersResponse\"\x94\x01\n\x0e\x43ommonResponse\x12\x42\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12>\n\rbody_mutation\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyMutation\"k\n\x0eHeaderMutation\x12\x41\n\x0bset_headers\x18\x01 \x03(\x0b\x32,.envoy.service.ext_proc.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"\x89\x02\n\x11HeaderValueOption\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\x12V\n\rappend_action\x18\x03 \x01(\x0e\x32?.envoy.service.ext_proc.v3.HeaderValueOption.HeaderAppendAction\"d\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\"N\n\x0c\x42odyMutation\x12>\n\x11streamed_response\x18\x03 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBody\"\xe1\x01\n\x11ImmediateResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.envoy.service.ext_proc.v3.HttpStatus\x12:\n\x07headers\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12:\n\x0bgrpc_status\x18\x04 \x01(\x0b\x32%.envoy.service.ext_proc.v3.GrpcStatus\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x1c\n\nGrpcStatus\x12\x0e\n\x06status\x18\x01 \x01(\r*d\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ersrv_gateway/v1/ext_proc.proto\x12\x19\x65nvoy.service.ext_proc.v3\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xb5\x04\n\x11ProcessingRequest\x12\x41\n\x0frequest_headers\x18\x02 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12\x42\n\x10response_headers\x18\x03 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12;\n\x0crequest_body\x18\x04 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12<\n\rresponse_body\x18\x05 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12\x43\n\x10request_trailers\x18\x06 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12\x44\n\x11response_trailers\x18\x07 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12=\n\x10metadata_context\x18\x08 \x01(\x0b\x32#.envoy.service.ext_proc.v3.Metadata\x12I\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32\x30.envoy.service.ext_proc.v3.ProtocolConfigurationB\t\n\x07request\"[\n\x0bHttpHeaders\x12\x35\n\x07headers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"F\n\x0cHttpTrailers\x12\x36\n\x08trailers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\"D\n\tHeaderMap\x12\x37\n\x07headers\x18\x01 \x03(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xac\x01\n\x08Metadata\x12P\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x37.envoy.service.ext_proc.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xd7\x01\n\x15ProtocolConfiguration\x12\x42\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\xfb\x04\n\x12ProcessingResponse\x12\x42\n\x0frequest_headers\x18\x01 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12\x43\n\x10response_headers\x18\x02 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12?\n\x0crequest_body\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12@\n\rresponse_body\x18\x04 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.PartResponseH\x00\x12G\n\x10request_trailers\x18\x05 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12H\n\x11response_trailers\x18\x06 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12J\n\x12immediate_response\x18\x07 \x01(\x0b\x32,.envoy.service.ext_proc.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12;\n\x18override_message_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08response\"K\n\x0cPartResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"\x12\n\x10TrailersResponse\"\x94\x01\n\x0e\x43ommonResponse\x12\x42\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12>\n\rbody_mutation\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyMutation\"k\n\x0eHeaderMutation\x12\x41\n\x0bset_headers\x18\x01 \x03(\x0b\x32,.envoy.service.ext_proc.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"\x89\x02\n\x11HeaderValueOption\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\x12V\n\rappend_action\x18\x03 \x01(\x0e\x32?.envoy.service.ext_proc.v3.HeaderValueOption.HeaderAppendAction\"d\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\"N\n\x0c\x42odyMutation\x12>\n\x11streamed_response\x18\x03 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBody\"\xe1\x01\n\x11ImmediateResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.envoy.service.ext_proc.v3.HttpStatus\x12:\n\x07headers\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12:\n\x0bgrpc_status\x18\x04 \x01(\x0b\x32%.envoy.service.ext_proc.v3.GrpcStatus\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x1c\n\nGrpcStatus\x12\x0e\n\x06status\x18\x01 \x01(\r*d\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,46 +35,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_BODYSENDMODE']._serialized_start=2966
-  _globals['_BODYSENDMODE']._serialized_end=3066
-  _globals['_PROCESSINGREQUEST']._serialized_start=92
-  _globals['_PROCESSINGREQUEST']._serialized_end=657
-  _globals['_HTTPHEADERS']._serialized_start=659
-  _globals['_HTTPHEADERS']._serialized_end=750
-  _globals['_HTTPBODY']._serialized_start=752
-  _globals['_HTTPBODY']._serialized_end=799
-  _globals['_HTTPTRAILERS']._serialized_start=801
-  _globals['_HTTPTRAILERS']._serialized_end=871
-  _globals['_HEADERMAP']._serialized_start=873
-  _globals['_HEADERMAP']._serialized_end=941
-  _globals['_HEADERVALUE']._serialized_start=943
-  _globals['_HEADERVALUE']._serialized_end=1003
-  _globals['_METADATA']._serialized_start=1006
-  _globals['_METADATA']._serialized_end=1178
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=1100
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=1178
-  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1181
-  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1396
-  _globals['_PROCESSINGRESPONSE']._serialized_start=1399
-  _globals['_PROCESSINGRESPONSE']._serialized_end=1973
-  _globals['_PARTRESPONSE']._serialized_start=1975
-  _globals['_PARTRESPONSE']._serialized_end=2050
-  _globals['_TRAILERSRESPONSE']._serialized_start=2052
-  _globals['_TRAILERSRESPONSE']._serialized_end=2070
-  _globals['_COMMONRESPONSE']._serialized_start=2073
-  _globals['_COMMONRESPONSE']._serialized_end=2221
-  _globals['_HEADERMUTATION']._serialized_start=2223
-  _globals['_HEADERMUTATION']._serialized_end=2330
-  _globals['_HEADERVALUEOPTION']._serialized_start=2333
-  _globals['_HEADERVALUEOPTION']._serialized_end=2598
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=2498
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=2598
-  _globals['_BODYMUTATION']._serialized_start=2600
-  _globals['_BODYMUTATION']._serialized_end=2678
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2681
-  _globals['_IMMEDIATERESPONSE']._serialized_end=2906
-  _globals['_HTTPSTATUS']._serialized_start=2908
-  _globals['_HTTPSTATUS']._serialized_end=2934
-  _globals['_GRPCSTATUS']._serialized_start=2936
-  _globals['_GRPCSTATUS']._serialized_end=2964
+  _globals['_BODYSENDMODE']._serialized_start=3059
+  _globals['_BODYSENDMODE']._serialized_end=3159
+  _globals['_PROCESSINGREQUEST']._serialized_start=124
+  _globals['_PROCESSINGREQUEST']._serialized_end=689
+  _globals['_HTTPHEADERS']._serialized_start=691
+  _globals['_HTTPHEADERS']._serialized_end=782
+  _globals['_HTTPBODY']._serialized_start=784
+  _globals['_HTTPBODY']._serialized_end=831
+  _globals['_HTTPTRAILERS']._serialized_start=833
+  _globals['_HTTPTRAILERS']._serialized_end=903
+  _globals['_HEADERMAP']._serialized_start=905
+  _globals['_HEADERMAP']._serialized_end=973
+  _globals['_HEADERVALUE']._serialized_start=975
+  _globals['_HEADERVALUE']._serialized_end=1035
+  _globals['_METADATA']._serialized_start=1038
+  _globals['_METADATA']._serialized_end=1210
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=1132
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=1210
+  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1213
+  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1428
+  _globals['_PROCESSINGRESPONSE']._serialized_start=1431
+  _globals['_PROCESSINGRESPONSE']._serialized_end=2066
+  _globals['_PARTRESPONSE']._serialized_start=2068
+  _globals['_PARTRESPONSE']._serialized_end=2143
+  _globals['_TRAILERSRESPONSE']._serialized_start=2145
+  _globals['_TRAILERSRESPONSE']._serialized_end=2163
+  _globals['_COMMONRESPONSE']._serialized_start=2166
+  _globals['_COMMONRESPONSE']._serialized_end=2314
+  _globals['_HEADERMUTATION']._serialized_start=2316
+  _globals['_HEADERMUTATION']._serialized_end=2423
+  _globals['_HEADERVALUEOPTION']._serialized_start=2426
+  _globals['_HEADERVALUEOPTION']._serialized_end=2691
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=2591
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=2691
+  _globals['_BODYMUTATION']._serialized_start=2693
+  _globals['_BODYMUTATION']._serialized_end=2771
+  _globals['_IMMEDIATERESPONSE']._serialized_start=2774
+  _globals['_IMMEDIATERESPONSE']._serialized_end=2999
+  _globals['_HTTPSTATUS']._serialized_start=3001
+  _globals['_HTTPSTATUS']._serialized_end=3027
+  _globals['_GRPCSTATUS']._serialized_start=3029
+  _globals['_GRPCSTATUS']._serialized_end=3057
 # @@protoc_insertion_point(module_scope)

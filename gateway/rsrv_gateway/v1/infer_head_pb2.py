@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rsrv_gateway/v1/infer_head.proto\x12\x11rsrv.gateway.peek\"\xfa\x01\n\tInferHead\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12@\n\nparameters\x18\x04 \x03(\x0b\x32,.rsrv.gateway.peek.InferHead.ParametersEntry\x12\x31\n\x06inputs\x18\x05 \x03(\x0b\x32!.rsrv.gateway.peek.InferHeadInput\x1aX\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x34\n\x05value\x18\x02 \x01(\x0b\x32%.rsrv.gateway.peek.InferHeadParameter:\x02\x38\x01\"-\n\x0eInferHeadInput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x9d\x01\n\x12InferHeadParameter\x12\x14\n\nbool_param\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bint64_param\x18\x02 \x01(\x03H\x00\x12\x16\n\x0cstring_param\x18\x03 \x01(\tH\x00\x12\x16\n\x0c\x64ouble_param\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cuint64_param\x18\x05 \x01(\x04H\x00\x42\x12\n\x10parameter_choiceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rsrv_gateway/v1/infer_head.proto\x12\x11rsrv.gateway.peek\"\xc6\x02\n\tInferHead\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x15\n\rmodel_version\x18\x02 \x01(\t\x12\n\n\x02id\x18\x03 \x01(\t\x12@\n\nparameters\x18\x04 \x03(\x0b\x32,.rsrv.gateway.peek.InferHead.ParametersEntry\x12\x31\n\x06inputs\x18\x05 \x03(\x0b\x32!.rsrv.gateway.peek.InferHeadInput\x12\x33\n\x07outputs\x18\x06 \x03(\x0b\x32\".rsrv.gateway.peek.InferHeadOutput\x1aX\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x34\n\x05value\x18\x02 \x01(\x0b\x32%.rsrv.gateway.peek.InferHeadParameter:\x02\x38\x01\"-\n\x0eInferHeadInput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xc1\x01\n\x0fInferHeadOutput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x46\n\nparameters\x18\x02 \x03(\x0b\x32\x32.rsrv.gateway.peek.InferHeadOutput.ParametersEntry\x1aX\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x34\n\x05value\x18\x02 \x01(\x0b\x32%.rsrv.gateway.peek.InferHeadParameter:\x02\x38\x01\"\x9d\x01\n\x12InferHeadParameter\x12\x14\n\nbool_param\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bint64_param\x18\x02 \x01(\x03H\x00\x12\x16\n\x0cstring_param\x18\x03 \x01(\tH\x00\x12\x16\n\x0c\x64ouble_param\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cuint64_param\x18\x05 \x01(\x04H\x00\x42\x12\n\x10parameter_choiceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INFERHEAD_PARAMETERSENTRY']._loaded_options = None
   _globals['_INFERHEAD_PARAMETERSENTRY']._serialized_options = b'8\001'
+  _globals['_INFERHEADOUTPUT_PARAMETERSENTRY']._loaded_options = None
+  _globals['_INFERHEADOUTPUT_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_INFERHEAD']._serialized_start=56
-  _globals['_INFERHEAD']._serialized_end=306
-  _globals['_INFERHEAD_PARAMETERSENTRY']._serialized_start=218
-  _globals['_INFERHEAD_PARAMETERSENTRY']._serialized_end=306
-  _globals['_INFERHEADINPUT']._serialized_start=308
-  _globals['_INFERHEADINPUT']._serialized_end=353
-  _globals['_INFERHEADPARAMETER']._serialized_start=356
-  _globals['_INFERHEADPARAMETER']._serialized_end=513
+  _globals['_INFERHEAD']._serialized_end=382
+  _globals['_INFERHEAD_PARAMETERSENTRY']._serialized_start=294
+  _globals['_INFERHEAD_PARAMETERSENTRY']._serialized_end=382
+  _globals['_INFERHEADINPUT']._serialized_start=384
+  _globals['_INFERHEADINPUT']._serialized_end=429
+  _globals['_INFERHEADOUTPUT']._serialized_start=432
+  _globals['_INFERHEADOUTPUT']._serialized_end=625
+  _globals['_INFERHEADOUTPUT_PARAMETERSENTRY']._serialized_start=294
+  _globals['_INFERHEADOUTPUT_PARAMETERSENTRY']._serialized_end=382
+  _globals['_INFERHEADPARAMETER']._serialized_start=628
+  _globals['_INFERHEADPARAMETER']._serialized_end=785
 # @@protoc_insertion_point(module_scope)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.crowd import OK, Requests, asking
 from tests.bench.figures import Target
 from tests.bench.gateway import workers
-from tests.bench.gateway.clients import OK, Requests, asking
 from tests.bench.gateway.stage import Gateway, gateway, write_workers
 from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from local_triton import ServerFailed
+from tests.bench.crowd import OK, WRONG, Requests, asking
 from tests.bench.gateway import workers
-from tests.bench.gateway.clients import OK, WRONG, Requests, asking
 from tests.bench.gateway.stage import Gateway, gateway, write_workers
 from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed

@@ -157,7 +157,7 @@ class House:
         async with self.open(method, path, **options) as response:
             return Answer(response.status, CIMultiDict(response.headers), await response.read())
 
-    async def infer(self, body: Any = b"tensor", path: str = INFER, **options: Any) -> Answer:
+    async def infer(self, body: Any = b"{}", path: str = INFER, **options: Any) -> Answer:
         """Send a request with `body`: bytes, or an object for JSON."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         return await self.ask("POST", path, data=data, **options)

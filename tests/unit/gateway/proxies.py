@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Proxy
+from rsrv_gateway.outcomes import Refusal
 
 SERVICE = "/inference.GRPCInferenceService/"
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -128,6 +129,12 @@ class FakeBrain:
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.refreshes = 0
+        #: Workers that have died.
+        self.dead: set[str] = set()
+        #: Outputs with strings, by worker.
+        self.strings: dict[str, frozenset[str] | Refusal] = {}
+        #: Workers that were asked for them.
+        self.asked: list[str] = []
         #: Called with each refresh.
         self.looks: Callable[[], Awaitable[None]] | None = None
 
@@ -138,6 +145,13 @@ class FakeBrain:
         self.refreshes += 1
         if self.looks is not None:
             await self.looks()
+
+    async def has_died(self, worker: str, model: str) -> bool:
+        return worker in self.dead
+
+    async def string_outputs(self, worker: str, model: str, version: str) -> frozenset[str] | Refusal:
+        self.asked.append(worker)
+        return self.strings.get(worker, frozenset())
 
 
 class House:

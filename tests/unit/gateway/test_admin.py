@@ -5,8 +5,11 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
+import trustme
 from aiohttp import ClientSession, web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rsrv.control.grpc_server import ListenError
 from rsrv.histogram import Histogram
 from rsrv.placement.contract import ModelView, WeightsView, WorkerView
+from rsrv.renewal import Renewals, end_of
 from rsrv_gateway.admin import Admin
-from rsrv_gateway.metrics import DepartedWorkers, expose, merge
+from rsrv_gateway.metrics import DepartedWorkers, expose, merge, table
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 from tests.unit.gateway.worlds import World
 from tests.waiting import looped
@@ -158,8 +162,11 @@ async def triton(text: str | None, kind: str = "text/plain") -> AsyncIterator[in
 
 
 @asynccontextmanager
-async def watched(world: World, token: bytes | None = None) -> AsyncIterator[str]:
-    admin = Admin(world.gateway, token)
+async def watched(
+    world: World, token: bytes | None = None, renewals: Renewals | None = None
+) -> AsyncIterator[str]:
+    renewals = Renewals() if renewals is None else renewals
+    admin = Admin(world.gateway, None if token is None else lambda: token, renewals)
     await admin.start("127.0.0.1:0")
     yield f"http://127.0.0.1:{admin.port}"
     await admin.stop()
@@ -259,34 +266,6 @@ def test_a_departed_worker_is_forgotten_after_a_while() -> None:
 
 
 @looped
-async def test_what_models_show_in_tritons_metrics_is_rsrvs_own() -> None:
-    """If a worker's control service answers, its metrics replace the copies on Triton's page."""
-    mirrored = """# HELP rsrv_queue_depth Requests that wait
-# TYPE rsrv_queue_depth gauge
-rsrv_queue_depth{model="m",version="1"} 4
-"""
-    ours = '# HELP rsrv_queue_depth Requests\n# TYPE rsrv_queue_depth gauge\nrsrv_queue_depth{model="m"} 5\n'
-    async with triton(TRITON + mirrored) as port:
-        entry = {"host": "127.0.0.1", "metrics_port": port, "control": "unix:/nowhere"}
-        section = {
-            "workers_dns": None,
-            "workers": [{**entry, "name": "one", "grpc_port": 1}, {**entry, "name": "two", "grpc_port": 2}],
-        }
-        world = World(section, one="m", two="m")
-        world.pages["one"] = ours
-        async with world.running(), watched(world) as url:
-            _, text = await get(f"{url}/metrics")
-    families = {one.name: one for one in text_string_to_metric_families(text)}
-    assert [(s.labels, s.value) for s in families["rsrv_queue_depth"].samples] == [
-        ({"worker": "one", "model": "m"}, 5),
-        ({"worker": "two", "model": "m", "version": "1"}, 4),
-    ]
-    assert [s.labels["worker"] for s in families["nv_cpu_utilization"].samples] == ["one", "two"]
-    up = {s.labels["worker"]: s.value for s in families["rsrv_gateway_worker_metrics_up"].samples}
-    assert up == {"one": 1, "two": 0}
-
-
-@looped
 async def test_ready_with_a_worker_and_healthy_without() -> None:
     """The gateway is healthy while it runs, and ready while it accepts requests and has workers."""
     world = World(a="m")
@@ -324,6 +303,46 @@ async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> Non
 
 
 @looped
+async def test_the_end_of_certificates_and_failed_renewals_are_metrics(tmp_path: Path) -> None:
+    """The metrics show when the certificate in use ends, and whether its renewal failed."""
+    certificate = tmp_path / "cert"
+    ends = datetime(2031, 1, 1, tzinfo=UTC)
+    issued = trustme.CA().issue_cert("localhost", not_after=ends).cert_chain_pems[0].bytes()
+    certificate.write_bytes(issued)
+    renewals = Renewals()
+    renewals.of(
+        "gateway.tls_certificate", [certificate], lambda: end_of(certificate.read_bytes()), certificate
+    )
+    world, labels = World(a="m"), '{setting="gateway.tls_certificate"}'
+    async with world.running(), watched(world, renewals=renewals) as url:
+        for content, failed in ((issued, 0.0), (b"broken", 1.0)):
+            certificate.write_bytes(content)
+            renewals.look(ends.timestamp() - 86400)
+            lines = (await get(f"{url}/metrics"))[1].splitlines()
+            values = dict(line.rsplit(" ", 1) for line in lines if line.endswith(tuple("0123456789")))
+            assert (
+                float(values[f"rsrv_gateway_certificate_end_timestamp_seconds{labels}"]) == ends.timestamp()
+            )
+            assert float(values[f"rsrv_gateway_renewal_failed{labels}"]) == failed
+
+
+@looped
+async def test_pages_of_other_sites_read_nothing() -> None:
+    """Metrics, live page and traces are refused under another site's name; health is answered under any name."""
+    world = World(a="m")
+    async with world.running(), watched(world) as url, ClientSession() as session:
+        for path, status in (
+            ("metrics", 421),
+            ("", 421),
+            ("live/trace", 421),
+            ("healthz", 200),
+            ("readyz", 200),
+        ):
+            async with session.get(f"{url}/{path}", headers={"Host": "evil.example:8002"}) as answer:
+                assert answer.status == status
+
+
+@looped
 async def test_a_port_that_is_taken_is_named() -> None:
     """If the port is taken or the address invalid, the error names `gateway.admin`."""
     world = World(a="m")
@@ -331,3 +350,10 @@ async def test_a_port_that_is_taken_is_named() -> None:
         for address in (url.removeprefix("http://"), "127.0.0.1:x"):
             with pytest.raises(ListenError, match=r"gateway\.admin: cannot listen on 127\.0\.0\.1"):
                 await Admin(world.gateway).start(address)
+
+
+def test_the_docs_have_every_metric_of_the_gateway() -> None:
+    """The table on the page is what python -m rsrv_gateway.metrics prints."""
+    page = Path(__file__).parents[3] / "docs" / "monitoring.md"
+    rest = page.read_text(encoding="utf-8").partition("<!-- python -m rsrv_gateway.metrics -->")[2]
+    assert rest.partition("\n## ")[0].strip() == table()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from io import BytesIO
@@ -19,7 +20,7 @@ from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.ext_proc import DESTINATION
 from rsrv_gateway.picker import Picker
-from tests.envoys import Change, ext_proc, running_envoy
+from tests.envoys import Change, ext_proc, manager, running_envoy
 from tests.unit.gateway.http_proxies import FakeHttpWorker
 from tests.unit.gateway.proxies import SERVICE, FakeBrain, FakeWorker, refusal
 from tests.unit.gateway.workers import Relay
@@ -59,7 +60,7 @@ class Street:
         call = self.client.unary_unary(
             SERVICE + "ModelInfer", Infer.SerializeToString, service_pb2.ModelInferResponse.FromString
         )
-        return call(Infer(model_name=model, raw_input_contents=[bytes(size)]), timeout=20, **options)
+        return call(Infer(model_name=model, raw_input_contents=[bytes(size)]), **{"timeout": 20, **options})
 
     def stream(self) -> Any:
         call = self.client.stream_stream(
@@ -174,6 +175,100 @@ async def test_requests_in_flight_are_counted_until_their_answer(tmp_path: Path)
         await asyncio.gather(call, stream.read())
         assert await stream.read() is grpc.aio.EOF
         await town.idle()
+
+
+def _hurry(config: Any) -> None:
+    """Shorten all time limits of the routes."""
+    (host,) = manager(config)["route_config"]["virtual_hosts"]
+    for one in host["routes"]:
+        route = one["route"]
+        limits = [limit for limit in (route, route.get("max_stream_duration")) if limit]
+        for limit in limits:
+            limit |= {key: "0.5s" for key, value in limit.items() if value in ("60s", "65s", "300s")}
+
+
+@looped
+async def test_large_requests_without_raw_tensors_reach_the_worker(tmp_path: Path) -> None:
+    """Tensors inside a call's message that are longer than several windows of Envoy arrive."""
+    async with street(tmp_path) as town:
+        contents = service_pb2.InferTensorContents(int64_contents=[2**62] * 400_000)
+        inputs = [Infer.InferInputTensor(name="X", shape=[400_000], contents=contents)]
+        call = town.client.unary_unary(
+            SERVICE + "ModelInfer", Infer.SerializeToString, service_pb2.ModelInferResponse.FromString
+        )
+        assert (await call(Infer(model_name="m", inputs=inputs), timeout=20)).model_version == "b"
+
+
+@looped
+async def test_no_worker_gets_the_end_of_a_request_that_would_end_it(tmp_path: Path) -> None:
+    """Huge shapes reach no worker through Envoy as whole requests, at any place, compressed or not; nor does a late sequence."""
+    claim = b'"inputs": [{"name": "X", "datatype": "FP32", "shape": [2147483648, 64], "data": [1]}]}'
+    async with street(tmp_path) as town:
+        for size in (0, 20_000, 40_000, 1_000_000, 3_000_000):
+            body = b'{"id": "' + b"i" * size + b'", ' + claim
+            assert (await town.post("m", body))[0] == 400
+            status, _, text = await town.post("m", gzip.compress(body), **{"Content-Encoding": "gzip"})
+            assert (status, b"more elements" in text) == (400, True)
+        late = b'{"id": "' + b"i" * 3_000_000 + b'", "parameters": {"sequence_id": 7}}'
+        status, _, text = await town.post("m", late)
+        assert (status, b"parameters before the inputs" in text) == (400, True)
+        message = Infer(model_name="m", raw_input_contents=[bytes(1_000_000)]).SerializeToString()
+        message += Infer(inputs=[Infer.InferInputTensor(name="X", shape=[2**40, 2**40])]).SerializeToString()
+        call = town.client.unary_unary(SERVICE + "ModelInfer")
+        for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            code, details = await refusal(call(message, timeout=20, compression=compression))
+            assert (code, "more than 2147483647 elements" in details) == ("INVALID_ARGUMENT", True)
+        assert [worker.got for worker in town.workers.values()] == [{}, {}, {}]
+        assert [worker.got for worker in town.http.values()] == [[], [], []]
+        await town.idle()
+
+
+@looped
+async def test_every_request_ends_at_the_limit_of_its_route(tmp_path: Path) -> None:
+    """A call, a stream and a request over HTTP without an answer end, and so does a request whose body stops arriving."""
+    async with street(tmp_path, _hurry) as town:
+
+        async def hold(_: Any, __: Any) -> Any:
+            await asyncio.Event().wait()
+
+        town.workers["b"].does |= {"ModelInfer": hold, "ModelStreamInfer": hold}
+        town.http["b"].holds()
+        stream = town.stream()
+        await stream.write(Infer(model_name="m"))
+        assert (await refusal(town.infer("m", timeout=None)))[0] == "DEADLINE_EXCEEDED"
+        assert (await refusal(stream.read()))[1] == "stream timeout"
+        assert (await town.post("m"))[0] == 504
+        async with town.session.post(f"http://{town.url}/v2/models/m/generate_stream", data=b"{}") as answer:
+            assert answer.status == 504
+        host, port = town.url.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n"
+            + b"{"
+            + b" " * 9_999
+        )
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+        await town.idle()
+
+
+@looped
+async def test_a_call_may_take_as_long_as_its_client_allows(tmp_path: Path) -> None:
+    """A client's deadline replaces the limit of calls: a call with one outlives a later call without."""
+    async with street(tmp_path, _hurry) as town:
+        gate, arrived = asyncio.Event(), asyncio.Event()
+
+        async def hold(request: Any, _: Any) -> Any:
+            arrived.set()
+            await gate.wait()
+            return await town.workers["b"].echo(request, None)
+
+        town.workers["b"].does["ModelInfer"] = hold
+        call = town.infer("m")
+        await arrived.wait()
+        assert (await refusal(town.infer("m", timeout=None)))[0] == "DEADLINE_EXCEEDED"
+        gate.set()
+        assert (await call).model_version == "b"
 
 
 @looped
@@ -311,7 +406,7 @@ async def test_the_token_holds_if_envoy_does_not_go_on_without_the_picker(tmp_pa
     ("key", "mode", "named"),
     [
         ("request_header_mode", "SKIP", "request_header_mode: SEND"),
-        ("request_body_mode", "NONE", "request_body_mode: BUFFERED_PARTIAL"),
+        ("request_body_mode", "NONE", "request_body_mode: STREAMED"),
     ],
 )
 @looped

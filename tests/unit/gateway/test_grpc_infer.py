@@ -14,7 +14,7 @@ from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import grpc_proxy
 from rsrv_gateway.connections import ChannelFactory, WorkerChannels, answer_of
-from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
+from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import looped
 
@@ -39,20 +39,6 @@ async def test_bytes_pass_through() -> None:
 
 
 @looped
-async def test_each_in_turn() -> None:
-    """Requests go to the workers in turn, and are counted by model, worker and code."""
-    async with serving(2) as house:
-        answers = [await house.infer() for _ in range(4)]
-
-        assert [answer.model_version for answer in answers] == ["a", "b", "a", "b"]
-        counts = house.proxy.counts()
-        assert counts.requests == {("m", "a", "OK"): 2, ("m", "b", "OK"): 2}
-        assert counts.items == {"m": 4}
-        assert sum(counts.durations["m"].counts) == 4
-        assert counts.outstanding == {}
-
-
-@looped
 async def test_items_are_read_where_they_count() -> None:
     """A request counts as the extent of its model's batch axis."""
     table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
@@ -62,29 +48,6 @@ async def test_items_are_read_where_they_count() -> None:
         await house.infer(inputs=[Infer.InferInputTensor(name="Y", shape=[5, 2])])
 
         assert house.proxy.counts().items == {"m": 6}
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (Code.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] wait"),
-        (Code.UNAVAILABLE, "[rsrv:PAUSED] by an operator"),
-        (Code.NOT_FOUND, "no such model"),
-    ],
-)
-@looped
-async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> None:
-    """If a worker lacks the model or is unavailable, another one answers."""
-    async with serving(3) as house:
-        for worker in house.workers[:2]:
-            worker.does["ModelInfer"] = refusing(code, message)
-
-        assert (await house.infer()).model_version == "c"
-        counts = house.proxy.counts()
-        assert counts.requests == {("m", "c", "OK"): 1}
-        assert counts.failovers == {"a": 1, "b": 1}
-        assert counts.load == {"a": 0, "b": 0, "c": 0}
-        assert house.brain.failures == []
 
 
 @pytest.mark.parametrize(
@@ -112,24 +75,6 @@ async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got:
 
 
 @looped
-async def test_all_refuse() -> None:
-    """If all workers refuse, the client gets the last refusal; NOT_FOUND ranks below any other."""
-    async with serving(3) as house:
-        for worker, (code, message) in zip(
-            house.workers,
-            [
-                (Code.NOT_FOUND, "missing"),
-                (Code.UNAVAILABLE, "[rsrv:NOT_RESIDENT] load it"),
-                (Code.NOT_FOUND, "missing"),
-            ],
-            strict=True,
-        ):
-            worker.does["ModelInfer"] = refusing(code, message)
-
-        assert await refusal(house.infer()) == ("FAILED_PRECONDITION", "[rsrv:NOT_RESIDENT] load it")
-
-
-@looped
 async def test_metadata() -> None:
     """Metadata passes to the worker, and trailing metadata to the client, in success and failure."""
 
@@ -152,41 +97,6 @@ async def test_metadata() -> None:
 
 
 @looped
-async def test_an_unknown_model() -> None:
-    """All workers are probed before a model is NOT_FOUND, and its name gets into no metric."""
-    async with serving(1) as house:
-        assert await refusal(house.infer("x")) == ("NOT_FOUND", "Request for unknown model: 'x' is not found")
-        assert house.brain.refreshes == 1
-        assert house.proxy.counts().requests == {("", "", "NOT_FOUND"): 1}
-
-
-@looped
-async def test_a_model_that_has_just_come() -> None:
-    """A model that the probe finds is served at once."""
-    async with serving(1) as house:
-
-        async def look() -> None:
-            await house.apply({"new": Routes(ready=("a",))})
-
-        house.brain.looks = look
-        assert (await house.infer("new")).model_name == "new"
-
-
-@looped
-async def test_a_model_without_workers() -> None:
-    """A known model without ready workers is UNAVAILABLE, and so is one whose workers do not answer."""
-    async with serving(1, {"m": Routes(ready=())}) as house:
-        code, message = await refusal(house.infer())
-        assert code == "UNAVAILABLE"
-        assert "'m'" in message
-        assert house.brain.refreshes == 0
-        assert house.proxy.counts().requests == {("m", "", "UNAVAILABLE"): 1}
-
-        await house.apply({}, [])
-        assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
-
-
-@looped
 async def test_what_is_no_request() -> None:
     """Bytes that are no request are refused without a worker."""
     async with serving(1) as house:
@@ -195,24 +105,6 @@ async def test_what_is_no_request() -> None:
         assert (await refusal(infer(b"\x0a\xff")))[0] == "INVALID_ARGUMENT"
         assert house.workers[0].got == {}
         assert house.proxy.counts().requests == {("", "", "INVALID_ARGUMENT"): 1}
-
-
-@looped
-async def test_the_client_leaves() -> None:
-    """If a client cancels its call, the worker's call is cancelled and counted."""
-    async with serving(1) as house:
-        (worker,) = house.workers
-        cancelled = hold(worker)
-        call = house.infer()
-        await worker.called.wait()
-        assert house.proxy.counts().outstanding == {("m", "a"): 1}
-
-        call.cancel()
-        await cancelled.wait()
-
-        await (until_counted := asyncio.ensure_future(counted(house)))
-        assert until_counted.result() == {("m", "a", "CANCELLED"): 1}
-        assert house.proxy.counts().outstanding == {}
 
 
 @looped
@@ -260,16 +152,6 @@ async def test_deadlines() -> None:
 
 
 @looped
-async def test_the_gateways_own_deadline() -> None:
-    """Without a client's deadline, the gateway's limit ends a request that hangs."""
-    async with serving(1, request_timeout_s=0.5) as house:
-        cancelled = hold(house.workers[0])
-
-        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"
-        await cancelled.wait()
-
-
-@looped
 async def test_a_deadline_is_told_to_models() -> None:
     """A worker with a control service gets the client's deadline as the request's timeout by default."""
     async with serving(1) as house:
@@ -288,25 +170,6 @@ async def test_a_deadline_is_told_to_models() -> None:
         assert 10_000_000 < http_refusal.parameters["timeout"].int64_param < 21_000_000
         assert "timeout" not in untold.parameters
         assert own.parameters["timeout"].int64_param == 5
-
-
-@looped
-async def test_a_sequence_stays_where_it_is() -> None:
-    """Requests of a sequence go to one worker, also if it refuses; sequences are spread over all."""
-    async with serving(4) as house:
-        homes = {}
-        for sequence in range(1, 30):
-            request = Infer(model_name="m")
-            request.parameters["sequence_id"].int64_param = sequence
-            answers = [(await house.call("ModelInfer", request)).model_version for _ in range(3)]
-            assert len(set(answers)) == 1
-            homes[sequence] = answers[0]
-        assert set(homes.values()) == {"a", "b", "c", "d"}
-
-        lost = next(worker for worker in house.workers if worker.name == homes[1])
-        lost.does["ModelInfer"] = refusing(Code.UNAVAILABLE, "down")
-        request.parameters["sequence_id"].int64_param = 1
-        assert await refusal(house.call("ModelInfer", request)) == ("UNAVAILABLE", "down")
 
 
 @looped
@@ -389,27 +252,6 @@ async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -
 
 
 @looped
-async def test_a_worker_is_taken_out_of_the_table() -> None:
-    """A call on a worker that leaves the table still ends there."""
-    async with serving(2) as house:
-        first, _ = house.workers
-        go = asyncio.Event()
-
-        async def late(request: Any, context: Any) -> Any:
-            await go.wait()
-            return await first.echo(request, context)
-
-        first.does["ModelInfer"] = late
-        call = house.infer()
-        await first.called.wait()
-        await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
-        assert (await house.infer()).model_version == "b"
-        go.set()
-
-        assert (await call).model_version == "a"
-
-
-@looped
 async def test_a_worker_is_away_for_one_probe() -> None:
     """A call with a long deadline survives a short absence of its worker from the table."""
     async with serving(2, request_timeout_s=0.2) as house:
@@ -447,31 +289,6 @@ async def test_a_connection_ends_with_its_last_call() -> None:
         await asyncio.sleep(0)
     await channels.close()
     await worker.kill()
-
-
-@looped
-async def test_the_end() -> None:
-    """At the end, calls in flight finish within their time, and new ones are refused."""
-    async with serving(1) as house:
-        (worker,) = house.workers
-        go = asyncio.Event()
-
-        async def late(request: Any, context: Any) -> Any:
-            await go.wait()
-            return await worker.echo(request, context)
-
-        worker.does["ModelInfer"] = late
-        call = house.infer()
-        await worker.called.wait()
-        draining = asyncio.ensure_future(house.proxy.drain(30))
-        while (await refusal(house.call("ServerLive", wait_for_ready=False)))[0] != "UNAVAILABLE":
-            pass
-        go.set()
-
-        assert (await call).model_version == "a"
-        await draining
-        await house.proxy.stop()
-        await house.proxy.stop()
 
 
 @looped
@@ -520,10 +337,3 @@ def hold(worker: Any) -> asyncio.Event:
 
     worker.does["ModelInfer"] = wait
     return cancelled
-
-
-async def counted(house: House) -> Any:
-    """Return the counts once there are some: nothing else reports the end of a cancelled call."""
-    while not house.proxy.counts().requests:
-        await asyncio.sleep(0)
-    return house.proxy.counts().requests

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import trustme
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Routes
+from rsrv.renewal import Renewals
 from rsrv.settings_fleet import GatewaySection
 from rsrv.tokens import TokenError
 from rsrv_gateway.connections import CredentialsError, Token, server_credentials
-from tests.unit.gateway.proxies import FakeWorker, Handler, House, refusal, refusing, serving, types
+from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, refusal, refusing, serving, types
 from tests.waiting import looped
 
 Code = grpc.StatusCode
@@ -252,7 +256,7 @@ def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
     secret.chmod(0o600)
 
     with pytest.raises(TokenError, match="holds no token"):
-        Token(GatewaySection(token_file=secret))
+        Token(GatewaySection(token_file=secret), Renewals())
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -325,6 +329,119 @@ def test_workers_use_tls(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def _issue(folder: Path, authority: trustme.CA, *names: str) -> None:
+    """Write a certificate, its key and its authority."""
+    issued = authority.issue_cert(*names)
+    for name, content in (
+        ("cert", b"".join(each.bytes() for each in issued.cert_chain_pems)),
+        ("key", issued.private_key_pem.bytes()),
+        ("ca", authority.cert_pem.bytes()),
+    ):
+        (folder / name).write_bytes(content)
+
+
+@looped
+async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path) -> None:
+    """After a renewal, new connections get the new certificate and trust the new authority of clients; an open stream goes on."""
+    old, new = trustme.CA(), trustme.CA()
+    _issue(tmp_path, old, "localhost")
+    files: dict[str, Any] = {
+        "tls_certificate": tmp_path / "cert",
+        "tls_key": tmp_path / "key",
+        "tls_client_ca": tmp_path / "ca",
+    }
+
+    def credentials(ca: trustme.CA) -> Any:
+        mine = ca.issue_cert("client@example.org")
+        return grpc.ssl_channel_credentials(
+            ca.cert_pem.bytes(), mine.private_key_pem.bytes(), mine.cert_chain_pems[0].bytes()
+        )
+
+    async def live(ca: trustme.CA, where: str) -> str:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(where, credentials(ca), options) as channel:
+            call = channel.unary_unary(f"{SERVICE}ServerLive", None, None)
+            try:
+                return "live" if await call(b"") else "not live"
+            except grpc.aio.AioRpcError as error:
+                return str(error.code().name)
+
+    async with serving(1, grpc="localhost:0", **files) as house:
+        where = f"localhost:{house.proxy.grpc.port}"
+        async with grpc.aio.secure_channel(where, credentials(old)) as channel:
+            stream = House(house.proxy, house.brain, house.workers, channel).stream()
+            await stream.write(pb.ModelInferRequest(model_name="m", id="1"))
+            assert (await stream.read()).infer_response.id == "1"
+            assert (await live(old, where), await live(new, where)) == ("live", "UNAVAILABLE")
+            _issue(tmp_path, new, "localhost")
+            house.proxy.renewals.look(time.time())
+            assert (await live(old, where), await live(new, where)) == ("UNAVAILABLE", "live")
+            (tmp_path / "cert").write_text("broken")
+            house.proxy.renewals.look(time.time())
+            assert await live(new, where) == "live"
+            await stream.write(pb.ModelInferRequest(model_name="m", id="2"))
+            assert (await stream.read()).infer_response.id == "2"
+
+
+@looped
+async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
+    """After the file's change the new token is admitted and the old one refused; a file without a token changes nothing."""
+    secret = tmp_path / "token"
+    secret.write_text("old")
+    secret.chmod(0o600)
+    async with serving(1, token_file=secret) as house:
+
+        async def admitted() -> list[str]:
+            tokens = []
+            for token in ("old", "new!"):
+                with suppress(grpc.aio.AioRpcError):
+                    await house.call("ServerLive", metadata=(("authorization", f"Bearer {token}"),))
+                    tokens.append(token)
+            return tokens
+
+        assert await admitted() == ["old"]
+        secret.write_text("new!")
+        house.proxy.renewals.look(time.time())
+        assert await admitted() == ["new!"]
+        secret.write_text("")
+        house.proxy.renewals.look(time.time())
+        assert await admitted() == ["new!"]
+
+
+@looped
+async def test_workers_get_the_gateways_renewed_certificate(tmp_path: Path) -> None:
+    """After a renewal, requests go over new connections, which trust the workers' new authority."""
+    old, new = trustme.CA(), trustme.CA()
+    _issue(tmp_path, old, "gateway")
+    files: dict[str, Any] = {
+        "worker_ca": tmp_path / "ca",
+        "worker_certificate": tmp_path / "cert",
+        "worker_key": tmp_path / "key",
+    }
+
+    async def worker(name: str, ca: trustme.CA) -> FakeWorker:
+        theirs = ca.issue_cert("127.0.0.1")
+        pair = (theirs.private_key_pem.bytes(), theirs.cert_chain_pems[0].bytes())
+        started = FakeWorker(name)
+        started.credentials = grpc.ssl_server_credentials(
+            [pair], ca.cert_pem.bytes(), require_client_auth=True
+        )
+        await started.start()
+        return started
+
+    one, two = await worker("a", old), await worker("b", new)
+    async with serving(0, **files) as house:
+        await house.apply({"m": Routes(ready=("a",)), "n": Routes(ready=("b",))}, [one, two])
+        assert (await house.infer("m")).model_version == "a"
+        assert (await refusal(house.infer("n")))[0] == "UNAVAILABLE"
+        _issue(tmp_path, new, "gateway")
+        house.proxy.renewals.look(time.time())
+        assert (await house.infer("n")).model_version == "b"
+        assert (await refusal(house.infer("m")))[0] == "UNAVAILABLE"
+        for ended in (one, two):
+            await ended.kill()
+
+
 @pytest.mark.parametrize("wrong", ["tls_certificate", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents: str) -> None:
@@ -339,7 +456,7 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
     files[wrong].write_text(contents)
 
     with pytest.raises(CredentialsError, match=wrong):
-        server_credentials(GatewaySection.model_validate(files))
+        server_credentials(GatewaySection.model_validate(files), Renewals())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +465,7 @@ def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents:
         ({"grpc": "127.0.0.1:99999"}, "gateway.grpc"),
         ({"grpc": "192.0.2.1:8001"}, "gateway.grpc"),
         ({"token_file": "/nowhere"}, "gateway.token_file"),
-        ({"tls_certificate": "/nowhere", "tls_key": "/nowhere"}, "gateway.tls_key"),
+        ({"tls_certificate": "/nowhere", "tls_key": "/nowhere"}, "gateway.tls_certificate"),
     ],
 )
 @looped
@@ -357,3 +474,35 @@ async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
     with pytest.raises((ListenError, CredentialsError, TokenError), match=said):
         async with serving(0, **settings):
             pass
+
+
+@looped
+async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Path) -> None:
+    """A client without the .proto files finds the inference service and its messages, and needs the token for it, if there is one."""
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    for file in (None, secret):
+        async with serving(1, token_file=file) as house:
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(house.client)
+            questions = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(
+                    file_containing_symbol="inference.GRPCInferenceService"
+                ),
+            ]
+            metadata = () if file is None else (("authorization", "Bearer secret"),)
+            listed, described = [
+                answer async for answer in stub.ServerReflectionInfo(questions, metadata=metadata)
+            ]
+            assert {service.name for service in listed.list_services_response.service} == {
+                "inference.GRPCInferenceService",
+                "grpc.health.v1.Health",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }
+            files = described.file_descriptor_response.file_descriptor_proto
+            assert any(b"ModelInfer" in content for content in files)
+            if file is not None:
+                # Its status, not what a question that comes too late raises in the client.
+                refused = await stub.ServerReflectionInfo(questions).code()
+                assert refused == grpc.StatusCode.UNAUTHENTICATED

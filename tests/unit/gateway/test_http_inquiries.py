@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientSession, web
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Routes
 from rsrv_gateway.connections import CredentialsError
 from rsrv_gateway.http_protocol import Target, UnknownPath, target_of
-from tests.unit.gateway.http_proxies import House, serving
+from tests.unit.gateway.http_proxies import INFER, House, serving
 from tests.waiting import looped
 
 READY = "/v2/models/m/ready"
@@ -67,6 +68,21 @@ def test_paths(method: str, path: str, target: Target | int) -> None:
         assert target_of(method, path) == target
     except UnknownPath as error:
         assert error.status == target  # noqa: PT017
+
+
+@looped
+async def test_a_body_that_no_server_can_read_reaches_none() -> None:
+    """JSON nested so deep that it ends a server, and malformed JSON, are refused for the repository's calls."""
+    async with serving(2) as house:
+        deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        for path in (
+            "/v2/repository/index",
+            "/v2/repository/models/m/load",
+            "/v2/repository/models/m/unload",
+        ):
+            for body in (deep, b"[", b'{"ready": '):
+                assert (await house.ask("POST", path, data=body)).status == 400
+        assert [worker.got for worker in house.workers] == [[], []]
 
 
 @looped
@@ -295,7 +311,7 @@ async def test_the_token(tmp_path: Path) -> None:
         assert asked(house) == []
         assert house.proxy.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
 
-        for scheme in ("Bearer", "bearer"):
+        for scheme in ("Bearer", "bearer", "Bearer ", "BEARER  "):
             assert (await house.infer(headers={"Authorization": f"{scheme} secret"})).status == 200
         assert "Authorization" not in house.workers[0].got[0].headers
 
@@ -345,6 +361,65 @@ async def test_tls(tmp_path: Path) -> None:
             await house.infer()
         client_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
         assert (await house.infer()).headers["X-Worker"] == "a"
+
+
+@looped
+async def test_renewed_certificates_are_used_and_connections_stay(tmp_path: Path) -> None:
+    """After a renewal on both sides, new connections use the new certificates, and an open connection is still answered."""
+    old, new = trustme.CA(), trustme.CA()
+
+    def issue(authority: trustme.CA) -> None:
+        issued = authority.issue_cert("127.0.0.1")
+        for name, blob in (
+            ("ca", authority.cert_pem),
+            ("key", issued.private_key_pem),
+            ("cert", issued.cert_chain_pems[0]),
+        ):
+            blob.write_to_path(str(tmp_path / name))
+
+    def client(authority: trustme.CA) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        return context
+
+    issue(old)
+    worker_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    worker_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    files: dict[str, Any] = {
+        "tls_certificate": tmp_path / "cert",
+        "tls_key": tmp_path / "key",
+        "worker_ca": tmp_path / "ca",
+    }
+    async with serving(1, worker_tls=worker_tls, client_tls=client(old), **files) as house:
+        assert (await house.infer()).status == 200
+
+        async def fresh(authority: trustme.CA) -> int:
+            async with ClientSession() as session:
+                try:
+                    async with session.post(house.url(INFER), data=b"{}", ssl=client(authority)) as answer:
+                        return answer.status
+                except ClientError:
+                    return 0
+
+        assert (await fresh(old), await fresh(new)) == (200, 0)
+        issue(new)
+        worker_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+        house.proxy.renewals.look(time.time())
+        assert (await fresh(old), await fresh(new)) == (0, 200)
+        assert (await house.infer()).status == 200
+
+
+@looped
+async def test_a_renewed_token_replaces_the_old_one(tmp_path: Path) -> None:
+    """After the file's change the new token is admitted, and the old one refused."""
+    secret = tmp_path / "token"
+    secret.write_text("old")
+    secret.chmod(0o600)
+    async with serving(1, token_file=secret) as house:
+        secret.write_text("new!")
+        house.proxy.renewals.look(time.time())
+        headers = [{"Authorization": f"Bearer {token}"} for token in ("old", "new!")]
+        assert [(await house.infer(headers=each)).status for each in headers] == [401, 200]
 
 
 def test_what_cannot_be_listened_on(tmp_path: Path) -> None:

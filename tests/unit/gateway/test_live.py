@@ -44,8 +44,6 @@ class PageControl(FakeControl):
             self.gone.set()
 
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> pb.GetHistoryResponse:
-        if request.model != "m":
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such model")
         record = pb.HistoryRecord(unix_s=1e9, what="model ready")
         return pb.GetHistoryResponse(histories=[pb.History(key="m@1", records=[record])])
 
@@ -54,6 +52,8 @@ class PageControl(FakeControl):
         raise AssertionError
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        if request.model != "m":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such model")
         versions = [pb.Version(key="m@1", state=pb.STATE_READY)]
         return pb.GetStatusResponse(metas=[pb.MetaStatus(name="m", models=["a"], versions=versions)])
 

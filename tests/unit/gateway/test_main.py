@@ -31,6 +31,8 @@ from tests.unit.gateway.workers import FakeServer, serving
 from tests.unit.junk import throw_junk
 from tests.waiting import looped
 
+#: Ports that other machines reach.
+OPEN = "grpc: '0.0.0.0:1', http: '0.0.0.0:2'"
 GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 
 
@@ -138,7 +140,9 @@ def test_the_pickers_address_is_checked_with_the_command_line() -> None:
 def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
     """An unreadable token file ends the program with 1 and the setting's name, after one warning of open client ports."""
     config = tmp_path / "rsrv.yaml"
-    config.write_text(f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost}}}}")
+    config.write_text(
+        f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost, {OPEN}}}}}"
+    )
     said = subprocess.run(
         [*GATEWAY, "--config", config], check=False, capture_output=True, text=True, timeout=60
     )
@@ -152,14 +156,15 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ("", ["gateway.grpc", "gateway.http"]),
+        ("", []),
+        (OPEN, ["gateway.grpc", "gateway.http"]),
         ("grpc: '127.0.0.1:1', http: '[::1]:1'", []),
         ("grpc: 'localhost:1', http: null", []),
         ("grpc: '[::]:1', http: ':1'", ["gateway.grpc", "gateway.http"]),
         ("grpc: '10.0.0.7:1', http: 'somewhere:1'", ["gateway.grpc", "gateway.http"]),
-        ("token_file: t", []),
-        ("tls_certificate: c, tls_key: k", ["gateway.grpc", "gateway.http"]),
-        ("tls_certificate: c, tls_key: k, tls_client_ca: a", []),
+        (f"{OPEN}, token_file: t", []),
+        (f"{OPEN}, tls_certificate: c, tls_key: k", ["gateway.grpc", "gateway.http"]),
+        (f"{OPEN}, tls_certificate: c, tls_key: k, tls_client_ca: a", []),
     ],
 )
 def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.peek import Malformed, Peeked, int_parameter
+from rsrv_gateway.peek import Malformed, MessageReader, Peeked, int_parameter
 
 Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
@@ -216,13 +216,38 @@ def test_the_beginning_of_a_request(request: Any, drawn: st.DataObject) -> None:
     pieces = top_level_fields(request)
     whole = drawn.draw(st.integers(0, len(pieces)))
     cut = pieces[whole][:-1] if whole < len(pieces) else b""
-    data = b"".join(pieces[:whole]) + cut
-    peeked = Peeked(data, whole=False)
+    reader = MessageReader(1 << 20)
+    reader.feed(b"".join(pieces[:whole]) + cut, last=False)
+    peeked = Peeked(bytes(reader.without_tensors))
     expected = Request.FromString(b"".join(pieces[:whole]))
 
     assert peeked.model == expected.model_name
     assert peeked.parameter("sequence_id") == parameter(expected, "sequence_id")
-    assert Peeked(b"\xff" * 60_000, whole=False).model == ""
+
+
+@given(requests(), st.lists(st.integers(0, 60)))
+def test_a_request_is_read_in_any_pieces(request: Any, sizes: list[int]) -> None:
+    """A request in pieces of any sizes is read as one in one piece."""
+    if any(is_too_large(tensor) for tensor in request.inputs):
+        return
+    output = request.outputs.add(name="Z")
+    output.parameters["classification"].int64_param = 3
+    data = request.SerializeToString()
+    reader, at = MessageReader(1 << 20), 0
+    for size in sizes:
+        reader.feed(data[at : at + size], last=False)
+        at += size
+    reader.feed(data[at:], last=True)
+    peeked = Peeked(bytes(reader.without_tensors))
+
+    assert (peeked.model, peeked.version, peeked.id) == (
+        request.model_name,
+        request.model_version,
+        request.id,
+    )
+    assert peeked.classified == ("Z",)
+    assert peeked.sequence == Peeked(data).sequence
+    assert peeked.items(("X", 0)) == items(request, "X", 0)
 
 
 @given(requests(), st.integers(0, 2**63 - 1))

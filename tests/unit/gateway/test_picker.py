@@ -20,9 +20,11 @@ from tritonclient.grpc import service_pb2
 from rsrv.placement.contract import Routes, Table, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.ext_proc import DESTINATION
-from rsrv_gateway.picker import PickedRequest, Picker
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.picker import SHOWN_BYTES, PickedRequest, Picker
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 from tests.unit.gateway.proxies import SERVICE, FakeBrain
+from tests.unit.gateway.spellings import SPELLINGS
 from tests.waiting import looped
 
 Infer: Any = service_pb2.ModelInferRequest
@@ -37,7 +39,7 @@ TABLE = {
     "only_c": Routes(ready=("c",)),
     "gone": Routes(ready=()),
 }
-#: Modes of a filter: that of deploy/envoy.yaml, that of its route for streams, that of Gateway API, no body at all.
+#: Modes of a filter: one that shows a part of the body, that of deploy/envoy.yaml, that of Gateway API, no body at all.
 BUFFERED: Any = pb.ProtocolConfiguration(request_body_mode=pb.BUFFERED_PARTIAL)
 STREAMED: Any = pb.ProtocolConfiguration(
     request_body_mode=pb.STREAMED, send_body_without_waiting_for_header_response=True
@@ -56,9 +58,11 @@ class Stream:
         await self.call.write(pb.ProcessingRequest(**part))
 
     async def got(self) -> Any:
-        answer = await asyncio.wait_for(self.call.read(), 10)
-        assert answer is not grpc.aio.EOF
-        return answer
+        while True:
+            answer = await asyncio.wait_for(self.call.read(), 10)
+            assert answer is not grpc.aio.EOF
+            if not answer.HasField("override_message_timeout"):
+                return answer
 
     async def headers(self, headers: Mapping[str, str], mode: Any, end: bool = False, **more: Any) -> None:
         pairs = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
@@ -72,7 +76,7 @@ class Stream:
         """End the request; nothing but answers to its last parts follows."""
         await self.call.done_writing()
         while (answer := await self.call.read()) is not grpc.aio.EOF:
-            assert answer.WhichOneof("response") == "request_body"
+            assert answer.WhichOneof("response") in ("request_body", None)
 
 
 class Desk:
@@ -181,7 +185,6 @@ async def test_over_http_the_path_names_the_model_and_the_endpoint_is_the_http_p
         body = json.dumps({"inputs": []}).encode()
         for path in ("/v2/models/both/infer", "/v2/models/both/versions/1/infer", "/v2/models/both/generate"):
             assert endpoints(await desk.ask_http(path, body)) == ["10.0.0.2:8000", "10.0.0.1:8000"]
-        assert endpoints(await desk.ask_http("/v2/models/both/infer", body, NONE)) != []
         status, text = refusal(await desk.ask_http("/v2/models/only_c/infer", body))
         assert (status, "no worker serves model 'only_c'" in text) == (503, True)
         assert desk.in_flight() == {}
@@ -250,6 +253,236 @@ async def test_the_requests_of_a_sequence_go_to_one_worker_without_fallback() ->
             body = json.dumps({"parameters": {"sequence_id": 7}}).encode()
             hosts.add(endpoints(await desk.ask_http("/v2/models/m/infer", body))[0].split(":")[0])
         assert len(hosts) == 1
+
+
+async def in_pieces(stream: Stream, body: bytes, size: int) -> Any:
+    """Send a body in pieces until the choice, and return the answer."""
+    for at in range(0, len(body), size):
+        await stream.body(body[at : at + size], end=at + size >= len(body))
+    return await stream.got()
+
+
+def http_headers(model: str = "m", **more: str) -> dict[str, str]:
+    return {":method": "POST", ":path": f"/v2/models/{model}/infer", **more}
+
+
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name != "late"])
+@looped
+async def test_a_sequence_over_http_goes_to_one_worker_however_it_is_written(spelling: str) -> None:
+    """A sequence id is found in any spelling and encoding, in one piece and in several."""
+    async with picking(mode="round_robin", table={"m": Routes(ready=("a", "b"))}) as desk:
+        body, encoding = SPELLINGS[spelling](b'{"parameters": {"sequence_id": 7}}')
+        headers = {} if encoding is None else {"content-encoding": encoding}
+        plain = endpoints(await desk.ask_http("/v2/models/m/infer", b'{"parameters": {"sequence_id": 7}}'))
+        for size in (10, 1000, 1 << 20):
+            for mode in (STREAMED, DUPLEX):
+                stream = desk.stream()
+                await stream.headers(http_headers(**headers), mode)
+                assert endpoints(await in_pieces(stream, body, size)) == plain
+                await stream.end()
+
+
+@looped
+async def test_a_sequence_id_behind_what_envoy_holds_back_is_refused() -> None:
+    """The choice is due after 1 MiB; a sequence id that comes later is refused with the remedy, and no id is right."""
+    async with picking() as desk:
+        for rest, wrong in ((b'"parameters": {"sequence_id": 7}}', True), (b'"parameters": {}}', False)):
+            stream = desk.stream()
+            await stream.headers(http_headers("both"), STREAMED)
+            await stream.body(b'{"id": "' + b"i" * SHOWN_BYTES, end=False)
+            assert endpoints(await stream.got()) == ["10.0.0.2:8000", "10.0.0.1:8000"]
+            assert (await stream.got()).HasField("request_body")
+            await stream.body(b'", ' + rest)
+            answer = await stream.got()
+            assert answer.HasField("request_body") is not wrong
+            if wrong:
+                status, text = refusal(answer)
+                assert (status, "Put the parameters before the inputs" in text) == (400, True)
+
+
+@looped
+async def test_parameters_in_front_decide_at_once() -> None:
+    """A sequence id at the start of a large request selects its worker before the rest is there."""
+    async with picking(mode="round_robin", table={"m": Routes(ready=("a", "b"))}) as desk:
+        plain = endpoints(await desk.ask_http("/v2/models/m/infer", b'{"parameters": {"sequence_id": 7}}'))
+        stream = desk.stream()
+        await stream.headers(http_headers(), STREAMED)
+        await stream.body(b'{"parameters": {"sequence_id": 7}, "inputs": [{"data": [', end=False)
+        assert endpoints(await stream.got()) == plain
+
+
+@looped
+async def test_what_ends_a_server_is_refused_at_any_place_of_a_body() -> None:
+    """A huge shape is refused at its part, before or after the choice, so no server gets the end of the request."""
+    claim = b'"inputs": [{"name": "X", "datatype": "FP32", "shape": [2147483648, 64], "data": [1]}]}'
+    async with picking() as desk:
+        for size in (0, 2 * SHOWN_BYTES):
+            body = b'{"id": "' + b"i" * size + b'", ' + claim
+            for data, headers in ((body, {}), (gzip.compress(body, 0), {"content-encoding": "gzip"})):
+                stream = desk.stream()
+                await stream.headers(http_headers("both", **headers), STREAMED)
+                answer = await in_pieces(stream, data, 64 << 10)
+                while answer.WhichOneof("response") != "immediate_response":
+                    answer = await stream.got()
+                assert refusal(answer)[0] == 400
+        assert desk.in_flight() == {}
+
+
+@looped
+async def test_the_index_is_asked_for_in_json_that_a_server_can_read() -> None:
+    """JSON so deep that it ends a server is refused; other bodies, and none, pass."""
+    async with picking() as desk:
+        deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        assert refusal(await desk.ask_http("/v2/repository/index", deep))[0] == 400
+        for body in (b'{"ready": true}', b""):
+            assert endpoints(await desk.ask_http("/v2/repository/index", body))
+
+
+@looped
+async def test_classes_of_strings_are_refused_at_any_place_of_a_body() -> None:
+    """Classes of strings are refused over both protocols, behind tensors, and in later messages of a stream."""
+    asked = Infer(model_name="both")
+    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    late = Infer(model_name="both", raw_input_contents=[bytes(SHOWN_BYTES)]).SerializeToString()
+    late += Infer(outputs=asked.outputs).SerializeToString()
+    first = Infer(model_name="both")
+    body = json.dumps({"outputs": [{"name": "text", "parameters": {"classification": 1}}]}).encode()
+    behind = b'{"id": "' + b"i" * SHOWN_BYTES + b'", ' + body[1:]
+    calls: list[tuple[dict[str, str], bytes]] = [
+        (call_headers("ModelInfer"), framed(asked)),
+        (call_headers("ModelInfer"), struct.pack(">BI", 0, len(late)) + late),
+        (call_headers("ModelInfer", **{"grpc-encoding": "gzip"}), framed(asked, compressed=True)),
+        (call_headers("ModelStreamInfer"), framed(first) + framed(asked)),
+        (http_headers("both"), body),
+        (http_headers("both"), behind),
+    ]
+    async with picking() as desk:
+        # Envoy may try either server.
+        desk.brain.strings = {"a": frozenset(["text"])}
+        for headers, data in calls:
+            stream = desk.stream()
+            await stream.headers(headers, STREAMED)
+            answer = await in_pieces(stream, data, 64 << 10)
+            while answer.WhichOneof("response") != "immediate_response":
+                answer = await stream.got()
+            assert "output 'text' of model 'both' has strings" in refusal(answer)[1]
+        desk.brain.strings = {}
+        await asyncio.sleep(0)
+        assert desk.in_flight() == {}
+        desk.picker.traffic._strings.clear()
+        for headers, data in calls:
+            stream = desk.stream()
+            await stream.headers(headers, STREAMED)
+            assert len(endpoints(await in_pieces(stream, data, 64 << 10))) == 2
+            await stream.end()
+
+
+@looped
+async def test_classes_of_a_model_that_was_unknown_are_checked() -> None:
+    """A request for classes of a model that the workers have since a moment is answered after both looks."""
+    asked = Infer(model_name="new")
+    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    async with picking() as desk:
+
+        async def find() -> None:
+            await desk.picker.apply(WORKERS, {**TABLE, "new": Routes(ready=("a",))})
+
+        desk.brain.looks = find
+        answer = await desk.ask_grpc("ModelInfer", asked, STREAMED)
+        assert len(endpoints(answer)) == 1
+        assert desk.brain.asked == ["a"]
+
+
+@looped
+async def test_a_worker_that_does_not_name_its_outputs_gets_no_request_for_classes() -> None:
+    """Envoy gets the other worker, where the request counts; without another one, the client gets the refusal."""
+    asked = Infer(model_name="both")
+    asked.outputs.add(name="text").parameters["classification"].int64_param = 1
+    away = Refusal(grpc.StatusCode.UNAVAILABLE, "worker b does not answer")
+    async with picking() as desk:
+        desk.brain.strings = {"b": away}
+        stream = desk.stream()
+        await stream.headers(call_headers("ModelInfer"), STREAMED)
+        await stream.body(framed(asked))
+        assert endpoints(await stream.got()) == ["10.0.0.1:8001"]
+        assert desk.in_flight() == {("both", "a"): 1}
+        await stream.end()
+        desk.brain.strings = {"a": away, "b": away}
+        desk.picker.traffic._strings.clear()
+        assert refusal(await desk.ask_grpc("ModelInfer", asked, STREAMED)) == (14, away.message)
+
+
+@looped
+async def test_a_stream_is_for_one_model() -> None:
+    """A later message for another model is refused, as tritonserver 24.10 may crash when both answer."""
+    async with picking() as desk:
+        stream = desk.stream()
+        await stream.headers(call_headers("ModelStreamInfer"), STREAMED)
+        await stream.body(framed(Infer(model_name="both")), end=False)
+        assert endpoints(await stream.got())
+        await stream.got()
+        await stream.body(framed(Infer(model_name="shared")), end=False)
+        assert "open another stream for 'shared'" in refusal(await stream.got())[1]
+
+
+@looped
+async def test_a_part_of_a_body_is_not_taken_for_all_of_it() -> None:
+    """With BUFFERED_PARTIAL, JSON of which only a part is shown is refused, and the error names the setting."""
+    async with picking() as desk:
+        stream = desk.stream()
+        await stream.headers(http_headers("both"), BUFFERED)
+        await stream.got()
+        await stream.body(b'{"id": "' + b"i" * 1000, end=False)
+        status, text = refusal(await stream.got())
+        assert (status, "request_body_mode: STREAMED" in text) == (500, True)
+
+
+@looped
+async def test_a_slow_client_gets_more_time() -> None:
+    """While a body is awaited, Envoy is asked to wait: after its timeout, it would let the request pass unread."""
+    async with picking() as desk:
+        stream = desk.stream()
+        await stream.headers(http_headers("both"), STREAMED)
+        answer = await stream.call.read()
+        assert answer.override_message_timeout.seconds >= 60
+        await stream.end()
+
+
+@looped
+async def test_an_error_in_the_picker_lets_no_request_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that the picker fails to read is refused: Envoy would let it pass after an error of the picker."""
+    monkeypatch.setattr("rsrv_gateway.picked_body.HttpHead.steps", lambda *_: 1 / 0)
+    async with picking() as desk:
+        assert refusal(await desk.ask_http("/v2/models/both/infer", b"{}"))[0] == 500
+
+
+@looped
+async def test_a_compressed_body_is_read_with_pauses_for_other_requests() -> None:
+    """A few bytes may inflate to much JSON, so the picker reads them in parts, outside of `take`."""
+    body = gzip.compress(b'{"inputs": [], "more": [' + b"[0]," * 500_000 + b"0]}")
+    names = {":method": "POST", ":path": "/v2/models/both/infer", "content-encoding": "gzip"}
+    pairs = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in names.items()]
+    headers = pb.HttpHeaders(headers=pb.HeaderMap(headers=pairs))
+    part = pb.HttpBody(body=body, end_of_stream=True)
+    rounds = 0
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    async with picking() as desk:
+        request = PickedRequest(desk.picker)
+        first = pb.ProcessingRequest(request_headers=headers, protocol_config=STREAMED)
+        request.take(first.SerializeToString())
+        assert not list(request.take(pb.ProcessingRequest(request_body=part).SerializeToString()))
+        counting = asyncio.create_task(count())
+        answers = [pb.ProcessingResponse.FromString(answer) for answer in await request.look()]
+        counting.cancel()
+        request.end()
+    assert endpoints(answers[0]) == ["10.0.0.2:8000", "10.0.0.1:8000"]
+    assert rounds > 5
 
 
 @pytest.mark.parametrize(
@@ -326,12 +559,12 @@ async def test_what_is_no_request_is_refused() -> None:
             await stream.headers(call_headers("ModelInfer"), BUFFERED)
             await stream.got()
             await stream.body(body, end=False)
-            assert refusal(await stream.got())[0] == 3
+            assert refusal(await stream.got())[0] == (12 if body[0] else 3)
             assert await stream.call.read() is grpc.aio.EOF
         body = b'{"inputs":[{"name":"X","shape":[9999999999],"datatype":"FP32"}]}'
         length = {"content-length": str(len(body))}
         status, text = refusal(await desk.ask_http("/v2/models/both/infer", body, headers=length))
-        assert (status, "more elements than the request has bytes" in text) == (400, True)
+        assert (status, "more elements than the request can hold" in text) == (400, True)
 
 
 @looped
@@ -343,7 +576,7 @@ async def test_a_filter_that_hides_what_the_picker_needs_is_named() -> None:
         assert "request_header_mode: SEND" in refusal(await stream.got())[1]
         stream = desk.stream()
         await stream.headers(call_headers("ModelInfer"), NONE)
-        assert "request_body_mode: BUFFERED_PARTIAL" in refusal(await stream.got())[1]
+        assert "request_body_mode: STREAMED" in refusal(await stream.got())[1]
 
 
 @looped
@@ -374,11 +607,12 @@ async def test_envoy_can_limit_the_endpoints() -> None:
     async with picking() as desk:
         stream = desk.stream()
         headers = {":method": "POST", ":path": "/v2/models/both/infer"}
-        await stream.headers(headers, NONE, metadata_context=hint(["10.0.0.1:8000", "10.0.0.9:8000"]))
+        await stream.headers(headers, STREAMED, metadata_context=hint(["10.0.0.1:8000", "10.0.0.9:8000"]))
+        await stream.body(b"{}")
         assert endpoints(await stream.got()) == ["10.0.0.1:8000"]
         assert desk.in_flight() == {("both", "a"): 1}
         for allowed in ([], ["10.0.0.9:8000"]):
-            answer = await desk.ask_http("/v2/models/both/infer", b"{}", NONE, metadata_context=hint(allowed))
+            answer = await desk.ask_http("/v2/models/both/infer", b"{}", metadata_context=hint(allowed))
             assert refusal(answer)[0] == 503
 
 
@@ -478,6 +712,31 @@ async def test_a_name_that_had_no_address_is_asked_for_again(monkeypatch: pytest
         while not endpoints(answer := await desk.ask_grpc("ModelInfer", Infer(model_name="m"))):
             await asyncio.sleep(0)
         assert endpoints(answer) == ["10.0.0.2:8001"]
+
+
+@looped
+async def test_a_worker_keeps_its_address_while_names_cannot_be_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An outage of DNS takes no worker away."""
+    known = {"a.example": "10.0.0.1"}
+    failed = 0
+
+    async def addresses(name: str) -> list[str]:
+        nonlocal failed
+        await asyncio.sleep(0)
+        if name not in known:
+            failed += 1
+            raise OSError("no answer")
+        return [known[name]]
+
+    monkeypatch.setattr("rsrv_gateway.picker.addresses_of", addresses)
+    monkeypatch.setattr("rsrv_gateway.picker.READ_PAUSE_S", 0.0)
+    async with picking({"m": Routes(ready=("a",))}, {"a": Worker("a", "a.example:8001")}) as desk:
+        known.clear()
+        while failed < 3:
+            await asyncio.sleep(0)
+        assert endpoints(await desk.ask_grpc("ModelInfer", Infer(model_name="m"))) == ["10.0.0.1:8001"]
 
 
 @looped

@@ -26,11 +26,11 @@ DEVICE = pb.DeviceLoad(
             queued=1,
             executing=2,
             weights=pb.WEIGHTS_LOADING,
-            bytes=300,
+            device_bytes=300,
             cost_s=0.25,
             misses=3,
             device_seconds=4.5,
-            rows=6,
+            useful_rows=6,
             requests=5,
             pinned=True,
             max_rows=8,
@@ -165,7 +165,9 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
                 backlog_s=0.5,
                 free_bytes=7,
                 budget_bytes=300,
-                models=[pb.ModelLoad(name="m", bytes=100, device_seconds=1.0, weights=pb.WEIGHTS_ABSENT)],
+                models=[
+                    pb.ModelLoad(name="m", device_bytes=100, device_seconds=1.0, weights=pb.WEIGHTS_ABSENT)
+                ],
             ),
             pb.DeviceLoad(
                 number=1,
@@ -174,7 +176,11 @@ async def test_a_server_that_places_models_itself_is_one_worker() -> None:
                 budget_bytes=300,
                 models=[
                     pb.ModelLoad(
-                        name="m", bytes=100, device_seconds=2.0, cost_s=0.5, weights=pb.WEIGHTS_RESIDENT
+                        name="m",
+                        device_bytes=100,
+                        device_seconds=2.0,
+                        cost_s=0.5,
+                        weights=pb.WEIGHTS_RESIDENT,
                     )
                 ],
             ),
@@ -353,10 +359,10 @@ async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptur
 
 
 def test_a_key_needs_its_value(value: Path) -> None:
-    """A key needs its value and the value its key, and the file must be private."""
+    """A key other than that of `rsrv serve` needs its value, and the file must be private."""
     with pytest.raises(ValueError, match="pattern"):
         GatewaySection(worker_repository_key="Admin-Key", worker_repository_value_file=value)
-    with pytest.raises(ValueError, match="both or neither"):
+    with pytest.raises(ValueError, match="worker_repository_key needs worker_repository_value_file"):
         GatewaySection(worker_repository_key="k")
     value.chmod(0o644)
     section = GatewaySection(worker_repository_key="k", worker_repository_value_file=value)

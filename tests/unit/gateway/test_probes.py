@@ -7,6 +7,7 @@ import pytest
 
 from rsrv.placement.contract import Act, Worker, WorkerView
 from rsrv.placement.devices import ModelDevices, ServerDevice
+from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.probes import DEAD, ActError, ActionQueue, PlacementSender, Probes
 from tests.unit.control.virtual import run
 
@@ -46,6 +47,12 @@ class FakeProber:
 
     def control(self) -> None:
         return None
+
+    def has_died(self, model: str) -> bool:
+        return False
+
+    async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
+        return frozenset()
 
     async def close(self) -> None:
         self.closed = True

@@ -115,13 +115,19 @@ async def serving(
 
 
 class Relay:
-    """Forwards bytes to a port. After `stick` the present connections carry nothing; `cut` breaks them."""
+    """Forwards bytes to a port. After `stick` the present connections carry nothing; `cut` breaks them.
+
+    While `stops` is set, new connections are closed at once and present ones work, as at a tritonserver that stops.
+    """
 
     def __init__(self, to: int) -> None:
         self._to = to
         self._stuck: set[asyncio.StreamWriter] = set()
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.stops = False
+        #: Connections that clients have not closed.
+        self.clients: set[asyncio.StreamReader] = set()
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -153,6 +159,10 @@ class Relay:
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.stops:
+            writer.close()
+            return
+        self.clients.add(reader)
         there, back = await asyncio.open_connection("127.0.0.1", self._to)
         for source, sink in ((reader, back), (there, writer)):
             self._open.add(sink)
@@ -164,3 +174,4 @@ class Relay:
         while data := await source.read(65536):
             if sink not in self._stuck:
                 sink.write(data)
+        self.clients.discard(source)

@@ -16,6 +16,7 @@ from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import GatewayLoop, Proxy
 from rsrv_gateway.connections import PROBE_S, ControlClient
 from rsrv_gateway.members import Members
+from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.probes import DEAD, Probes
 from rsrv_gateway.traffic import TrafficCounts
 
@@ -107,6 +108,12 @@ class WorldProber:
 
     def control(self) -> ControlClient | None:
         return self._world.controls.get(self._name)
+
+    def has_died(self, model: str) -> bool:
+        return False
+
+    async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
+        return frozenset()
 
     async def close(self) -> None:
         self._world.closed += 1

@@ -253,6 +253,25 @@ def test_weights_evicted_at_their_home_are_not_prefetched_again() -> None:
     assert scene.fleet.resident("v") == set()
 
 
+def test_a_model_that_was_warm_at_the_start_and_left_is_not_prefetched() -> None:
+    """Weights that the planner found on the device, and that an idle limit then evicts, come back with the next request."""
+    scene = Scene(Fleet(["v"], {"a": Model()}), Script())
+    scene.fleet.copy("v", "a").weights = WeightsView.RESIDENT
+    scene.settle()
+    scene.fleet.copy("v", "a").weights = WeightsView.ABSENT
+
+    assert all(scene.look().steps == () for _ in range(40))
+
+
+def test_a_planner_that_starts_prefetches_only_models_without_requests() -> None:
+    """A model that has executed at its home and left before the start has not to arrive; a new model has."""
+    scene = Scene(Fleet(["v"], {"a": Model(), "b": Model()}), Script())
+    scene.fleet.copy("v", "a").requests = 7
+
+    plans = [scene.look() for _ in range(40)]
+    assert {step for plan in plans for step in plan.steps} == {WeightAction(Act.PREFETCH, "v", "b")}
+
+
 def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
     """Requests move at once where weights are swapped, because prefetched weights might be evicted first."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)

@@ -446,6 +446,16 @@ def test_a_pinned_model_stays_on_its_devices() -> None:
     assert homes(scene.settle(10.0).table)["a"] == ("w",)
 
 
+def test_a_model_that_is_pinned_by_a_change_of_the_settings_moves() -> None:
+    """The models are looked at again, although nothing about them has changed."""
+    scene = Scene(devices("u", "v"), Script(a=("u",)))
+    assert homes(scene.settle().table)["a"] == ("u",)
+
+    scene.planner.change(options(models={"a": {"devices": [1]}}))
+
+    assert homes(scene.settle().table)["a"] == ("v",)
+
+
 def test_a_pin_counts_for_all_models_that_are_placed_together() -> None:
     """A meta model goes where its callee is pinned; callees whose pins have no device in common are placed one by one."""
 

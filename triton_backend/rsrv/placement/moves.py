@@ -47,7 +47,8 @@ class Moves:
         self.targets: dict[str, tuple[str, ...]] = {}
         #: time at which the target was set
         self._since: dict[str, float] = {}
-        #: time of the last prefetch request by (model, worker), for the current target
+        #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
+        #: worker).
         self._asked: dict[tuple[str, str], float] = {}
         #: time at which a unit's move to a worker began, until it is warm there
         self._begun: dict[tuple[str, str], float] = {}
@@ -82,6 +83,22 @@ class Moves:
                 changed = True
         return changed
 
+    def start(self, fleet: Fleet, now: float) -> None:
+        """Count the weights of models that have executed at their targets as arrived, even if they have left since then."""
+        for unit in fleet.units:
+            self._note_arrivals(unit, fleet, now, executed=True)
+
+    def _note_arrivals(self, unit: Unit, fleet: Fleet, now: float, *, executed: bool = False) -> None:
+        """Note which weights are at the unit's target, so that a later eviction there causes no prefetch."""
+        for worker in self.home(unit):
+            models = fleet.views[worker].models
+            for name in unit.models:
+                view = models.get(name)
+                if view is not None and (
+                    view.weights is WeightsView.RESIDENT or (executed and view.requests)
+                ):
+                    self._asked.setdefault((name, worker), now)
+
     def advance(
         self,
         fleet: Fleet,
@@ -109,6 +126,7 @@ class Moves:
             if not target:
                 continue
             absent += [(unit, worker) for worker in self._cold(unit, target, fleet, crowded)]
+            self._note_arrivals(unit, fleet, now)
             for name in unit.models:
                 old = self.placed.get(name, ())
                 new = self._place(unit, name, target, fleet, crowded, swapping)

@@ -280,6 +280,8 @@ class Planner:
                         self._lost.setdefault(name, self._moves.targets[name])
             changed = self._moves.aim(unit, tuple(sorted(result.placed[unit.name])), now)
             moved += changed and bool(home)
+        if trigger == "start":
+            self._moves.start(fleet, now)
         self._crowded = _crowded(fleet, loads, result.placed)
         self._swapping = frozenset(worker for _, worker in self._crowded)
         self._started = True

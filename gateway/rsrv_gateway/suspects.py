@@ -1,0 +1,106 @@
+"""Suspect requests: two workers died while they executed the request, so it may be the cause.
+
+A worker counts as dead if it served the model, its connection broke, and nothing listens at its port any more. A stopped worker
+does not count: it answers requests in flight, and reports in probes that it ends. A broken connection alone does not count
+either. After a death, the requests that were in flight take turns at the next worker. Only one of them executes at a time, so
+if the next worker also dies, its request is the suspect. Equal requests are refused for some minutes. The front does the same
+with requests that end a runtime.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
+from time import monotonic
+
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
+from tritonclient.grpc import service_pb2
+
+from rsrv_gateway.outcomes import Refusal
+
+#: Seconds for which equal requests are refused, and the number of stored digests.
+_REFUSED_S, _DIGESTS_MAX = 300.0, 64
+#: Seconds that a request waits for its turn. After that it executes concurrently with others, and is no suspect.
+_TURN_S = 2.0
+#: Most bytes of JSON that is parsed, so that its digest leaves out the id and the parameters.
+_PARSED_MAX = 1 << 20
+
+SUSPECT = Refusal(
+    StatusCode.INTERNAL,
+    "two servers ended while they executed this request, so it is not tried again, and equal ones are refused for some "
+    "minutes. Send other inputs; the servers' logs may say why they ended",
+)
+EQUAL = Refusal(
+    StatusCode.INTERNAL,
+    "two servers ended while they executed an equal request, so this one is not tried. Send other inputs, or try again in "
+    "some minutes; the servers' logs may say why they ended",
+)
+
+
+class Suspects:
+    """The digests of suspect requests. One event loop owns the object."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        #: Time until which requests are refused, by model and digest.
+        self._until: dict[tuple[str, bytes], float] = {}
+        self._turn = asyncio.Lock()
+
+    def has(self, model: str) -> bool:
+        """Return True if requests for the model must be compared with suspects."""
+        if not self._until:
+            return False
+        now = self._clock()
+        self._until = {key: until for key, until in self._until.items() if now < until}
+        return any(name == model for name, _ in self._until)
+
+    def is_equal(self, model: str, digest: bytes) -> bool:
+        return self._until.get((model, digest), 0.0) > self._clock()
+
+    def add(self, model: str, digest: bytes) -> None:
+        """Refuse requests with this digest from now on."""
+        if len(self._until) >= _DIGESTS_MAX:
+            del self._until[next(iter(self._until))]
+        self._until[model, digest] = self._clock() + _REFUSED_S
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[bool]:
+        """Wait for this request's turn. Yield True if no other suspect executes meanwhile."""
+        alone = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TURN_S):
+                alone = await self._turn.acquire()
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._turn.release()
+
+
+def call_digest(data: bytes) -> bytes:
+    """Return a digest of a ModelInferRequest without its id and parameters."""
+    with suppress(DecodeError):
+        request = service_pb2.ModelInferRequest.FromString(data)
+        request.id = ""
+        request.parameters.clear()
+        data = request.SerializeToString(deterministic=True)
+    return blake2b(data, digest_size=16).digest()
+
+
+def body_digest(body: bytes, encoding: str, length: int | None) -> bytes:
+    """Return a digest of a request over HTTP. If its JSON is small, leave out the id and the parameters."""
+    digest = blake2b(encoding.encode(errors="replace"), digest_size=16)
+    end = len(body) if length is None else length
+    if end <= _PARSED_MAX:
+        with suppress(ValueError, RecursionError):
+            request = json.loads(body[:end])
+            if isinstance(request, dict):
+                request.pop("id", None)
+                request.pop("parameters", None)
+                digest.update(json.dumps(request, sort_keys=True).encode(errors="replace"))
+                digest.update(body[end:])
+                return digest.digest()
+    digest.update(body)
+    return digest.digest()

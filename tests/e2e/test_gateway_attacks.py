@@ -1,0 +1,415 @@
+"""Requests that end tritonserver, and steps of sequences in all spellings, through a gateway and through Envoy.
+
+No server may die, and no step may reach a wrong one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from local_triton import TritonServer
+from rsrv_gateway.http_head import HttpHead
+from tests.e2e.gateways import RunningGateway, running_gateway, running_picker, write_repository
+from tests.e2e.harness import RunningTriton, is_alive, running_triton
+from tests.envoys import running_envoy
+from tests.unit.gateway.spellings import SPELLINGS
+from tests.waiting import wait_until
+
+Infer: Any = service_pb2.ModelInferRequest
+
+_CONFIG = """
+name: "{name}"
+backend: "python"
+max_batch_size: 0
+input [{{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}]
+output [{{ name: "Y" data_type: TYPE_INT32 dims: [ -1 ] }}, {{ name: "text" data_type: TYPE_STRING dims: [ -1 ] }}]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+{more}
+"""
+#: The sum of a sequence, and the id as Triton sees it.
+_MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            id = request.correlation_id()
+            start = request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+            self.sums[id] = int(x.sum()) + (0 if start else self.sums.get(id, 0))
+            seen = [repr(id).encode(), repr(x.shape).encode()]
+            outputs = [
+                pb_utils.Tensor("Y", np.array([self.sums[id]], np.int32)),
+                pb_utils.Tensor("text", np.array(seen, np.object_)),
+            ]
+            answers.append(pb_utils.InferenceResponse(outputs))
+        return answers
+"""
+_SEQUENCES = (
+    "sequence_batching { oldest { max_candidate_sequences: 64 } max_sequence_idle_microseconds: 60000000 }"
+)
+
+
+def _repository(folder: Path) -> Path:
+    for name, more in (("plain", ""), ("sums", _SEQUENCES)):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name, more=more))
+        (folder / name / "1" / "model.py").write_text(_MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningTriton]]:
+    folder = tmp_path_factory.mktemp("attacked")
+    repository = _repository(folder / "models")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running_triton(repository, folder / f"{name}.log", expected=None))
+            for name in "ab"
+        ]
+
+
+#: With this, the gateway ends a stream with its first error, as tritonserver does.
+_ERRORS_END = [("triton_grpc_error", "true")]
+#: Ports for HTTP and gRPC.
+Door = tuple[int, int]
+
+
+@pytest.fixture(scope="module", params=["gateway", "envoy"])
+def door(
+    request: pytest.FixtureRequest, servers: list[RunningTriton], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Door]:
+    folder = tmp_path_factory.mktemp("door")
+    if request.param == "gateway":
+        with running_gateway(folder, servers, mode="round_robin") as gateway:
+            yield gateway.http_port, gateway.grpc_port
+        return
+    grpc_ports, http_ports = (
+        [getattr(each, f"{kind}_port") for each in servers] for kind in ("grpc", "http")
+    )
+    with (
+        running_picker(folder, servers, mode="round_robin") as picker,
+        running_envoy(folder, picker.grpc_port, grpc_ports, http_ports) as envoy,
+    ):
+        yield envoy.port, envoy.port
+
+
+def post(port: int, model: str, body: bytes, encoding: str | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        headers = {} if encoding is None else {"Content-Encoding": encoding}
+        connection.request("POST", f"/v2/models/{model}/infer", body, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def document(shape: str = "[1]", data: str = "[1]", more: str = "") -> bytes:
+    tensor = f'{{"name": "X", "datatype": "INT32", "shape": {shape}, "data": {data}}}'
+    return f'{{"inputs": [{tensor}]{more}}}'.encode()
+
+
+#: Parts of requests, each of which ends tritonserver 24.10.
+ATTACKS = {
+    "huge": document("[2147483648, 64]"),
+    "large": document("[2000000000]"),
+    "negative": document("[18446744073709551615]"),
+    "empty and negative": document("[0, 18446744073709551615]", "[]"),
+    "deep": document(data="[" * 100_000 + "1" + "]" * 100_000),
+    "classes": document(more=', "outputs": [{"name": "text", "parameters": {"classification": 1}}]'),
+    "classes of a cut name": document(
+        more=', "outputs": [{"name": "text\\u0000x", "parameters": {"classification": 1}}]'
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_request_over_http_ends_a_server(servers: list[RunningTriton], door: Door, attack: str) -> None:
+    """Each attack is refused in each spelling, and both servers live."""
+    pids = [server.pid for server in servers]
+    for name, spelling in SPELLINGS.items():
+        status, answer = post(door[0], "plain", *spelling(ATTACKS[attack]))
+        assert (status, "error" in answer) == (400, True), (name, answer)
+    assert all(map(is_alive, pids))
+    assert post(door[0], "plain", document())[0] == 200
+
+
+def test_no_request_over_grpc_ends_a_server(servers: list[RunningTriton], door: Door) -> None:
+    """Classes of strings are refused in calls and streams, compressed or not, before or behind tensors."""
+    tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
+    good = Infer(model_name="plain", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
+    asked = Infer.InferRequestedOutputTensor(name="text")
+    asked.parameters["classification"].int64_param = 1
+    classes = Infer(outputs=[asked]).SerializeToString()
+    large = Infer(
+        model_name="plain",
+        inputs=[Infer.InferInputTensor(name="X", datatype="INT32", shape=[1_000_000])],
+        raw_input_contents=[bytes(4_000_000)],
+    )
+    service = "/inference.GRPCInferenceService/"
+    with grpc.insecure_channel(f"127.0.0.1:{door[1]}") as channel:
+        call, stream = (
+            channel.unary_unary(service + "ModelInfer"),
+            channel.stream_stream(service + "ModelStreamInfer"),
+        )
+        for message in (good, large):
+            data = message.SerializeToString() + classes
+            for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+                with pytest.raises(grpc.RpcError) as error:
+                    call(data, timeout=30, compression=compression)
+                assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                messages = iter([good.SerializeToString(), data])
+                answers = stream(messages, timeout=30, compression=compression, metadata=_ERRORS_END)
+                # Behind an answer, Envoy can only break the stream off.
+                with pytest.raises(grpc.RpcError):
+                    list(answers)
+        assert call(good.SerializeToString(), timeout=30)
+    assert all(is_alive(server.pid) for server in servers)
+
+
+def _steps(ask: Callable[[int, int], int | str]) -> Counter[str]:
+    """Send four steps of five sequences in turns; `ask` returns the sum or the error."""
+    outcomes = Counter[str]()
+    for step in range(4):
+        for sequence in range(1, 6):
+            answer = ask(sequence, step)
+            outcomes["right" if answer == step + 1 else str(answer)] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_all_steps_of_a_sequence_reach_its_server(door: Door, spelling: str) -> None:
+    """Steps in turns get the right sums in each spelling, except that Envoy's picker refuses an id behind 1 MiB."""
+    write = SPELLINGS[spelling]
+
+    def ask(sequence: int, step: int) -> int | str:
+        flags = {"sequence_start": step == 0, "sequence_end": step == 3}
+        more = json.dumps({"parameters": {"sequence_id": sequence, **flags}})[1:-1]
+        status, answer = post(door[0], "sums", *write(document(more=", " + more)))
+        return int(answer["outputs"][0]["data"][0]) if status == 200 else str(answer["error"])[:100]
+
+    outcomes = _steps(ask)
+    through_envoy = door[0] == door[1]
+    if spelling == "late" and through_envoy:
+        assert [(key.partition(" more")[0], count) for key, count in outcomes.items()] == [
+            ("the request's sequence_id comes after", 20)
+        ]
+    else:
+        assert outcomes == {"right": 20}
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_all_steps_of_a_sequence_over_grpc_reach_its_server(door: Door, compression: Any) -> None:
+    """Steps in turns get the right sums over gRPC, compressed or not."""
+    with grpc.insecure_channel(f"127.0.0.1:{door[1]}") as channel:
+        call = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            Infer.SerializeToString,
+            service_pb2.ModelInferResponse.FromString,
+        )
+
+        def ask(sequence: int, step: int) -> int:
+            tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
+            message = Infer(model_name="sums", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
+            message.parameters["sequence_id"].int64_param = sequence
+            message.parameters["sequence_start"].bool_param = step == 0
+            message.parameters["sequence_end"].bool_param = step == 3
+            answer = call(message, timeout=30, compression=compression)
+            return int.from_bytes(answer.raw_output_contents[0], "little")
+
+        assert _steps(ask) == {"right": 20}
+
+
+#: Bodies that tritonserver may accept, and their encodings.
+BODIES: dict[str, tuple[bytes, str | None]] = {
+    **{
+        name: spelling(document(more=', "parameters": {"sequence_id": 7}'))
+        for name, spelling in SPELLINGS.items()
+    },
+    "first of equal ids": (document(more=', "parameters": {"sequence_id": 7, "sequence_id": 8}'), None),
+    "first of equal parameters": (
+        document(more=', "parameters": {"sequence_id": 7}, "parameters": {}'),
+        None,
+    ),
+    "first of equal shapes": (document('[1], "shape": [2]'), None),
+    "text": (document(more=', "parameters": {"sequence_id": "a\\/\\ud83d\\ude00\\u0000b"}'), None),
+    "empty": (document(more=', "parameters": {"sequence_id": ""}'), None),
+    "zero": (document(more=', "parameters": {"sequence_id": -0}'), None),
+    "largest": (document(more=', "parameters": {"sequence_id": 18446744073709551615}'), None),
+    "too large": (document(more=', "parameters": {"sequence_id": 18446744073709551616}'), None),
+    "negative": (document(more=', "parameters": {"sequence_id": -1}'), None),
+    "float": (document(more=', "parameters": {"sequence_id": 7.0}'), None),
+    "true": (document(more=', "parameters": {"sequence_id": true}'), None),
+    "numbers": (document(more=', "parameters": {"a": -Inf, "b": NaN, "sequence_id": 7}'), None),
+    "nested": (document("[2, 1]", "[[1], [2]]", ', "parameters": {"sequence_id": 7}'), None),
+    "nested parameters": (document(more=', "x": {"parameters": {"sequence_id": 7}}'), None),
+    "half a mark": (b"\xef" + document(more=', "parameters": {"sequence_id": 7}'), None),
+    "cut gzip": (gzip.compress(document(more=', "parameters": {"sequence_id": 7}'))[:-8], "gzip"),
+    "trailing comma": (document(more=', "parameters": {"sequence_id": 7,}'), None),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_gateway_reads_what_triton_reads(servers: list[RunningTriton], name: str) -> None:
+    """If tritonserver accepts a body, its model sees the sequence and the shape that the gateway reads."""
+    body, encoding = BODIES[name]
+    status, answer = post(servers[0].http_port, "plain", body, encoding)
+    accepted = name not in ("too large", "negative", "float", "true", "trailing comma", "nested")
+    assert (status == 200) is accepted, answer
+    if accepted:
+        head = HttpHead("infer", encoding, None, 1 << 30)
+        head.feed(body, last=True)
+        assert head.head is not None
+        (text,) = [output["data"] for output in answer["outputs"] if output["name"] == "text"]
+        id = head.head.sequence
+        assert text[0] == (repr(id) if id is not None else text[0] if text[0] in ("0", "''") else "none")
+        assert text[1] == repr(head.head.inputs[0][1])
+
+
+_KILLER = """
+import os
+import signal
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            if x[0] < 0:
+                os.kill(os.getppid(), signal.SIGKILL)
+            text = pb_utils.Tensor("text", np.array([b""], np.object_))
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x), text]))
+        return answers
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_request_that_ends_servers_ends_two_of_three(tmp_path: Path, protocol: str) -> None:
+    """A request that ends every server that executes it ends two, and equal ones reach no third one; others are answered."""
+    (tmp_path / "models" / "killer" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "killer" / "config.pbtxt").write_text(_CONFIG.format(name="killer", more=""))
+    (tmp_path / "models" / "killer" / "1" / "model.py").write_text(_KILLER)
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(running_triton(tmp_path / "models", tmp_path / f"{name}.log", expected=None))
+            for name in "abc"
+        ]
+        gateway = stack.enter_context(running_gateway(tmp_path, servers, mode="round_robin"))
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}"))
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+        def ask(number: int, id: str) -> str:
+            """Return the text of the error; empty: answered."""
+            if protocol == "http":
+                body = document(data=f"[{number}]", more=f', "id": "{id}"')
+                return str(post(gateway.http_port, "killer", body)[1].get("error", ""))
+            tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
+            raw = number.to_bytes(4, "little", signed=True)
+            try:
+                call(
+                    Infer(
+                        model_name="killer", id=id, inputs=[tensor], raw_input_contents=[raw]
+                    ).SerializeToString()
+                )
+            except grpc.RpcError as error:
+                return str(error.details())
+            return ""
+
+        assert ask(1, "good") == ""
+        assert "two servers ended while they executed this request" in ask(-1, "first")
+        for number in range(5):
+            assert "an equal request" in ask(-1, f"again {number}")
+            assert ask(number, "good") == ""
+        assert sum(is_alive(server.pid) for server in servers) == 1
+
+
+def _wait_served(gateway: RunningGateway, worker: str, outcomes: Counter[str]) -> None:
+    """Wait until a worker is back, and 50 more requests were answered."""
+    up = f'rsrv_gateway_worker_up{{worker="{worker}"}} 1'
+    wait_until(lambda: up in gateway.get("/metrics")[1], what=f"worker {worker}")
+    answered = outcomes["right"]
+    wait_until(lambda: outcomes["right"] > answered + 50, what="50 answers")
+
+
+@pytest.mark.long
+def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> None:
+    """Each of three workers gets SIGTERM under load and starts again: no request fails, and none is suspected."""
+    repository = write_repository(tmp_path / "models", ("echo",))
+    body = document("[3]", "[1, 2, 3]")
+    outcomes = Counter[str]()
+    with ExitStack() as stack:
+        lives = [ExitStack() for _ in range(3)]
+        servers = []
+        for number, life in enumerate(lives):
+            stack.enter_context(life)
+            servers.append(
+                life.enter_context(running_triton(repository, tmp_path / f"{number}.log", expected=None))
+            )
+        gateway = stack.enter_context(running_gateway(tmp_path, servers))
+        import threading
+
+        over = threading.Event()
+
+        def load() -> None:
+            while not over.is_set():
+                status, answer = post(gateway.http_port, "echo", body)
+                outcomes["right" if status == 200 else str(answer)] += 1
+
+        def call() -> None:
+            tensor = Infer.InferInputTensor(name="X", datatype="INT32", shape=[1])
+            message = Infer(model_name="echo", inputs=[tensor], raw_input_contents=[b"\1\0\0\0"])
+            with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+                infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                while not over.is_set():
+                    try:
+                        infer(message.SerializeToString(), timeout=30)
+                        outcomes["right"] += 1
+                    except grpc.RpcError as error:
+                        outcomes[str(error)] += 1
+
+        threads = [threading.Thread(target=target) for target in (load, load, call, call)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number, life in enumerate(lives):
+                old = servers[number].server
+                life.close()
+                same = partial(
+                    TritonServer,
+                    http_port=old.http_port,
+                    grpc_port=old.grpc_port,
+                    metrics_port=old.metrics_port,
+                )
+                life.enter_context(
+                    running_triton(repository, tmp_path / f"again{number}.log", expected=None, make=same)
+                )
+                _wait_served(gateway, "abc"[number], outcomes)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert set(outcomes) == {"right"}

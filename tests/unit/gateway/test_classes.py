@@ -1,0 +1,121 @@
+"""Classes of outputs with strings, which end tritonserver: no worker may get a request for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+from tritonclient.grpc import service_pb2
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.connections import ChannelFactory
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.probes import GrpcProber
+from tests.unit.gateway import http_proxies, proxies
+from tests.unit.gateway.proxies import refusal
+from tests.waiting import looped
+
+STRINGS = frozenset(["text"])
+
+
+def request(output: str, classes: int = 1, padding: int = 0) -> Any:
+    asked = service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=output)
+    asked.parameters["classification"].int64_param = classes
+    return service_pb2.ModelInferRequest(model_name="m", outputs=[asked], raw_input_contents=[bytes(padding)])
+
+
+def json_request(output: str, classes: object = 1) -> dict[str, Any]:
+    return {"inputs": [], "outputs": [{"name": output, "parameters": {"classification": classes}}]}
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+@looped
+async def test_over_grpc_classes_of_strings_reach_no_worker(padding: int) -> None:
+    """Classes of strings are INVALID_ARGUMENT, in small and large requests; classes of numbers, and none, pass."""
+    async with proxies.serving(2) as house:
+        house.brain.strings = dict.fromkeys("ab", STRINGS)
+        for output in ("text", "text\0z"):
+            code, text = await refusal(house.call("ModelInfer", request(output, padding=padding)))
+            assert (code, "output 'text' of model 'm' has strings" in text) == ("INVALID_ARGUMENT", True)
+        assert all(not worker.got for worker in house.workers)
+        await house.call("ModelInfer", request("numbers", padding=padding))
+        await house.call("ModelInfer", request("text", classes=0, padding=padding))
+        # The outputs are asked for once a second and worker.
+        assert house.brain.asked == ["a", "b"]
+
+
+@looped
+async def test_over_http_classes_of_strings_reach_no_worker() -> None:
+    """Classes of strings are 400, whatever ends the output's name for Triton; classes of numbers, and none, pass."""
+    async with http_proxies.serving(2) as house:
+        house.brain.strings = dict.fromkeys("ab", STRINGS)
+        for output in ("text", "text\0z"):
+            answer = await house.infer(json_request(output))
+            assert (answer.status, b"has strings" in answer.body) == (400, True)
+        assert all(not worker.got for worker in house.workers)
+        assert (await house.infer(json_request("numbers"))).status == 200
+        assert (await house.infer(json_request("text", 0))).status == 200
+        assert house.brain.asked == ["a", "b"]
+
+
+@looped
+async def test_each_worker_of_a_failover_is_asked_for_its_outputs() -> None:
+    """Another worker, whose model of that name has strings, gets no request for classes after the first one refused."""
+    async with http_proxies.serving(2) as house:
+        house.brain.strings = {"b": STRINGS}
+        house.workers[0].does[""] = house.workers[0].says(503, {"error": "not now"})
+        assert (await house.infer(json_request("text"))).status == 400
+        assert house.workers[1].got == []
+
+
+@looped
+async def test_classes_of_unknown_outputs_are_refused_as_the_worker_says() -> None:
+    """If a worker does not tell a model's outputs, a request for classes is asked of the next one."""
+    async with http_proxies.serving(2) as house:
+        house.brain.strings = {"a": Refusal(StatusCode.UNAVAILABLE, "later")}
+        assert (await house.infer(json_request("text"))).headers["X-Worker"] == "b"
+        assert house.workers[0].got == []
+
+
+@looped
+async def test_messages_of_a_stream_are_checked() -> None:
+    """A message for classes of strings is answered with an error, and later ones of the stream are served."""
+    async with proxies.serving(1) as house:
+        house.brain.strings = {"a": STRINGS}
+        stream = house.stream()
+        answers = []
+        for message in (service_pb2.ModelInferRequest(model_name="m", id="1"), request("text"), request("y")):
+            await stream.write(message)
+            answers.append(await stream.read())
+        assert "has strings" in answers[1].error_message
+        assert [answer.error_message for answer in (answers[0], answers[2])] == ["", ""]
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert house.proxy.counts().outstanding == {}
+
+
+@looped
+async def test_a_worker_tells_its_outputs_with_strings() -> None:
+    """The prober reads a model's metadata, and passes a refusal on."""
+    async with proxies.serving(1) as house:
+        (worker,) = house.workers
+
+        async def metadata(asked: Any, context: Any) -> Any:
+            if asked.name != "m":
+                await context.abort(StatusCode.NOT_FOUND, "unknown")
+            assert asked.version == "3"
+            outputs = [
+                service_pb2.ModelMetadataResponse.TensorMetadata(name=name, datatype=kind)
+                for name, kind in (("text", "BYTES"), ("numbers", "FP32"))
+            ]
+            return service_pb2.ModelMetadataResponse(outputs=outputs)
+
+        worker.does["ModelMetadata"] = metadata
+        prober = GrpcProber(worker.worker, ChannelFactory(GatewaySection()), 5)
+        assert await prober.string_outputs("m", "3") == STRINGS
+        answer = await prober.string_outputs("other", "3")
+        assert isinstance(answer, Refusal)
+        assert answer.code is StatusCode.NOT_FOUND
+        await prober.close()

@@ -1,0 +1,286 @@
+"""Reading the head of a request over HTTP, compared with what was written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from contextlib import suppress
+from random import Random
+from time import process_time
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rsrv_gateway.http_head import HttpHead, InferenceHead, Inflater
+from rsrv_gateway.peek import Malformed
+
+#: Members of an object in the order in which they are written; equal keys are allowed.
+Pairs = list[tuple[str, Any]]
+
+
+class Object(Pairs):
+    """An object of JSON, which a list is not."""
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
+junk = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(st.tuples(st.text(max_size=4), inner), max_size=3).map(Object)
+    ),
+    max_leaves=8,
+)
+sequence_ids: st.SearchStrategy[Any] = (
+    st.integers(0, 2**64 - 1)
+    | st.text(max_size=300)
+    | st.sampled_from(["a\0b", 0, "", -1, 2**64, 10**400, 7.0, 1e300, True, None, []])
+)
+
+
+def objects(members: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Object]:
+    """Return objects with some of these members and some others, in any order, also twice."""
+    pairs = [st.tuples(st.just(name), value) for name, value in members.items()]
+    others = st.tuples(st.text(max_size=8) | st.sampled_from([f"{name}\0" for name in members]), junk)
+    return st.lists(st.one_of(*pairs, others), max_size=8).map(Object)
+
+
+sizes = st.integers(0, 3)
+tensors = objects(
+    {
+        "name": st.sampled_from(["X", "Y", "X\0Z"]) | junk,
+        "shape": st.lists(sizes, max_size=3) | st.lists(st.one_of(sizes, scalars), max_size=3) | junk,
+        "data": st.lists(scalars, max_size=60) | junk,
+        "datatype": st.just("FP32"),
+    }
+)
+classes = objects({"classification": st.integers(0, 3) | scalars, "binary_data": st.booleans()})
+outputs = objects({"name": st.sampled_from(["T", "U", "T\0"]) | junk, "parameters": classes | junk})
+requests = objects(
+    {
+        "parameters": objects({"sequence_id": sequence_ids, "timeout": scalars}) | junk,
+        "inputs": st.lists(tensors | junk, max_size=3) | junk,
+        "outputs": st.lists(outputs | junk, max_size=3) | junk,
+        "id": st.text(max_size=5),
+    }
+)
+
+
+def written(value: Any, rng: Random) -> str:
+    """Write JSON, in one of all ways that rapidjson takes."""
+
+    def blank() -> str:
+        return rng.choice(("", "", "", " ", "\n\t", "\r"))
+
+    match value:
+        case Object():
+            members = [f"{blank()}{text(key, rng)}{blank()}:{written(inner, rng)}" for key, inner in value]
+            content = "{" + ",".join(members) + blank() + "}"
+        case list():
+            content = "[" + ",".join([written(inner, rng) for inner in value]) + blank() + "]"
+        case str():
+            content = text(value, rng)
+        case float():
+            names = {"nan": "NaN", "inf": rng.choice(("Inf", "Infinity")), "-inf": "-Inf"}
+            content = names.get(repr(value), repr(value))
+        case _:
+            content = json.dumps(value)
+    return blank() + content + blank()
+
+
+def text(value: str, rng: Random) -> str:
+    """Write a string; any of its characters may be escaped."""
+    escapes = {'"': '\\"', "\\": "\\\\", "/": rng.choice(("/", "\\/")), "\n": "\\n", "\t": "\\t"}
+    found = []
+    for character in value:
+        if character < " " or 0xD800 <= ord(character) < 0xE000 or rng.random() < 0.1:
+            units = character.encode("utf-16-be", "surrogatepass")
+            found += [f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)]
+        else:
+            found.append(escapes.get(character, character))
+    return '"' + "".join(found) + '"'
+
+
+def first(value: Any, key: str, kind: type) -> Any:
+    """Return the first member of this name if it has this kind, or nothing of it."""
+    for name, inner in value if isinstance(value, Object) else ():
+        if name == key:
+            same = isinstance(inner, kind) and isinstance(inner, Object) == (kind is Object)
+            return inner if same and not isinstance(inner, bool) else kind()
+    return kind()
+
+
+def sequence(value: Any) -> int | str | None:
+    number, name = first(value, "sequence_id", int), first(value, "sequence_id", str)
+    if isinstance(number, int) and 0 < number < 2**64:
+        return number
+    return name.split("\0")[0] or None
+
+
+def expected(request: Object) -> InferenceHead:
+    """Return what Triton sees, by the source of its HTTP server."""
+    inputs = []
+    for tensor in first(request, "inputs", list):
+        shape, name = first(tensor, "shape", list), first(tensor, "name", str)
+        if "name" in dict(tensor if isinstance(tensor, Object) else ()) and all(
+            type(extent) is int and 0 <= extent < 2**64 for extent in shape
+        ):
+            inputs.append((name.split("\0")[0], tuple(shape)))
+    classified = [
+        first(output, "name", str).split("\0")[0]
+        for output in first(request, "outputs", list)
+        if first(first(output, "parameters", Object), "classification", int) > 0
+    ]
+    return InferenceHead(
+        sequence(first(request, "parameters", Object)),
+        tuple((name, shape) for name, shape in inputs if name),
+        tuple(name for name in classified if name),
+    )
+
+
+def read(body: bytes, rng: Random, encoding: str | None = None, length: str | None = None) -> InferenceHead:
+    """Read a body that comes in pieces of any sizes."""
+    head = HttpHead("infer", encoding, length, 1 << 30)
+    at = 0
+    while head.head is None:
+        size = rng.choice((1, 3, 100, 5000, 1 << 20))
+        head.feed(body[at : at + size], at + size >= len(body))
+        at += size
+    return head.head
+
+
+@given(requests, st.integers(0))
+def test_a_request_is_read_as_triton_does_however_it_is_written(request: Object, seed: int) -> None:
+    """The sequence, the shapes and the classes are the written ones, in any spelling, encoding and pieces."""
+    rng = Random(seed)
+    body = written(request, rng).encode(errors="surrogatepass")
+    if rng.random() < 0.3:
+        # The library reads small documents in one piece, and this reader all others.
+        body = body[: body.index(b"{") + 1] + b" " * 5000 + body[body.index(b"{") + 1 :]
+    body = rng.choice((b"", b"\xef\xbb\xbf")) + body
+    tail = rng.choice((b"", b"\0rubbish", bytes(40)))
+    encoding = rng.choice((None, "identity", "gzip", "deflate"))
+    length = str(len(body)) if tail else None
+    packed = body + tail
+    if encoding in ("gzip", "deflate"):
+        packed = gzip.compress(packed) if encoding == "gzip" else zlib.compress(packed)
+
+    head = read(packed, rng, encoding, length)
+
+    wanted = expected(request)
+    assert head.sequence == wanted.sequence
+    assert tuple(pair for pair in head.inputs if pair[0]) == wanted.inputs
+    assert tuple(name for name in head.classified if name) == wanted.classified
+
+
+@given(st.binary(max_size=60) | st.text('{}[]",:\\u0 a1', max_size=60).map(str.encode), st.integers(0))
+@example(b'{"inputs":[{"shape":[1,[2]]},3,"x"],"parameters":7}', 0)
+def test_any_bytes_are_read_or_refused(data: bytes, seed: int) -> None:
+    """Any bytes are a request or refused, in whichever pieces they come."""
+    for encoding in (None, "gzip"):
+        with suppress(Malformed):
+            read(data, Random(seed), encoding)
+
+
+def test_only_the_pattern_is_stored() -> None:
+    """A text of 100 MB before the sequence id is skipped in constant memory, faster than a network brings it."""
+    head = HttpHead("infer", None, None, 1 << 30)
+    piece = b'\\"x' * (1 << 16)
+    head.feed(b'{"a": "', last=False)
+    started = process_time()
+    for _ in range(500):
+        head.feed(piece, last=False)
+    seconds = process_time() - started
+    head.feed(b'", "parameters": {"sequence_id": 3}}', last=True)
+
+    assert head.head == InferenceHead(3)
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [0.5] * 200_000,
+        [[0.5, 0.25, 0.125]] * 60_000,
+        [[[[[1]]]]] * 60_000,
+        ["some text"] * 60_000,
+        ['a "quoted" \\ one'] * 60_000,
+        ["x" * 1_000_000],
+    ],
+    ids=["numbers", "rows", "nested", "texts", "escaped", "long"],
+)
+def test_data_are_skipped_fast(data: Any) -> None:
+    """Tensors before the id cost less time than parsing them, in pieces of a connection."""
+    document = {"inputs": [{"name": "X", "shape": [1], "data": data}], "parameters": {"sequence_id": "s"}}
+    body = json.dumps(document).encode()
+    started = process_time()
+    head = HttpHead("infer", None, None, 1 << 30)
+    for at in range(0, len(body), 1 << 16):
+        head.feed(body[at : at + (1 << 16)], at + (1 << 16) >= len(body))
+    assert head.head == InferenceHead("s", (("X", (1,)),))
+    # Twenty times what it takes.
+    assert process_time() - started < len(body) / 5e6
+
+
+def test_deep_values_are_skipped_fast() -> None:
+    """A megabyte of deep objects, in the pieces of a decompressed body, costs about as much as small requests of this size."""
+    deep = b"{" * 900 + b"}" * 900
+    body = b'{"x":[' + b",".join([deep] * 580) + b'],"parameters":{"sequence_id":3}}'
+    started = process_time()
+    head = HttpHead("infer", None, None, 1 << 30)
+    for at in range(0, len(body), 1 << 18):
+        head.feed(body[at : at + (1 << 18)], at + (1 << 18) >= len(body))
+    assert head.head == InferenceHead(3)
+    # Five times what it takes.
+    assert process_time() - started < 1.5
+
+
+def test_bytes_behind_the_end_of_a_compressed_body_are_not_kept() -> None:
+    """What follows the end of a compressed message takes no memory and no time, however much of it there is."""
+    inflater = Inflater("deflate")
+    assert b"".join(inflater.slices(zlib.compress(b"content") + b"more")) == b"content"
+    for _ in range(3):
+        assert list(inflater.slices(bytes(1000))) == []
+    assert len(inflater._zlib.unused_data) == len(b"more")
+
+
+def test_many_fields_and_long_names_are_refused() -> None:
+    """Members without end, texts without end and shapes without end are refused."""
+    for body, words in (
+        ('{"parameters": {' + ",".join(f'"p{number}": 1' for number in range(10_001)) + "}}", "10000 fields"),
+        ('{"parameters": {"sequence_id": "' + "s" * 20_000 + '"}}', "16384 bytes"),
+        ('{"inputs": [{"name": "X", "shape": [' + "1," * 100 + "1]}]}", "100 extents"),
+        ('{"inputs": [' + "1," * 10_000 + "1]}", "10000 fields"),
+    ):
+        with pytest.raises(Malformed, match=words):
+            read(body.encode(), Random(0))
+
+
+def test_a_generation_has_its_sequence_among_its_inputs() -> None:
+    """Both places of a generation's parameters count, and no header says how long its JSON is."""
+    for body in (b'{"text": "x", "sequence_id": 4}', b'{"parameters": {"sequence_id": 4}}'):
+        head = HttpHead("generate", None, "3", 100)
+        head.feed(body, last=True)
+        assert head.head == InferenceHead(4)
+
+
+def test_a_generation_may_say_whether_it_streams() -> None:
+    """Both places of a generation's parameters count, and an escaped key."""
+    for body, has_stream in (
+        (b'{"text": "stream"}', False),
+        (b'{"text": "x", "stream": false}', True),
+        (b'{"text": "x", "str\\u0065am": true}', True),
+        (b'{"parameters": {"stream": null}}', True),
+    ):
+        head = HttpHead("generate", None, None, 100)
+        head.feed(body, last=True)
+        assert head.head == InferenceHead(has_stream=has_stream)
+
+
+def test_a_body_larger_than_the_setting_is_refused_after_decompression() -> None:
+    """max_message_bytes bounds what a compressed body becomes."""
+    body = json.dumps({"id": Random(0).randbytes(4000).hex()}).encode()
+    with pytest.raises(Malformed, match="max_message_bytes"):
+        HttpHead("infer", "gzip", None, 5000).feed(gzip.compress(body)[:-1000], last=False)

@@ -3,6 +3,7 @@
     python tools/check_gpu.py              # the largest module of each bundle, for all cards
     python tools/check_gpu.py --cards t4   # for some
     python tools/check_gpu.py --renew      # record the figures in docs/compiled-for-gpus.csv
+    python tools/check_gpu.py --narrow     # record figures of narrow weights in docs/narrowed-for-gpus.csv; takes half an hour
 
 It takes jax's CUDA plugin and ptxas (`make check-gpu` installs them). Nothing is executed and nothing is tuned. What the
 compiler's own kernels multiply in TF32 is read from their PTX. A product that cuBLAS or cuDNN computes has a precision
@@ -15,6 +16,7 @@ import argparse
 import csv
 import difflib
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -34,12 +36,22 @@ from rsrv.runtime.device import Hardware
 from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, AheadCompiler
 from rsrv.runtime.numerics import treatment
 from rsrv.settings import Numerics
+from rsrv_bundle.dtypes import itemsize
 from rsrv_bundle.modules import signature_of
+from rsrv_bundle.narrow import chosen, rewritten
+from rsrv_bundle.narrowing import KEEP, WeightTypes
 from rsrv_bundle.precision import treat
+from rsrv_bundle.reader import read_bundle
 from scheduler_page import DOCS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = DOCS / "compiled-for-gpus.csv"
+#: Bytes of arguments and of intermediate results with narrow weights.
+NARROW_FIGURES = DOCS / "narrowed-for-gpus.csv"
+NARROW_HEADER = "bundle,weights,compute,card,untiled,arguments,temporaries,kernels"
+NARROWED = ("minilm_encoder", "mlp", "resnet18", "vit_tiny")
+#: Cards that the narrow modules are compiled for.
+NARROW_CARDS = ("a100", "h100", "l4")
 #: the policies that differ: `tf32` compiles what `auto` compiles
 POLICIES: tuple[Numerics, ...] = ("auto", "f32")
 #: an instruction that multiplies matrices on tensor cores
@@ -112,14 +124,14 @@ def _compiler(card: str) -> AheadCompiler:
     return AheadCompiler(CARDS[card].target())
 
 
-def _compile(folder: str, label: str, file: Path, card: str) -> list[Figures]:
+def _compile(folder: str, label: str, file: Path, card: str, policies: Sequence[Numerics]) -> list[Figures]:
     """Compile a module for a card under each policy; runs in a process of the pool."""
     blob = file.read_bytes()
     signature = signature_of(blob, file.name)
     hardware = Hardware("cuda", CARDS[card].capability)
     measured: dict[bytes, tuple[int, ...]] = {}
     found = []
-    for numerics in POLICIES:
+    for numerics in policies:
         module, _ = treat(blob, file.name, treatment(numerics, hardware), signature.precision)
         if module not in measured:
             shutil.rmtree(_dump(folder), ignore_errors=True)
@@ -146,7 +158,9 @@ def _compile(folder: str, label: str, file: Path, card: str) -> list[Figures]:
     return found
 
 
-def compile_all(files: Mapping[str, Path], cards: Sequence[str]) -> list[Figures]:
+def compile_all(
+    files: Mapping[str, Path], cards: Sequence[str], policies: Sequence[Numerics] = POLICIES
+) -> list[Figures]:
     """Compile each module for each card, on all cores. Raises the first error, with the module and the card."""
     every: list[Figures] = []
     with (
@@ -156,7 +170,7 @@ def compile_all(files: Mapping[str, Path], cards: Sequence[str]) -> list[Figures
         progress.steps("check-gpu", len(files) * len(cards)) as shown,
     ):
         waiting = {
-            pool.submit(_compile, folder, label, file, card): f"{label} for {card}"
+            pool.submit(_compile, folder, label, file, card, policies): f"{label} for {card}"
             for label, file in files.items()
             for card in cards
         }
@@ -168,6 +182,38 @@ def compile_all(files: Mapping[str, Path], cards: Sequence[str]) -> list[Figures
                 raise SystemExit(f"{waiting[done]}: {type(error).__name__}: {error}") from error
             shown.step(waiting[done])
     return sorted(every)
+
+
+def narrow_modules(folder: Path) -> dict[str, Path]:
+    """Write the largest modules of some bundles with narrow weights and half-precision products, by BUNDLE WEIGHTS COMPUTE."""
+    found = {}
+    for name in NARROWED:
+        bundle = read_bundle(ROOT / "build" / "bundles" / name, digest=False)
+        file = max(bundle.modules.values(), key=_order)
+        for weights in (KEEP, "bf16", "f8_e4m3", "i8"):
+            tensors = chosen(bundle, WeightTypes.parse(weights))
+            for compute in (None, "bf16"):
+                label = f"{name} {'f32' if weights == KEEP else weights} {compute or 'f32'}"
+                found[label] = folder / f"{label}.mlir"
+                found[label].write_bytes(rewritten(bundle, file, tensors, compute))
+    return found
+
+
+def write_narrow(cards: Sequence[str]) -> str:
+    """Compile narrow modules for each card; return the file with their figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = narrow_modules(Path(folder))
+        found = compile_all(files, cards, ("auto",))
+        taken = {
+            label: sum(math.prod(shape) * itemsize(dtype) for dtype, shape in signature.inputs)
+            for label, file in files.items()
+            if (signature := signature_of(file.read_bytes(), file.name))
+        }
+    rows = [
+        f"{row.module.replace(' ', ',')},{row.card},{row.untiled},{taken[row.module]},{row.temporaries},{row.kernels}"
+        for row in found
+    ]
+    return "\n".join((versions(), NARROW_HEADER, *rows, ""))
 
 
 def faults(figures: Iterable[Figures]) -> Iterator[str]:
@@ -215,7 +261,11 @@ def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--renew", action="store_true", help="record the figures")
     top.add_argument("--cards", nargs="+", choices=sorted(CARDS), default=sorted(CARDS))
+    top.add_argument("--narrow", action="store_true", help="record the figures of narrow weights")
     options = top.parse_args()
+    if options.narrow:
+        NARROW_FIGURES.write_text(write_narrow(NARROW_CARDS), encoding="utf-8")
+        return 0
     figures = compile_all(modules(), sorted(CARDS) if options.renew else options.cards)
     wrong = list(faults(figures))
     if options.renew and not wrong:

@@ -62,6 +62,8 @@ class CardSettings(ctypes.Structure):
                 "held_ns",
                 # 1: the cards have no virtual memory management, as some vGPUs
                 "without_vmm",
+                # what a context takes of a card
+                "context_bytes",
             )
         ),
         ("cards", OneCard * 8),

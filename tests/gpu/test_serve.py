@@ -26,10 +26,11 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import demo
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.e2e.lives import COLUMNS, first_value, place, write_version
 from tests.e2e.test_serve import serving
 from tests.gpu.fake_gpu import EXCLUSIVE_PROCESS, GIB, FakeGpu
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: a busy machine takes minutes to compile, and to time kernels
@@ -251,8 +252,8 @@ def test_cards_of_two_kinds_compile_for_themselves(gpu: FakeGpu, tmp_path: Path)
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
 
-    assert h100["memory"]["device"]["name"].startswith("NVIDIA H100 80GB HBM3 (GPU-01")
-    assert t4["memory"]["device"]["name"].startswith("Tesla T4 (GPU-02")
+    assert h100["memory"]["name"].startswith("NVIDIA H100 80GB HBM3 (GPU-01")
+    assert t4["memory"]["name"].startswith("Tesla T4 (GPU-02")
     assert sorted((call.stream, call.bytes) for call in gpu.calls("alloc")) == [
         (0, 72 * GIB),
         (1, 15 * GIB * 9 // 10),
@@ -285,7 +286,7 @@ def runtime_of(server_pid: int, number: int, model: str) -> int:
 def device_status(server_pid: int, number: int) -> dict[str, Any]:
     """Return what the runtime of a device says about it; nothing before it has one."""
     try:
-        device: dict[str, Any] = read_status(server_pid, str(number))["memory"]["device"]
+        device: dict[str, Any] = read_status(server_pid, str(number))["memory"]
     except OSError:
         return {}
     return device if device.get("name") else {}

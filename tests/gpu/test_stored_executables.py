@@ -19,12 +19,12 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables
 from rsrv.stub.session import Launcher
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.stateful import export_stateful
 from rsrv_gen.cli import main as rsrv_gen
 from tests.gpu.conftest import end_runtime
 from tests.gpu.fake_gpu import INSTALLED, ROOT, FakeGpu
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, build_here
 from tests.unit.runtime.test_cold import Stub
 from tests.waiting import PATIENCE_S

@@ -18,6 +18,23 @@ def test_the_recorded_figures_prove_what_the_policies_promise() -> None:
     assert {row.card for row in figures if row.tf32} == CARDS.keys() - {"t4"}
 
 
+def test_the_recorded_figures_of_narrow_weights_prove_what_the_page_says() -> None:
+    """bf16 and i8 take a half and about a quarter of the arguments, and no more room for intermediate results than f32."""
+    lines = tool.NARROW_FIGURES.read_text(encoding="utf-8").splitlines()[2:]
+    rows = {tuple(one[:4]): list(map(int, one[4:])) for one in (line.split(",") for line in lines)}
+    assert {key[0] for key in rows} == set(tool.NARROWED)
+    assert {key[3] for key in rows} == set(tool.NARROW_CARDS)
+    for (bundle, weights, compute, card), (untiled, arguments, temporaries, _) in rows.items():
+        _, wide_arguments, wide_temporaries, _ = rows[bundle, "f32", compute, card]
+        if weights in ("bf16", "i8"):
+            share = arguments / wide_arguments
+            assert share < (0.6 if weights == "bf16" else 0.4)
+            # Products that XLA leaves to cuBLAS get wide copies.
+            assert untiled or temporaries <= 1.01 * wide_temporaries
+        if bundle == "minilm_encoder" and compute == "bf16":
+            assert temporaries < 0.6 * rows[bundle, weights, "f32", card][2]
+
+
 def test_a_product_that_escapes_the_policy_fails_without_any_record() -> None:
     """Recording such figures is refused."""
     assert not list(tool.faults([ROW]))

@@ -48,6 +48,7 @@ struct Cards {
     int64_t compute_mode;
     int64_t held_ns;
     int64_t without_vmm;
+    int64_t context_bytes;
     Card physical[MAX_CARDS];
     Holder holders[MAX_CARDS][MAX_PROCESSES];
 };

@@ -161,7 +161,10 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     if (cards()->compute_mode == CU_COMPUTEMODE_PROHIBITED ||
         (cards()->compute_mode == CU_COMPUTEMODE_EXCLUSIVE_PROCESS && others_have_a_context(card)))
         return CUDA_ERROR_DEVICE_UNAVAILABLE;
-    take_bytes(card, 0);  // lists this process among the holders
+    // Lists this process among the holders. It has one context for each card.
+    static bool has_context[MAX_CARDS];
+    if (!take_bytes(card, has_context[card] ? 0 : cards()->context_bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+    has_context[card] = true;
     *context = context_of(card);
     return CUDA_SUCCESS;
 }

@@ -181,7 +181,13 @@ API int cublasLtDestroy(void* handle) { return free_object(handle); }
 
 namespace {
 
-constexpr int NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6;
+constexpr int NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7;
+
+struct NvmlProcess {  // nvmlProcessInfo_t
+    unsigned pid;
+    unsigned long long used_bytes;
+    unsigned gpu_instance, compute_instance;
+};
 
 using NvmlDevice = uintptr_t;  // 1 + card, + 100 per instance of a partitioned card, from the first
 
@@ -239,6 +245,19 @@ API int nvmlDeviceGetMemoryInfo(NvmlDevice device, unsigned long long* total_fre
     total_free_used[1] = total - std::min(total, used);
     total_free_used[2] = used;
     return 0;
+}
+API int nvmlDeviceGetComputeRunningProcesses_v3(NvmlDevice device, unsigned* count, NvmlProcess* processes) {
+    int card = card_of(device);
+    used_bytes(card);  // forgets processes that have ended
+    unsigned found = 0;
+    for (const Holder& holder : cards()->holders[card]) {
+        if (!holder.pid) continue;
+        if (found < *count) processes[found] = {static_cast<unsigned>(holder.pid), static_cast<uint64_t>(holder.bytes), 0, 0};
+        found++;
+    }
+    bool fits = found <= *count;
+    *count = found;
+    return fits ? 0 : NVML_INSUFFICIENT_SIZE;
 }
 API int nvmlDeviceGetMigMode(NvmlDevice, unsigned* present, unsigned* pending) {
     *present = *pending = cards()->mig_instances > 0;

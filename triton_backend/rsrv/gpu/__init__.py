@@ -1,1 +1,1 @@
-"""`rsrv gpu first-hour`: what rsrv does on a card that it has not met yet, checked and measured part by part."""
+"""`rsrv gpu check`: check and measure rsrv on a new card, part by part."""

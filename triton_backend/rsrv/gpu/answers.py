@@ -1,6 +1,6 @@
 """Parts `correctness` and `numerics`: the device's answers beside those of the CPU, and its products beside float64."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -29,14 +29,24 @@ def correctness(given: PartInput, tell: Tell) -> None:
     bundles: dict[Path, Bundle] = {}
     for path in given.bundles:
         try:
-            bundles[path] = read_bundle(path)
+            bundle = read_bundle(path)
         except BundleError as error:
             tell(Finding(path.name, "FAIL", reason=str(error)))
+            continue
+        if bundle.manifest.kind == "meta":
+            tell(Finding(path.name, "NOT RUN", reason="a meta model has no modules, only its callees have"))
+        elif bundle.manifest.state is not None:
+            tell(
+                Finding(path.name, "NOT RUN", reason="requests for a model with state are steps of sequences")
+            )
+        else:
+            bundles[path] = bundle
     with runtime(given, "reference", "cpu") as reference:
         for policy in ("auto",) if given.on_cpu else ("auto", "f32"):
             left = list(bundles)
+            errors: list[float] = []
             while left:
-                _policy(given, tell, policy, left, bundles, reference)
+                errors += _policy(given, tell, policy, left, bundles, reference, errors)
 
 
 def _policy(
@@ -46,21 +56,19 @@ def _policy(
     left: list[Path],
     bundles: Mapping[Path, Bundle],
     reference: RuntimeProcess,
-) -> None:
-    """Compare the bundles that are `left`, which are taken from the list, until one ends the runtime."""
+    before: Sequence[float],
+) -> list[float]:
+    """Compare the bundles in `left`, and remove them from the list, until a bundle ends the runtime.
+
+    Returns the largest error of each bundle that passed. `before` has the errors of earlier calls.
+    """
     tolerance = _TF32 if policy == "auto" and given.device.tf32 else TOLERANCE
+    limit = f"tolerance for f32: {tolerance['f32']:g} of an output's largest magnitude"
+    errors: list[float] = []
     with runtime(given, f"card-{policy}", given.device.platform, numerics=policy) as card:
         while left:
             path = left.pop(0)
             what, bundle = f"{path.name}, numerics {policy}", bundles[path]
-            if bundle.manifest.kind == "meta":
-                tell(Finding(what, "SKIPPED", reason="a meta model has no modules: its callees have"))
-                continue
-            if bundle.manifest.state is not None:
-                tell(
-                    Finding(what, "SKIPPED", reason="requests for a model with state are steps of sequences")
-                )
-                continue
             judge = Judge(bundle, tolerance, "the CPU's answer")
             try:
                 with (
@@ -73,10 +81,15 @@ def _policy(
                 tell(Finding(what, "FAIL", _largest(judge), str(error)))
             except (Closed, OSError) as error:
                 tell(Finding(what, "FAIL", reason=f"the runtime ended or does not answer: {error}"))
-                return
+                break
             else:
-                limit = f"tolerance for f32: {tolerance['f32']:g} of an output's largest magnitude"
-                tell(Finding(what, "PASS", _largest(judge), limit))
+                errors.append(max(judge.errors.get("source", {}).values(), default=0.0))
+                everything = [*before, *errors]
+                value = (
+                    f"{len(everything)} of {len(bundles)} as on the CPU, largest error {max(everything):.2g}"
+                )
+                tell(Finding(f"bundles, numerics {policy}", "PASS", value, limit))
+    return errors
 
 
 def _compare(bundle: Bundle, card: ModelClient, reference: ModelClient, judge: Judge) -> None:
@@ -115,7 +128,7 @@ def numerics(given: PartInput, tell: Tell) -> None:
     for policy in ("auto", "f32", "tf32"):
         what = f"product of f32, numerics {policy}"
         if policy == "tf32" and not given.device.tf32:
-            tell(Finding(what, "SKIPPED", reason="the device has no TF32, so every model would be refused"))
+            tell(Finding(what, "NOT RUN", reason="the device has no TF32, so every model would be refused"))
             continue
         allowed = _TF32_ERROR if given.device.tf32 and policy != "f32" else _F32_ERROR
         with runtime(given, policy, given.device.platform, numerics=policy) as process:
@@ -124,7 +137,7 @@ def numerics(given: PartInput, tell: Tell) -> None:
             except (Rejected, Unanswered, Closed, OSError) as error:
                 tell(Finding(what, "FAIL", reason=str(error)))
                 continue
-            computes = process.status()["computes"]
+            computes = process.record().computes
         tell(_judge(what, found, expected, allowed, computes))
 
 

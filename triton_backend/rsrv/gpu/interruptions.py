@@ -16,56 +16,86 @@ from tritonclient.utils import InferenceServerException
 
 from rsrv.gpu.memory import card_memory
 from rsrv.gpu.report import Finding, PartInput, Tell, check
-from rsrv.gpu.runtimes import WIDTH, Model, make_models
-from rsrv.gpu.server import BUNDLES, ServedModels, ask, serving, tritonserver_for
+from rsrv.gpu.runtimes import WIDTH, Answers, Model, Unanswered, clients, make_models, runtime
+from rsrv.gpu.server import BUNDLES, NoTriton, ServedModels, ask, serving
+from rsrv.stub.connection import Rejected
+from rsrv.stub.session import UNREACHABLE
 from rsrv.text import amount, duration
 
-#: bytes that the server itself may hold on a card while its runtime sleeps
+#: Bytes that the server itself may hold on a card while its runtime sleeps.
 _OF_SERVER = 1_000_000_000
+_MODELS = 6
+#: Share of the part's time for each pause: there are two for each of three interruptions.
+_PAUSES = 0.08
+#: Requests before a death without Triton, and seconds between attempts to connect after it.
+_BEFORE, _RETRY_S = 20, 0.02
 
 
 def interruptions(given: PartInput, tell: Tell) -> None:
-    """Kill the runtime twice, restart it, and have it sleep and wake, while clients ask for several models."""
-    if (tritonserver := tritonserver_for("a runtime's death", tell)) is None:
-        return
+    """Kill the runtime twice, restart it, and let it sleep and wake, while clients send requests for several models."""
     amounts = given.amounts
     (folder := given.folder / BUNDLES).mkdir()
     models = make_models(
-        replace(given, folder=folder), amounts.eviction_each // 10, [f"i{i}" for i in range(6)]
+        replace(given, folder=folder), amounts.interrupted_each, [f"i{i}" for i in range(_MODELS)]
     )
     free = None if given.on_cpu else card_memory()[0]
-    with serving(given, tritonserver, [one.name for one in models], {"stub": {"retry_s": 60}}) as served:
-        for name in ("SIGKILL", "SIGSEGV"):
-            with _asking(served, models, amounts.clients) as load:
-                tell(
-                    load.through(
-                        f"{name} of the runtime", _killing(served, signal.Signals[name]), amounts.pause_s
-                    )
-                )
-        with _asking(served, models, amounts.clients) as load:
-            tell(load.through("rsrv restart", lambda: served.rsrv("restart"), amounts.pause_s))
-        tell(_sleep(served, free))
-        with InferenceServerClient(served.address) as client:
-            started = time.perf_counter()
-            right = np.array_equal(
-                ask(client, models[0].name, np.zeros((1, WIDTH), np.float32)),
-                np.full((1, WIDTH), models[0].constant, np.float32),
-            )
-            took = time.perf_counter() - started
-        tell(
-            check(
-                "a request after it",
-                right,
-                f"answered after {duration(took)}",
-                "it wakes the device",
-                {"seconds": took},
-            )
+    try:
+        with serving(given, [model.name for model in models], {"stub": {"retry_s": 60}}) as served:
+            _through_triton(given, tell, served, models, free)
+    except NoTriton as error:
+        _without_triton(given, tell, models)
+        tell(Finding("rsrv restart, rsrv sleep", "NOT RUN", reason=str(error)))
+
+
+def _through_triton(
+    given: PartInput, tell: Tell, served: ServedModels, models: Sequence[Model], free: int | None
+) -> None:
+    """Interrupt the runtime of a server; `free`: bytes of the card before the server started."""
+    pause_s = given.window(given.amounts.pause_s, _PAUSES)
+    for what, act in (
+        ("SIGKILL of the runtime", lambda: os.kill(served.runtime_pid(), signal.SIGKILL)),
+        ("SIGSEGV of the runtime", lambda: os.kill(served.runtime_pid(), signal.SIGSEGV)),
+        ("rsrv restart", lambda: served.rsrv("restart")),
+    ):
+        with _asking(served, models, given.amounts.clients) as load:
+            tell(load.through(what, act, pause_s))
+    tell(_sleep(served, free))
+    with InferenceServerClient(served.address) as client:
+        started = time.perf_counter()
+        y = ask(client, models[0].name, np.zeros((1, WIDTH), np.float32))
+        took = time.perf_counter() - started
+    right = np.array_equal(y, np.full((1, WIDTH), models[0].constant, np.float32))
+    tell(
+        check(
+            "a request after rsrv sleep",
+            right,
+            f"answered after {duration(took)}",
+            "it wakes the device",
+            {"seconds": took},
         )
+    )
 
 
-def _killing(served: ServedModels, number: signal.Signals) -> Callable[[], None]:
-    pid = served.runtime_pid()
-    return lambda: os.kill(pid, number)
+def _without_triton(given: PartInput, tell: Tell, models: Sequence[Model]) -> None:
+    """Kill a runtime without a server. A client then connects again and again until it gets an answer."""
+    answers = Answers()
+    with runtime(given, "death", given.device.platform) as process:
+        with clients(process, models[:1]) as (client,):
+            for _ in range(_BEFORE):
+                answers.ask(client, models[0])
+            began = time.perf_counter()
+            os.kill(process.record().pid, signal.SIGKILL)
+        while True:
+            try:
+                with clients(process, models[:1]) as (client,):
+                    answers.ask(client, models[0])
+                break
+            except (*UNREACHABLE, Rejected, Unanswered):
+                time.sleep(_RETRY_S)
+        gap = time.perf_counter() - began
+    reason = "without Triton: one client, which connects again, starts the runtime and registers its model"
+    value = f"no answer for {duration(gap)}"
+    tell(check("SIGKILL of the runtime", answers.wrong == 0, value, reason, {"gap_s": gap}))
 
 
 def _sleep(served: ServedModels, before: int | None) -> Finding:

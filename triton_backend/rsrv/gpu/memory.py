@@ -2,15 +2,15 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import pynvml
 
 from rsrv.gpu.report import Finding, PartInput, Tell, check
-from rsrv.runtime.cuda import Driver
-from rsrv.runtime.device import Buffer, OutOfMemory, run
+from rsrv.runtime.device import Buffer, DeviceError, OutOfMemory, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.text import amount, duration, percent
 from rsrv_bundle.precision import product
@@ -28,7 +28,7 @@ _NO_LIMIT = "a CPU has no allocator with a limit"
 def budget(given: PartInput, tell: Tell) -> None:
     """Compare what jax's allocator may take with what NVML says is free, and with what tensors find."""
     if given.on_cpu:
-        tell(Finding("memory", "SKIPPED", reason=_NO_LIMIT))
+        tell(Finding("memory", "NOT RUN", reason=_NO_LIMIT))
         return
     free, total = card_memory()
     device = JaxDevice(given.device.platform)
@@ -75,7 +75,7 @@ def out_of_memory(given: PartInput, tell: Tell) -> None:
     device = JaxDevice(given.device.platform)
     limit = device.memory_limit
     if limit is None:
-        tell(Finding("memory", "SKIPPED", reason=_NO_LIMIT))
+        tell(Finding("memory", "NOT RUN", reason=_NO_LIMIT))
         return
     executable = device.compile(*product(_SIDE))
     matrix = device.upload([np.eye(_SIDE, dtype=np.float32)])
@@ -128,12 +128,24 @@ def _refusal(what: str, action: Callable[[], object]) -> Finding:
 
 
 def card_memory() -> tuple[int, int]:
-    """Return the free and the total bytes of the first card that CUDA sees. Raises pynvml.NVMLError."""
-    driver, bus = Driver(0), ctypes.create_string_buffer(32)
-    driver.call("cuDeviceGetPCIBusId", bus, len(bus), driver.device)
+    """Return the free and the total bytes of the first card that CUDA sees."""
+    with nvml_card() as card:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(card)
+    return int(memory.free), int(memory.total)
+
+
+@contextmanager
+def nvml_card() -> Iterator[Any]:
+    """Return NVML's handle of the first card that CUDA sees. This process creates no context on it."""
+    cuda, device, bus = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
+    if (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), 0)
+        or cuda.cuDeviceGetPCIBusId(bus, len(bus), device)
+    ):
+        raise DeviceError("CUDA's driver has no card for this process")
     pynvml.nvmlInit()
     try:
-        found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(bus.value))
+        yield pynvml.nvmlDeviceGetHandleByPciBusId(bus.value)
     finally:
         pynvml.nvmlShutdown()
-    return int(found.free), int(found.total)

@@ -2,33 +2,60 @@
 
 import multiprocessing
 import os
+import platform
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from importlib import import_module
-from multiprocessing.connection import Connection
+from importlib import import_module, metadata
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rsrv.command import put
 from rsrv.gpu.report import DeviceFacts, Finding, PartInput, PlannedPart
 from rsrv.text import duration
 
-#: seconds for the runtimes of a part that was killed to leave the device
+#: Seconds for the runtimes of a part that was killed to leave the device.
 _LEAVE_S = 10.0
+#: What has no verdict because the time of a part is over.
+LATE = "the rest"
+#: The end of a part's output that is printed if a finding is FAIL or NOT RUN.
+_LOG_CHARACTERS = 4000
 
 
-def describe(tell: Callable[[DeviceFacts], None], platform: str) -> None:
+def without_settings() -> dict[str, str]:
+    """Return the environment without a server's settings, which would override the settings of a part."""
+    return {key: value for key, value in os.environ.items() if not ("__" in key and key.startswith("RSRV_"))}
+
+
+def describe(tell: Callable[[DeviceFacts], None], device_platform: str) -> None:
     from rsrv.runtime.cuda import MemoryShare
     from rsrv.runtime.jax_device import JaxDevice
 
-    device = JaxDevice(platform, memory=MemoryShare(preallocate=False))
+    device = JaxDevice(device_platform, memory=MemoryShare(preallocate=False))
     hardware, target = device.hardware, device.target
-    tell(DeviceFacts(target.card, hardware.platform, hardware.has_tf32, device.memory_limit, target.versions))
+    versions = [f"rsrv {metadata.version('rsrv')}", f"Python {platform.python_version()}", target.versions]
+    if hardware.platform == "cuda":
+        versions.insert(0, f"driver {_driver_version()}")
+    name = target.card if hardware.platform == "cuda" else f"CPU, {os.cpu_count()} cores"
+    tell(DeviceFacts(name, hardware.platform, hardware.has_tf32, device.memory_limit, ", ".join(versions)))
+
+
+def _driver_version() -> str:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError as error:
+        return f"unknown ({error})"
 
 
 def run_part(tell: Callable[[Finding], None], part: PlannedPart, given: PartInput) -> None:
@@ -45,33 +72,39 @@ def run(
     """Yield what `work` tells in a process of its own, which is killed after its time, and a finding if it failed."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(folder, send, work, *arguments))
-    process.start()
-    send.close()
-    end = time.monotonic() + limit_s
-    try:
-        while receive.poll(max(0.0, end - time.monotonic())):
-            yield receive.recv()
-        yield _late(limit_s)
-    except EOFError:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.exitcode is None:
+    # Not below `folder`, because a socket's path is limited to 107 characters.
+    with TemporaryDirectory(prefix="rsrv-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+        process = context.Process(target=_work, args=(folder, sockets, send, work, *arguments))
+        process.start()
+        send.close()
+        end = time.monotonic() + limit_s
+        complete = True
+        try:
+            while receive.poll(max(0.0, end - time.monotonic())):
+                message = receive.recv()
+                complete &= not isinstance(message, Finding) or message.verdict in ("PASS", "MEASURED")
+                yield message
             yield _late(limit_s)
-        elif process.exitcode:
-            file = folder / "log"
-            put(file.read_text(errors="replace")[-4000:] if file.exists() else "", sys.stderr)
-            reason = f"ended with status {process.exitcode}; its last lines are above"
-            yield Finding("process", "FAIL", reason=reason)
-    finally:
-        # Also after its own end: if it was killed, its servers and their runtimes are left.
-        _end(process, folder)
+        except EOFError:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.exitcode is None:
+                yield _late(limit_s)
+            elif process.exitcode:
+                complete = False
+                reason = f"ended with status {process.exitcode}; its last lines are on stderr"
+                yield Finding("process", "FAIL", reason=reason)
+        finally:
+            # Also after the process has ended by itself: if it was killed, its servers and their runtimes still run.
+            _end(process, Path(sockets))
+            if not complete and (log := folder / "log").exists():
+                put(log.read_text(errors="replace")[-_LOG_CHARACTERS:], sys.stderr)
 
 
 def _late(limit_s: float) -> Finding:
-    return Finding("time", "FAIL", reason=f"did not end within {duration(limit_s)}")
+    return Finding(LATE, "NOT RUN", reason=f"did not end within {duration(limit_s)}: raise --minutes")
 
 
-def _end(process: SpawnProcess, folder: Path) -> None:
+def _end(process: SpawnProcess, sockets: Path) -> None:
     """Kill the process with the servers that it started, and wait until its runtimes have left the device."""
     assert process.pid is not None
     with suppress(ProcessLookupError):  # it has no group yet, or nothing of it is left
@@ -80,17 +113,20 @@ def _end(process: SpawnProcess, folder: Path) -> None:
     process.join()
     # The runtimes see its end, and remove their folders when they end.
     end = time.monotonic() + _LEAVE_S
-    while list((folder / "run").glob("*")) and time.monotonic() < end:
+    while list(sockets.glob("*")) and time.monotonic() < end:
         time.sleep(0.1)
 
 
-def _work(folder: Path, send: "Connection[Any, Any]", work: Callable[..., None], *arguments: Any) -> None:
+def _work(
+    folder: Path, sockets: str, send: "Connection[Any, Any]", work: Callable[..., None], *arguments: Any
+) -> None:
     # A group of its own, to be killed as a whole.
     os.setsid()
+    threading.Thread(target=_end_with_parent, args=(folder.parent, sockets), daemon=True).start()
     with (folder / "log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os.environ["RSRV_RUNTIME_DIR"] = str(folder / "run")
+    os.environ["RSRV_RUNTIME_DIR"] = sockets
     try:
         work(send.send, *arguments)
     except Exception as error:  # noqa: BLE001 - it is the finding
@@ -102,3 +138,12 @@ def _work(folder: Path, send: "Connection[Any, Any]", work: Callable[..., None],
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _end_with_parent(*folders: Path | str) -> None:
+    """Wait for the end of the command; then kill this process and its servers, and remove the folders."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    subprocess.Popen(["rm", "-rf", *map(str, folders)], start_new_session=True)
+    os.killpg(0, signal.SIGKILL)

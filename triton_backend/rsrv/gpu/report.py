@@ -1,28 +1,29 @@
-"""Findings of the first hour, what they are measured with, and the table of them. Pure."""
+"""Findings of `rsrv gpu check`, the order and the time of its parts, and its table. Pure, except for `PartInput.left`."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rsrv.text import one_line
+from rsrv.text import amount, duration, one_line
 
-Verdict = Literal["PASS", "FAIL", "MEASURED", "SKIPPED"]
+Verdict = Literal["PASS", "FAIL", "MEASURED", "NOT RUN"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table: PASS and FAIL have a criterion, which `reason` names; MEASURED has none."""
+    """One row of the table. For PASS and FAIL, `reason` names the criterion; MEASURED has none."""
 
     what: str
     verdict: Verdict
     value: str = ""
     reason: str = ""
-    #: numbers behind `value`: seconds, bytes, and rates of these
+    #: Numbers behind `value`: seconds, bytes, and rates of these.
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-#: adds a finding; what was found before a failure stays
+#: Adds a finding to the table at once. It replaces an earlier finding of the part that has the same `what`.
 Tell = Callable[[Finding], None]
 
 
@@ -39,21 +40,28 @@ class Amounts:
 
     transfer: int = 1_000_000_000
     rounds: int = 5
-    #: rows and columns of the matrices of a long execution
+    #: Rows and columns of the matrices of a long execution.
     side: int = 8192
     latency: Sequence[int] = (10_000_000, 100_000_000, 1_000_000_000, 5_000_000_000)
-    eviction_models: int = 20
+    #: A quarter of the models fits.
+    eviction_models: int = 40
     eviction_each: int = 250_000_000
     eviction_s: float = 20.0
     clients: int = 8
     many: int = 200
     many_each: int = 1_000_000
-    #: before and after each interruption
-    pause_s: float = 8.0
-    comparison_s: float = 10.0
+    #: Weights of each of the models whose runtime is interrupted.
+    interrupted_each: int = 25_000_000
+    #: Seconds before and after each interruption.
+    pause_s: float = 6.0
+    front_s: float = 8.0
+    #: Bytes of each output.
+    outputs: Sequence[int] = (1_000, 600_000, 60_000_000)
+    #: Seconds of requests for all outputs.
+    output_s: float = 3.0
 
 
-#: to see that each part works: the figures mean nothing
+#: Amounts only to see that each part works. The figures mean nothing.
 QUICK = Amounts(
     transfer=8 << 20,
     rounds=2,
@@ -65,39 +73,54 @@ QUICK = Amounts(
     clients=2,
     many=4,
     many_each=1 << 16,
+    interrupted_each=1 << 17,
     pause_s=4.0,
-    comparison_s=0.5,
+    front_s=0.6,
+    outputs=(1_000, 600_000),
+    output_s=0.3,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The device as jax and rsrv see it."""
+    """The device as jax, rsrv and the driver see it."""
 
     name: str
     platform: str
     tf32: bool
-    #: bytes that jax's allocator may take; None: unknown, as on a CPU
+    #: Bytes that jax's allocator may take; None: unknown, as on a CPU.
     memory: int | None
-    #: versions of jax and its plugins
+    #: Versions of the driver, Python, rsrv, jax and its plugins.
     versions: str
 
 
 @dataclass(frozen=True, slots=True)
 class PartInput:
-    """Device, amounts and folder that a part works with."""
+    """Everything that a part works with."""
 
     device: DeviceFacts
     amounts: Amounts
     bundles: Sequence[Path]
-    #: for the files of this part alone
+    #: Folder with the bundles of part `models`, if there is one.
+    models: Path | None
+    #: Folder for the files of this part alone.
     folder: Path
-    #: environment of the command, for the runtimes and servers that a part starts
+    #: Environment of the command, for the runtimes and servers that a part starts.
     environment: Mapping[str, str]
+    #: `time.monotonic` at which the part is killed. It has the same value in every process.
+    ends_at: float
 
     @property
     def on_cpu(self) -> bool:
         return self.device.platform == "cpu"
+
+    def left(self) -> float:
+        """Return the seconds that the part has left."""
+        return self.ends_at - time.monotonic()
+
+    def window(self, most: float, share: float) -> float:
+        """Return for how many seconds to measure: `most`, or this share of the time left if that is less."""
+        return max(0.1, min(most, share * self.left()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +129,88 @@ class PlannedPart:
 
     module: str
     function: str
-    #: seconds after which it is killed
-    limit_s: float
-    #: it uses the device in its own process; otherwise it starts runtimes that do
+    #: Approximate seconds of the part on a card. They determine its share of the time.
+    seconds: float
+    #: True if the part uses the device in its own process. Otherwise it starts runtimes that use the device.
     on_device: bool = False
 
 
-#: under an hour in all
+#: Parts, the most important ones first, because a run may be cut off.
 PARTS: Mapping[str, PlannedPart] = {
-    "correctness": PlannedPart("answers", "correctness", 600),
-    "numerics": PlannedPart("answers", "numerics", 240),
-    "bandwidth": PlannedPart("transfers", "bandwidth", 180, on_device=True),
-    "overlap": PlannedPart("transfers", "overlap", 180, on_device=True),
-    "budget": PlannedPart("memory", "budget", 180, on_device=True),
-    "out-of-memory": PlannedPart("memory", "out_of_memory", 240, on_device=True),
-    "latency": PlannedPart("serving", "latency", 420),
-    "eviction": PlannedPart("serving", "eviction", 300),
-    "many": PlannedPart("serving", "many", 420),
-    "interruptions": PlannedPart("interruptions", "interruptions", 240),
-    "comparison": PlannedPart("comparison", "comparison", 420),
+    "correctness": PlannedPart("answers", "correctness", 100),
+    "contexts": PlannedPart("contexts", "contexts", 100),
+    "eviction": PlannedPart("serving", "eviction", 80),
+    "outputs": PlannedPart("serving", "outputs", 30),
+    "interruptions": PlannedPart("interruptions", "interruptions", 80),
+    "fronts": PlannedPart("fronts", "fronts", 80),
+    "models": PlannedPart("models", "models", 90, on_device=True),
+    "numerics": PlannedPart("answers", "numerics", 20),
+    "bandwidth": PlannedPart("transfers", "bandwidth", 20, on_device=True),
+    "overlap": PlannedPart("transfers", "overlap", 20, on_device=True),
+    "budget": PlannedPart("memory", "budget", 15, on_device=True),
+    "out-of-memory": PlannedPart("memory", "out_of_memory", 25, on_device=True),
+    "latency": PlannedPart("serving", "latency", 50),
+    "many": PlannedPart("serving", "many", 25),
 }
+#: Characters of a cell of the table.
+_CELL = 300
+#: A part is not started with less than this share of the seconds that it takes.
+_LEAST_SHARE = 0.25
 
 
-def table_line(part: str, finding: Finding) -> str:
-    """Return a finding as a line of the table."""
-    columns = (f"{part:<13}", f"{finding.verdict:<8}", f"{finding.what:<44}", f"{finding.value:<44}")
-    return f"{'  '.join(columns)}  {one_line(finding.reason)}".rstrip()
+def ends_of(names: Sequence[str], seconds: float) -> Mapping[str, float]:
+    """Return for each part the second at which it must end.
+
+    Each part gets a share in proportion to its `seconds`. Later parts can use the time that a part leaves over.
+    """
+    total, ends, end = sum(PARTS[name].seconds for name in names), {}, 0.0
+    for name in names:
+        end += seconds * PARTS[name].seconds / total
+        ends[name] = end
+    return ends
+
+
+def too_late(part: PlannedPart, left_s: float) -> Finding | None:
+    """Return a finding if so few seconds are left that the part is not started."""
+    least = _LEAST_SHARE * part.seconds
+    if left_s >= least:
+        return None
+    reason = f"{duration(max(0.0, left_s))} are left, and it takes {duration(least)} or more: raise --minutes"
+    return Finding("the part", "NOT RUN", reason=reason)
+
+
+def heading(device: DeviceFacts) -> str:
+    """Return the lines above the table, and the first two lines of the table."""
+    memory = f", {amount(device.memory)} for jax" if device.memory else ""
+    return (
+        f"**{device.name}**{memory}; {device.versions}\n\n| part | figure | result | how |\n|---|---|---|---|"
+    )
+
+
+def table_row(part: str, finding: Finding) -> str:
+    """Return a finding as a row of the table. A long text is cut; the file of figures has all of it."""
+    words = (finding.verdict if finding.verdict != "MEASURED" else "", finding.value)
+    cells = (f"`{part}`", finding.what, ": ".join(filter(None, words)), finding.reason)
+    texts = [one_line(cell).replace("|", "/") for cell in cells]
+    cut = [f"{text[:_CELL]} ..." if len(text) > _CELL else text for text in texts]
+    return f"| {' | '.join(cut)} |".replace("|  |", "| |")
+
+
+def summary(findings: Iterable[Finding], seconds: float) -> str:
+    """Return the number of findings with each verdict, and the time of the run."""
+    verdicts = [finding.verdict for finding in findings]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts)))
+    return f"{counts}; {duration(seconds)}"
 
 
 def document(
     device: DeviceFacts, findings: Mapping[str, Sequence[Finding]], seconds: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return everything as JSON; `seconds`: of each part."""
+    """Return everything as JSON. `seconds` has the duration of each part that has ended."""
     return {
         "device": asdict(device),
         "parts": {
-            part: {"seconds": seconds[part], "findings": [asdict(one) for one in found]}
-            for part, found in findings.items()
+            part: {"seconds": seconds.get(part), "findings": [asdict(finding) for finding in of_part]}
+            for part, of_part in findings.items()
         },
     }

@@ -11,13 +11,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.gpu.report import PartInput
 from rsrv.runtime.device import Array
 from rsrv.stub.connection import Greeted, RuntimeConnection
@@ -25,15 +26,17 @@ from rsrv.stub.session import Launcher
 from rsrv.wire import paths
 from rsrv.wire.frames import Status, Submission
 from rsrv.wire.layout import NUMPY, Interface
-from rsrv.wire.socket import connect, read_status
+from rsrv.wire.socket import connect, read_record
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.reader import read_bundle, sha256_of
 from rsrv_bundle.writer import document_of, write_manifest, write_weights
 
-#: seconds for one answer
+#: Seconds for one answer.
 _ANSWER_S = 120.0
-#: elements of the input of `make_models`
+#: Elements of the input of `make_models`.
 WIDTH = 4
+#: Models that are written at a time.
+_WRITERS = 4
 _TENSORS = 8
 _WEIGHTS = "weights.safetensors"
 
@@ -58,28 +61,32 @@ def make_models(given: PartInput, nbytes: int, names: Sequence[str]) -> list[Mod
     The weights are zeros but for the first and the last element of each tensor, small integers: the answers are exact,
     and a tensor that is missing, exchanged or cut changes them.
     """
-    models: list[Model] = []
-    for name in names:
+    params = _params(names[0], nbytes)
+    # The exporter runs a module only on its own platform, and it is on the CPU.
+    export_bundle(
+        lambda params, x: {"y": x + sum(_factor(tensor) * params[tensor].sum() for tensor in params)},
+        params,
+        {"x": np.zeros((1, WIDTH), np.float32)},
+        batch_sizes=[1],
+        out_dir=given.folder / names[0],
+        platform="cpu" if given.on_cpu else "cuda",
+    )
+    first = read_bundle(given.folder / names[0], verify=False)
+
+    def copy(name: str) -> Model:
         path, params = given.folder / name, _params(name, nbytes)
-        constant = sum(_factor(tensor) * float(params[tensor][[0, -1]].sum()) for tensor in params)
-        if not models:
-            # The exporter runs a module only on its own platform, and it is on the CPU.
-            export_bundle(
-                lambda params, x: {"y": x + sum(_factor(tensor) * params[tensor].sum() for tensor in params)},
-                params,
-                {"x": np.zeros((1, WIDTH), np.float32)},
-                batch_sizes=[1],
-                out_dir=path,
-                platform="cpu" if given.on_cpu else "cuda",
-            )
-        else:
-            first = read_bundle(models[0].path, verify=False)
-            shutil.copytree(models[0].path, path, ignore=shutil.ignore_patterns(_WEIGHTS))
-            write_weights(path / _WEIGHTS, list(params.items()))
-            sums = {**first.manifest.sha256, **sha256_of([path / _WEIGHTS])}
-            write_manifest(path / "manifest.yaml", document_of(first.manifest, sums))
-        models.append(Model(name, path, nbytes, constant))
-    return models
+        shutil.copytree(first.path, path, ignore=shutil.ignore_patterns(_WEIGHTS))
+        write_weights(path / _WEIGHTS, list(params.items()))
+        sums = {**first.manifest.sha256, **sha256_of([path / _WEIGHTS])}
+        write_manifest(path / "manifest.yaml", document_of(first.manifest, sums))
+        return Model(name, path, nbytes, _constant(params))
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        return [Model(names[0], first.path, nbytes, _constant(params)), *pool.map(copy, names[1:])]
+
+
+def _constant(params: Mapping[str, Array]) -> float:
+    return sum(_factor(tensor) * float(array[[0, -1]].sum()) for tensor, array in params.items())
 
 
 def _params(name: str, nbytes: int) -> dict[str, Array]:
@@ -101,13 +108,14 @@ class RuntimeProcess:
 
     launcher: Launcher
 
-    def status(self) -> dict[str, Any]:
+    def record(self) -> pb.DeviceRecord:
         """Return what `rsrv status` is made from."""
-        return read_status(self.launcher.server_pid)
+        record: pb.DeviceRecord = pb.DeviceRecord.FromString(read_record(self.launcher.server_pid))
+        return record
 
     def loads(self) -> int:
         """Return how often weights were loaded so far."""
-        return sum(model["loads"] for model in self.status()["models"].values())
+        return sum(model.loads for model in self.record().models)
 
 
 @contextmanager
@@ -153,6 +161,8 @@ class ModelClient:
             raise
         self.name = name
         self.busy = threading.Lock()
+        #: Seconds from the latest request to its answer in shared memory.
+        self.answered_s = 0.0
         self.interface = Interface.from_json(body["models"][0]["interface"])
 
     def ask(self, inputs: Sequence[Array], variant: int = 0, rows: int = 1) -> list[Array]:
@@ -166,9 +176,13 @@ class ModelClient:
             for tensor, place, value in zip(shapes.inputs.tensors, places, inputs, strict=True):
                 dtype = NUMPY[tensor.dtype]
                 np.ndarray(tensor.shape(rows), dtype, slab.segment, at + place)[...] = value.view(dtype)
+            started = time.perf_counter()
             (id,) = self._connection.next_ids(1)
-            self._connection.submit([Submission(id, 0, rows, variant, 0, segment, 0, at, at + size)])
+            self._connection.submit(
+                [Submission(id, 0, rows, variant, 0, segment, 0, at, at + size, length=shapes.length)]
+            )
             (done,) = self._connection.receive(_ANSWER_S)
+            self.answered_s = time.perf_counter() - started
             if done.status is not Status.OK:
                 raise Unanswered(f"{self.name}: {done.status.name}: {done.text}")
             return [

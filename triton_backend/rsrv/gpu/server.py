@@ -16,34 +16,47 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from rsrv.gpu.report import Finding, PartInput, Tell
+from rsrv.gpu.report import PartInput
 from rsrv.runtime.device import Array
 from rsrv.serve.command import find_tritonserver
 from rsrv.serve.plan import REPOSITORY, ServeError
+from rsrv.text import duration
+from rsrv.triton_command_line import ask_flags
 from rsrv_bundle.writer import write_manifest
 
-#: folder of the bundles, in that of a part
+#: Folder of the bundles, in that of a part.
 BUNDLES = "bundles"
-#: seconds for a server with its models, for its end, and for a command
-_START_S, _END_S, _COMMAND_S = 180.0, 40.0, 60.0
+#: Limits in seconds: for the start of a server with its models, for its end, and for a command.
+_START_S, _END_S, _COMMAND_S = 120.0, 40.0, 60.0
+#: The server without rsrv also listens on loopback alone.
+_PRIVATE = ("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--allow-metrics=false")
 _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 
 
-def tritonserver_for(what: str, tell: Tell) -> str | None:
-    """Return the program; None: there is none, and this finding is skipped."""
+class NoTriton(Exception):
+    """There is no tritonserver, or it does not start. The message says why."""
+
+
+def _tritonserver() -> str:
+    """Return the program. Raises NoTriton."""
     try:
-        return find_tritonserver(None, lambda question: False)
+        program = find_tritonserver(None, lambda question: False)
     except ServeError:
-        reason = "no tritonserver was found on PATH: `rsrv triton install` installs one, NVIDIA's container has one"
-        tell(Finding(what, "SKIPPED", reason=reason))
-        return None
+        raise NoTriton(
+            "there is no tritonserver on PATH: run `rsrv triton install`, or use NVIDIA's container"
+        ) from None
+    try:
+        ask_flags(program)  # `rsrv serve` would start a broken tritonserver again and again.
+    except OSError as error:
+        raise NoTriton(str(error)) from None
+    return program
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
     """A server with its models."""
 
-    #: for gRPC
+    #: Address for gRPC.
     address: str
     repository: Path
     _environment: Mapping[str, str]
@@ -63,30 +76,56 @@ class ServedModels:
 
 @contextmanager
 def serving(
-    given: PartInput, tritonserver: str, models: Sequence[str], settings: Mapping[str, Any]
+    given: PartInput,
+    models: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    tritonserver: str = "",
+    arguments: Sequence[str] = (),
 ) -> Iterator[ServedModels]:
-    """Run `rsrv serve` on the part's bundles until the block ends; the models are ready when it begins."""
+    """Run `rsrv serve` on the part's bundles until the block ends. The models are ready when it begins.
+
+    `arguments` are more flags for tritonserver. Raises NoTriton.
+    """
     config, directory = given.folder / "serve.yaml", given.folder / "serve"
     write_manifest(config, {**settings, "metrics": {"listen": None}})
+    command = [
+        *(*_RSRV, "serve", str(given.folder / BUNDLES)),
+        *("--config", str(config), "--directory", str(directory)),
+        *("--tritonserver", tritonserver or _tritonserver()),
+        *("--devices", "cpu" if given.on_cpu else "0"),
+    ]
+    with _server(given, command, models, arguments) as address:
+        yield ServedModels(address, directory / REPOSITORY, given.environment)
+
+
+@contextmanager
+def plain_server(given: PartInput) -> Iterator[ServedModels]:
+    """Run tritonserver without rsrv, and without models, until the block ends. Raises NoTriton."""
+    (repository := given.folder / "plain").mkdir()
+    options = (f"--model-repository={repository}", "--model-control-mode=explicit", *_PRIVATE)
+    command = [_tritonserver(), *options]
+    with _server(given, command, []) as address:
+        yield ServedModels(address, repository, given.environment)
+
+
+@contextmanager
+def _server(
+    given: PartInput, command: Sequence[str], models: Sequence[str], arguments: Sequence[str] = ()
+) -> Iterator[str]:
+    """Run a server on free ports until the block ends; return its address for gRPC when the models are ready."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        http, grpc, metrics = (one.getsockname()[1] for one in sockets)
-    process = subprocess.Popen(
-        [
-            *(*_RSRV, "serve", str(given.folder / BUNDLES)),
-            *("--config", str(config), "--directory", str(directory)),
-            *("--tritonserver", tritonserver, "--devices", "cpu" if given.on_cpu else "0"),
-            *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)),
-        ],
-        env=given.environment,
-        stdin=subprocess.DEVNULL,
-    )
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        http, grpc, metrics = (listener.getsockname()[1] for listener in sockets)
+    ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}")
+    more = ("--", *arguments) if arguments else ()
+    process = subprocess.Popen([*command, *ports, *more], env=given.environment, stdin=subprocess.DEVNULL)
     try:
         address = f"127.0.0.1:{grpc}"
-        _wait(process, address, models)
-        yield ServedModels(address, directory / REPOSITORY, given.environment)
+        _wait(process, address, models, given.window(_START_S, 0.5))
+        yield address
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -95,15 +134,16 @@ def serving(
             process.kill()
 
 
-def _wait(process: "subprocess.Popen[bytes]", address: str, models: Sequence[str]) -> None:
-    end = time.monotonic() + _START_S
+def _wait(process: "subprocess.Popen[bytes]", address: str, models: Sequence[str], seconds: float) -> None:
+    end = time.monotonic() + seconds
     with InferenceServerClient(address) as client:
         while process.poll() is None and time.monotonic() < end:
             with suppress(InferenceServerException):
-                if all(map(client.is_model_ready, models)):
+                if client.is_server_ready() and all(map(client.is_model_ready, models)):
                     return
             time.sleep(0.2)
-    raise TimeoutError("rsrv serve does not serve the models; its output is above")
+    ended = f"ended with status {process.returncode}" if process.returncode is not None else "is not ready"
+    raise NoTriton(f"the server {ended} within {duration(seconds)}")
 
 
 def ask(client: InferenceServerClient, model: str, x: Array) -> Array:

@@ -1,29 +1,43 @@
-"""Parts `latency`, `eviction` and `many`: models in a runtime process, with more weights than fit and with many models."""
+"""Parts `eviction`, `outputs`, `latency` and `many`: models in a runtime process, asked over its socket, without Triton."""
 
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.gpu.report import Finding, PartInput, Tell, check
-from rsrv.gpu.runtimes import Answers, clients, in_threads, make_models, private_bytes, runtime
+from rsrv.gpu.runtimes import (
+    Answers,
+    ModelClient,
+    clients,
+    in_threads,
+    make_models,
+    private_bytes,
+    runtime,
+)
 from rsrv.text import amount, duration, rate
+from rsrv_bundle.export import export_bundle
 
-#: warm requests for each cold one
+#: Warm requests for each cold one.
 _WARM = 5
-#: share of all weights that fit, and the exponent of Zipf's law for the models' popularity
+#: Share of all weights that fit, and the exponent of Zipf's law for the models' popularity.
 _FIT, _ZIPF = 0.25, 1.0
+#: Share of the part's time for the measurement; the rest is for writing and registering the models.
+_MEASURING = 0.5
+#: Requests for each size of an output, at least.
+_LEAST = 5
 
 
 def latency(given: PartInput, tell: Tell) -> None:
     """For each size, ask two models in turn of which one fits: cold; then one of them again: warm."""
     for size in given.amounts.latency:
         what = f"weights of {amount(size)}"
-        if reason := _no_room(given, size):
-            tell(Finding(what, "SKIPPED", reason=reason))
+        if reason := _no_room(given, device=size * 3 // 2, files=2 * size):
+            tell(Finding(what, "NOT RUN", reason=reason))
             continue
         answers, cold, warm = Answers(), [], []
         models = make_models(given, size, [f"w{size}a", f"w{size}b"])
@@ -54,8 +68,8 @@ def eviction(given: PartInput, tell: Tell) -> None:
     """Ask many models, of whose weights a quarter fits, from several threads."""
     amounts = given.amounts
     total = amounts.eviction_models * amounts.eviction_each
-    if reason := _no_room(given, total // 2):
-        tell(Finding("eviction", "SKIPPED", reason=reason))
+    if reason := _no_room(given, device=int(total * _FIT), files=total):
+        tell(Finding("requests", "NOT RUN", reason=reason))
         return
     models = make_models(given, amounts.eviction_each, [f"e{i}" for i in range(amounts.eviction_models)])
     popularity = np.arange(1, len(models) + 1) ** -_ZIPF
@@ -64,32 +78,60 @@ def eviction(given: PartInput, tell: Tell) -> None:
         runtime(given, "eviction", given.device.platform, weight_budget_bytes=int(total * _FIT)) as process,
         clients(process, models) as registered,
     ):
+        seconds = given.window(amounts.eviction_s, _MEASURING)
         before, started = process.loads(), time.perf_counter()
 
         def work(number: int) -> None:
             rng = np.random.default_rng(number)
-            while time.perf_counter() < started + amounts.eviction_s:
+            while time.perf_counter() < started + seconds:
                 index = int(rng.choice(len(models), p=popularity / popularity.sum()))
                 with registered[index].busy:
                     answers.ask(registered[index], models[index])
 
         in_threads(amounts.clients, work)
         elapsed, loads = time.perf_counter() - started, process.loads() - before
-    tell(_right("answers", answers))
-    swaps = loads / elapsed
     p50, p99 = (float(x) for x in np.quantile(answers.seconds, [0.5, 0.99]))
-    tell(
-        check(
-            "swaps",
-            loads > 0,
-            f"{rate(swaps)}, {amount(swaps * amounts.eviction_each)}/s",
-            f"{len(models)} models of {amount(amounts.eviction_each)}, a quarter fits, {amounts.clients} clients",
-            {"loads_per_s": swaps, "bytes_per_s": swaps * amounts.eviction_each},
-        )
-    )
     figures = {"answers_per_s": len(answers.seconds) / elapsed, "p50_s": p50, "p99_s": p99}
     value = f"{rate(figures['answers_per_s'])}, p50 {duration(p50)}, p99 {duration(p99)}"
-    tell(Finding("requests", "MEASURED", value, "each waits for its weights where they are absent", figures))
+    what = f"{len(models)} models of {amount(amounts.eviction_each)}"
+    reason = f"room for a quarter of them, {amounts.clients} clients, Zipf's law with exponent {_ZIPF:g}"
+    tell(Finding("requests", "MEASURED", value, f"{what}, {reason}", figures))
+    swaps = loads / elapsed
+    value = f"{rate(swaps)}, {amount(swaps * amounts.eviction_each)}/s"
+    figures = {"loads_per_s": swaps, "bytes_per_s": swaps * amounts.eviction_each}
+    tell(check("loads of weights", loads > 0, value, "at least one", figures))
+    tell(_right("answers", answers))
+
+
+def outputs(given: PartInput, tell: Tell) -> None:
+    """Send requests to models with small and large outputs, one request at a time."""
+    for nbytes in given.amounts.outputs:
+        path, addend = given.folder / f"o{nbytes}", np.arange(nbytes // 4, dtype=np.float32)[None]
+        export_bundle(
+            lambda params, x: {"y": x + params["w"]},
+            {"w": addend},
+            {"x": np.zeros((1, 1), np.float32)},
+            batch_sizes=[1],
+            out_dir=path,
+        )
+        with (
+            runtime(given, path.name, given.device.platform) as process,
+            closing(ModelClient(process.launcher.open, path.name, path)) as client,
+        ):
+            took: list[float] = []
+            right = 0
+            seconds = given.window(given.amounts.output_s, _MEASURING / len(given.amounts.outputs))
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end or len(took) < _LEAST:
+                x = np.full((1, 1), len(took), np.float32)
+                (y,) = client.ask([x])
+                took.append(client.answered_s)
+                right += np.array_equal(y, x + addend)
+        p50 = median(took)
+        figures = {"p50_s": p50, "bytes_per_s": nbytes / p50}
+        value = f"{amount(figures['bytes_per_s'])}/s, p50 {duration(p50)}, {right} of {len(took)} right"
+        reason = "whole requests of one client, whose input is one number; the answer lies in shared memory"
+        tell(check(f"an output of {amount(nbytes)}", right == len(took), value, reason, figures))
 
 
 def many(given: PartInput, tell: Tell) -> None:
@@ -99,9 +141,9 @@ def many(given: PartInput, tell: Tell) -> None:
     answers = Answers()
     started = time.perf_counter()
     with runtime(given, "many", given.device.platform) as process, clients(process, models[:1]):
-        first, one = time.perf_counter() - started, _held(process.status())
+        first, one = time.perf_counter() - started, _held(process.record())
         with clients(process, models[1:]) as registered:
-            ready, all_of_them = time.perf_counter() - started, _held(process.status())
+            ready, all_of_them = time.perf_counter() - started, _held(process.record())
             for _ in range(amounts.rounds):
                 for client, model in zip(registered, models[1:], strict=True):
                     answers.ask(client, model)
@@ -127,17 +169,22 @@ def _right(what: str, answers: Answers) -> Finding:
     return check(what, answers.wrong == 0 < len(answers.seconds), value, "exact sums of the weights")
 
 
-def _held(status: dict[str, Any]) -> dict[str, float]:
-    return {"device": status["memory"]["device"]["held_bytes"], "host": private_bytes(status["pid"])}
+def _held(record: pb.DeviceRecord) -> dict[str, float]:
+    return {"device": record.memory.held_bytes, "host": private_bytes(record.pid)}
 
 
-def _no_room(given: PartInput, size: int) -> str:
-    """Return why two models of this size cannot be measured here; empty: they can."""
-    device, disk = given.device.memory, shutil.disk_usage(given.folder).free
-    if device is not None and size * 3 // 2 > device:
-        return f"the device has {amount(device)}, and one and a half of them must fit"
-    if 3 * size > disk:
-        return f"{given.folder} has {amount(disk)} free: set TMPDIR to a folder with {amount(3 * size)}"
+def _no_room(given: PartInput, device: int, files: int) -> str:
+    """Return why there is no room for so many bytes of weights on the device and in files; empty: there is.
+
+    The host also holds a copy of the files' weights.
+    """
+    memory, disk = given.device.memory, shutil.disk_usage(given.folder).free
+    if memory is not None and device > memory:
+        return f"the device has {amount(memory)}, and {amount(device)} must fit"
+    if 1.1 * files > disk:
+        return f"{given.folder} has {amount(disk)} free: set TMPDIR to a folder with {amount(1.1 * files)}"
     lines = Path("/proc/meminfo").read_text().splitlines()
     host = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-    return f"the host has {amount(host)} available, {amount(4 * size)} are needed" if 4 * size > host else ""
+    if 1.5 * files > host:
+        return f"the host has {amount(host)} available, {amount(1.5 * files)} are needed"
+    return ""

@@ -54,7 +54,7 @@ def bandwidth(given: PartInput, tell: Tell) -> None:
         locked = measure("weights to the device, page-locked", lambda: _upload(device, arrays), reason)
     measure("outputs from the device", read, "contents compared; XLA allocates the host's memory")
     if given.on_cpu:
-        tell(Finding("the driver's own copies", "SKIPPED", reason="a CPU has no driver"))
+        tell(Finding("the driver's own copies", "NOT RUN", reason="a CPU has no driver"))
         return
     driver = Driver(0)
     for kind, locking in (("pageable", nullcontext()), ("page-locked", _registered(driver, memory))):
@@ -85,7 +85,7 @@ def overlap(given: PartInput, tell: Tell) -> None:
         limit = f"launched in less than half of one execution, {duration(alone)}"
         tell(check(what, submitted < alone / 2, value, limit, figures))
     else:
-        tell(Finding(what, "SKIPPED", reason="a CPU executes within the launch"))
+        tell(Finding(what, "NOT RUN", reason="a CPU executes within the launch"))
     memory = aligned_copy(np.ones(given.amounts.transfer, np.uint8))
     arrays = np.split(memory[: len(memory) // _TENSORS * _TENSORS], _TENSORS)
     with _page_locked(device, memory):

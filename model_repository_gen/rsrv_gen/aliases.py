@@ -20,6 +20,9 @@ from rsrv_gen.plan import (
     ModelPlan,
     SourceBundle,
     bundle_files,
+    guard_files,
+    request_room,
+    row_limits,
     without_caches,
 )
 
@@ -37,7 +40,7 @@ class AliasRecipe:
     name: str
     shares: Shares
     targets: Mapping[str, SourceBundle]
-    limits: Mapping[str, int | None]
+    limits: Mapping[str, config.RowLimits]
     mode: LinkMode = "hard"
 
     def digest(self) -> str:
@@ -47,12 +50,16 @@ class AliasRecipe:
     def plan(self) -> ModelPlan:
         """Plan the directory. Raises BundleError, ConfigError, OSError."""
         bundles = {name: source.read() for name, source in self.targets.items()}
+        guard = guard_files([*bundles.values()])
         plan: dict[PurePosixPath, Content] = {
-            PurePosixPath(CONFIG_FILE): config.render_alias(self.name, self.shares, bundles, self.limits),
+            PurePosixPath(CONFIG_FILE): config.render_alias(
+                self.name, self.shares, bundles, self.limits, room=request_room(), guarded=bool(guard)
+            ),
+            **guard,
             PurePosixPath(VERSION, "model.py"): _ALIAS_PY,
         }
         for name, bundle in bundles.items():
-            plan |= bundle_files(bundle.path, PurePosixPath(CALLS_FOLDER, name), self.mode)
+            plan |= bundle_files(bundle.path, PurePosixPath(CALLS_FOLDER, name))
         return without_caches(plan)
 
 
@@ -84,9 +91,7 @@ def plan_aliases(
         elif wrong := next((why for target in targets if (why := _wrong(target, aliases, good, broken))), ""):
             refused[name] = f"an alias of {wrong}"
         else:
-            limits = {
-                target: models[target].max_batch_size if target in models else None for target in targets
-            }
+            limits = {target: row_limits(models.get(target)) for target in targets}
             recipes[name] = AliasRecipe(
                 name, shares, {target: good[target] for target in targets}, limits, mode
             )

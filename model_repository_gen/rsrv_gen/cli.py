@@ -40,10 +40,9 @@ def parser() -> CommandParser:
     )
     top.add_argument(
         "--link",
-        choices=("hard", "copy", "symlink"),
+        choices=("hard", "copy"),
         help="how the bundles' files come into GEN; default: lifecycle.link. hard: large files are hard links, or copies where the file system has no "
-        "links; never rewrite such a file in place, but write a new one and rename it. copy: no file is shared. "
-        "symlink: one link to the bundle, for development",
+        "links; never rewrite such a file in place, but write a new one and rename it. copy: no file is shared",
     )
     top.add_argument(
         "--prune",

@@ -3,8 +3,8 @@
 Triton batches only along the first axis, and then every input and output must have it. So there are two layouts:
 
 - every tensor that clients send or get has its batch axis first: `max_batch_size` is positive, `dims` leave the
-  batch axis out, and with the Python front Triton gathers waiting requests (`dynamic_batching`). A tensor that has
-  *only* the batch axis gets `dims: [1]` and travels as [N, 1], because Triton has no empty dims.
+  batch axis out, and with the Python front and its guard Triton gathers waiting requests (`dynamic_batching`). A tensor
+  that has *only* the batch axis gets `dims: [1]` and travels as [N, 1], because Triton has no empty dims.
 - otherwise `max_batch_size` is 0, `dims` are complete with -1 for the axes that vary, and the runtime does all the
   gathering. A scalar gets `dims: [1]`.
 
@@ -18,13 +18,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 from rsrv.settings import Shares
-from rsrv_bundle import Bundle, TensorSpec, dtypes
+from rsrv_bundle import Bundle, GenerateSpec, Manifest, TensorSpec, dtypes
+from rsrv_bundle.task_section import task_entry
 
 #: First line of each generated config.pbtxt. It marks a model directory as rsrv-gen's: rsrv-gen replaces and removes
 #: no others.
@@ -37,14 +38,32 @@ NATIVE_BACKEND = "rsrv"
 #: the slots, decides what a further one does; Triton takes 10 MB for them.
 CANDIDATES = 16_384
 
-#: Bytes of inputs and outputs that one execute() may handle, where the limits in rows allow it.
-EXECUTE_BYTES = 64 * 2**20
+#: `max_batch_size` of a model with state, whose requests have one row each. If a request claims more rows than this, Triton's
+#: Python backend fails all requests of the same execute(). A client can claim any number of rows: in a tensor with no rows and
+#: the data of one row, the backend takes the second axis for the rows.
+MOST_STEPS = 2**30
+
+#: Bytes of inputs and outputs that one execute() may handle, where the limits in rows allow it; and the share of /dev/shm that
+#: they may take. Triton's Python backend keeps tensors there, needs up to three times their size, and never gives it back.
+EXECUTE_BYTES, SHM_SHARE = 64 * 2**20, 1 / 16
 #: No more rows than this, however small they are.
 EXECUTE_ROWS = 1024
 
 
 class ConfigError(Exception):
     """The bundle cannot be described to Triton; the text says why."""
+
+
+class RowLimits(NamedTuple):
+    """Limits on rows of a model in rsrv.yaml. None: rsrv.yaml has no such limit."""
+
+    #: `models.NAME.max_batch_size`: most rows of an execution.
+    execution: int | None = None
+    #: `models.NAME.max_rows`: most rows of a request.
+    request: int | None = None
+
+
+_NO_LIMITS = RowLimits()
 
 
 #: Parameters of a config.pbtxt that the stub reads. The first marks a model that only metas may call; the second
@@ -54,6 +73,11 @@ INTERNAL = "rsrv_internal"
 EXTERNAL = "rsrv_external"
 RESTARTABLE = "rsrv_restartable"
 ALIAS = "rsrv_alias"
+#: Parameter for the guard (rsrv/native/guard.c): the number of axes of all inputs together, batch axes included.
+AXES = "rsrv_axes"
+#: Parameters for clients: the manifest's sections `task` and `generate.chat`, as JSON.
+TASK = "task"
+CHAT = "chat"
 
 
 def render(
@@ -61,21 +85,41 @@ def render(
     callees: Sequence[Bundle] = (),
     *,
     internal: bool = False,
-    limit: int | None = None,
+    limits: RowLimits = _NO_LIMITS,
+    room: int = EXECUTE_BYTES,
     native: bool = False,
+    guarded: bool = False,
 ) -> bytes:
     """Return the text of config.pbtxt. Raises ConfigError if Triton would refuse it.
 
-    `callees` are a meta model's; `limit` is `models.NAME.max_batch_size` of rsrv.yaml.
+    `callees` are the callees of a meta model. `room` is the number of bytes that the inputs and outputs of a request may take,
+    unless `limits` says more. `guarded` is True if the directory gets a guard when the model `is_batched`.
     """
-    config = model_config(bundle, callees, internal=internal, limit=limit)
+    config = model_config(bundle, callees, internal=internal, limits=limits, room=room)
     if native:
         config.backend = NATIVE_BACKEND
-        # Triton's batcher is a thread per model that wakes twice a second: 1,000 idle models take an eighth of a core.
-        config.ClearField("dynamic_batching")
+    elif guarded and is_batched(bundle):
+        _batch(config)
     if problems := validate(config):
         raise ConfigError("; ".join(problems))
     return _render(bundle.name, config)
+
+
+def is_batched(bundle: Bundle) -> bool:
+    """Return True if Triton may batch requests of the model, with the Python front."""
+    manifest = bundle.manifest
+    return manifest.rows_first and manifest.state is None and manifest.generate is None
+
+
+def _batch(config: Any) -> None:
+    """Let Triton batch requests. Without the guard, one client's malformed request would fail other clients' requests.
+
+    With the native front, Triton batches no requests: its batcher is a thread per model that wakes twice a second, so
+    1,000 idle models would take an eighth of a core.
+    """
+    # Leave it empty: a queue policy, a queue size or priority levels stall a busy instance for 500 ms at a time.
+    config.dynamic_batching.SetInParent()
+    config.parameters[AXES].string_value = str(sum(1 + len(tensor.dims) for tensor in config.input))
 
 
 def _render(name: str, config: Any) -> bytes:
@@ -85,13 +129,19 @@ def _render(name: str, config: Any) -> bytes:
 
 
 def render_alias(
-    name: str, shares: Shares, bundles: Mapping[str, Bundle], limits: Mapping[str, int | None]
+    name: str,
+    shares: Shares,
+    bundles: Mapping[str, Bundle],
+    limits: Mapping[str, RowLimits],
+    *,
+    room: int = EXECUTE_BYTES,
+    guarded: bool = False,
 ) -> bytes:
     """Return the config.pbtxt of an alias of these bundles, with the smallest `max_batch_size`.
 
-    `limits` are as in `render`. Raises ConfigError with what differs if clients could tell the bundles apart.
+    `limits`, `room` and `guarded` are as in `render`. Raises ConfigError with what differs if clients could tell the bundles apart.
     """
-    configs = {one: model_config(bundle, limit=limits[one]) for one, bundle in bundles.items()}
+    configs = {one: model_config(bundle, limits=limits[one], room=room) for one, bundle in bundles.items()}
     (first, found), *others = configs.items()
     for other, config in others:
         if difference := _difference(found, config):
@@ -99,9 +149,18 @@ def render_alias(
                 f"'{first}' and '{other}' differ, and clients of one name expect one interface: {difference}"
             )
         found.max_batch_size = min(found.max_batch_size, config.max_batch_size)
+        for key in (TASK, CHAT):
+            if found.parameters[key] != config.parameters[key]:
+                # For example other labels: what answers mean then depends on the model that gives them.
+                found.parameters[key].string_value = ""
+    for key in (TASK, CHAT):
+        if not found.parameters[key].string_value:
+            del found.parameters[key]
     if "shadow" in shares.values() and found.model_transaction_policy.decoupled:
         raise ConfigError("answers that are streams are not compared: leave out the models with `shadow`")
     found.parameters[ALIAS].string_value = json.dumps(shares)
+    if guarded and all(map(is_batched, bundles.values())):
+        _batch(found)
     return _render(name, found)
 
 
@@ -135,16 +194,18 @@ def _text(serialized: bytes) -> str:
 
 
 def model_config(
-    bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False, limit: int | None = None
+    bundle: Bundle,
+    callees: Sequence[Bundle] = (),
+    *,
+    internal: bool = False,
+    limits: RowLimits = _NO_LIMITS,
+    room: int = EXECUTE_BYTES,
 ) -> Any:
     """Return the configuration as Triton's message (untyped: tritonclient ships no types)."""
     manifest = bundle.manifest
     if manifest.generate is not None:
-        return _generating(bundle, text=manifest.generate.tokenizer is not None)
-    rows = max_batch_size(bundle, callees)
-    if limit is not None and manifest.kind != "meta":
-        # The runtime refuses larger requests. The `run` of a meta model cuts them as it likes.
-        rows = min(rows, limit)
+        return _with_task(_generating(bundle.name, manifest.generate), manifest)
+    rows = max_batch_size(bundle, callees, limits, room)
     config = _python_model(bundle.name, rows)
     for tensors, specs in ((config.input, manifest.wire_inputs), (config.output, manifest.wire_outputs)):
         for spec in specs:
@@ -155,18 +216,28 @@ def model_config(
                 )
             tensors.add(name=spec.name, data_type=triton_type, dims=wire_dims(spec, batched=rows > 0))
     if manifest.state is not None:
+        # Triton does not check lengths of strings, and sequences have no guard. So steps with strings are not batched.
+        text = any(tensor.data_type == DataType.TYPE_STRING for tensor in config.input)
+        config.max_batch_size = 1 if text else MOST_STEPS
         sequences = config.sequence_batching
         sequences.max_sequence_idle_microseconds = round(manifest.state.idle_timeout_s * 1e6)
         sequences.oldest.max_candidate_sequences = CANDIDATES
-    elif rows > 0:
-        # Empty: a queue policy, a queue size or priority levels stall a busy instance for 500 ms at a time.
-        config.dynamic_batching.SetInParent()
     if internal:
         config.parameters[INTERNAL].string_value = "true"
     if manifest.meta_external:
         config.parameters[EXTERNAL].string_value = json.dumps(manifest.meta_external)
     if manifest.meta_restartable:
         config.parameters[RESTARTABLE].string_value = "true"
+    return _with_task(config, manifest)
+
+
+def _with_task(config: Any, manifest: Manifest) -> Any:
+    if manifest.task is not None:
+        config.parameters[TASK].string_value = json.dumps(task_entry(manifest.task), ensure_ascii=False)
+        if manifest.generate is not None and manifest.generate.chat:
+            config.parameters[CHAT].string_value = json.dumps(
+                dict(manifest.generate.chat), ensure_ascii=False
+            )
     return config
 
 
@@ -177,25 +248,13 @@ def _python_model(name: str, rows: int) -> Any:
     return config
 
 
-#: outputs of a generation that only the last response of an answer has: name, element type, dims
-_USAGE = (
-    ("finish_reason", DataType.TYPE_STRING, [1]),
-    ("prompt_tokens", DataType.TYPE_INT32, [1]),
-    ("completion_tokens", DataType.TYPE_INT32, [1]),
-    ("first_token_s", DataType.TYPE_FP32, [1]),
-    ("token_s", DataType.TYPE_FP32, [1]),
-)
-
-
-def _generating(bundle: Bundle, *, text: bool) -> Any:
+def _generating(name: str, generate: GenerateSpec) -> Any:
     """Return the configuration of a model that answers with a stream of tokens, or of text."""
-    config = _python_model(bundle.name, 0)
+    config = _python_model(name, 0)
     config.model_transaction_policy.decoupled = True
-    kind, dims = (DataType.TYPE_STRING, [1]) if text else (DataType.TYPE_INT32, [-1])
-    config.input.add(name="text_input" if text else "tokens", data_type=kind, dims=dims)
-    config.output.add(name="text_output" if text else "tokens", data_type=kind, dims=dims)
-    for name, kind, dims in _USAGE:
-        config.output.add(name=name, data_type=kind, dims=dims)
+    for tensors, specs in ((config.input, generate.client_inputs), (config.output, generate.client_outputs)):
+        for spec in specs:
+            tensors.add(name=spec.name, data_type=dtypes.triton_type(spec.dtype), dims=list(spec.dims))
     return config
 
 
@@ -205,27 +264,34 @@ def wire_dims(spec: TensorSpec, *, batched: bool) -> list[int]:
     return list(dims) or [1]
 
 
-def max_batch_size(bundle: Bundle, callees: Sequence[Bundle] = ()) -> int:
+def max_batch_size(
+    bundle: Bundle,
+    callees: Sequence[Bundle] = (),
+    limits: RowLimits = _NO_LIMITS,
+    room: int = EXECUTE_BYTES,
+) -> int:
     """Return the most rows of a request, which clients read; 0 if Triton cannot batch this model.
 
-    It is the largest compiled size. Triton also hands execute() no more rows than this at a time. A larger number lets
-    one call take everything that waits, and gained nothing in measurements except where the only size is 1: there,
-    tiny models answer two thirds of the requests per second.
+    Triton also hands execute() no more rows than this at a time. Requests of most models, with more rows than the largest
+    compiled size has, execute in parts, and the `run` of a meta model cuts them as it likes. Such a model takes the rows that
+    one call can handle,
 
-    Where no size is known, it is a number of rows that one call can handle,
+        clamp(room / bytes of one row, largest size, EXECUTE_ROWS)
 
-        clamp(EXECUTE_BYTES / bytes of one row, largest size of a callee, EXECUTE_ROWS)
-
-    with variable axes at their largest variant: a module without its size in its name has the size inside, and the
-    `run` of a meta model cuts larger batches as it likes.
+    with variable axes at their largest variant, unless `limits` has another number. So does a module without its size in its
+    name, which has the size inside. Other models take no more rows than fit an execution.
     """
-    if not bundle.manifest.rows_first:
+    manifest = bundle.manifest
+    if not manifest.rows_first:
         return 0
     compiled = {size for _, size in bundle.modules} or {0}
-    if min(compiled) > 0:
-        return max(compiled)
     sizes = [size for one in (bundle, *callees) for size in one.manifest.compiled_batch_sizes]
-    return max(1, *sizes, min(EXECUTE_BYTES // max(1, row_bytes(bundle)), EXECUTE_ROWS))
+    largest = max(1, *sizes, *compiled)
+    if limits.execution is not None and manifest.kind != "meta":
+        largest = min(largest, limits.execution)
+    if min(compiled) > 0 and (not manifest.coalesces or manifest.state is not None):
+        return min(largest, limits.request or largest)
+    return limits.request or max(largest, min(room // max(1, row_bytes(bundle)), EXECUTE_ROWS))
 
 
 def row_bytes(bundle: Bundle) -> int:

@@ -22,6 +22,7 @@ class BundleFacts:
     #: keeps state, for sequences of clients or for a generation
     stateful: bool = False
     generates: bool = False
+    padded: bool = False
 
     @classmethod
     def of(cls, bundle: Bundle) -> BundleFacts:
@@ -34,6 +35,7 @@ class BundleFacts:
             external=tuple(manifest.meta_external),
             stateful=manifest.state is not None,
             generates=manifest.generate is not None,
+            padded=manifest.pad is not None,
         )
 
 
@@ -68,6 +70,8 @@ def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collect
         return f"calls '{callee}', which is a meta model; list the models that it calls"
     if bundles[callee].stateful:
         return f"calls '{callee}', which keeps state for the sequences of clients, and a call belongs to none"
+    if bundles[callee].padded:
+        return f"calls '{callee}', which has a padded axis; only clients can call such a model, so export it without pad"
     return ""
 
 

@@ -6,11 +6,11 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from rsrv.native import LIBRARY
+from rsrv.native import GUARD, LIBRARY
 from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_gen import config
@@ -31,22 +31,14 @@ __all__ = ["TritonPythonModel"]
 NATIVE_MARK = f"{VERSION}/native"
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
-#: How a bundle's files come into the repository. `hard` shares the large files, which costs no space and survives the
-#: removal of the bundle, and copies the small ones; `copy` shares no file with the bundles; `symlink` is one link to
-#: the whole bundle: every change of the bundle changes the model at once, half-finished changes included.
-LinkMode = Literal["hard", "copy", "symlink"]
+#: How a bundle's files come into the repository. `hard` links the large files and copies the small ones. A link takes no
+#: space and survives the removal of the bundle. `copy` shares no file with the bundles.
+LinkMode = Literal["hard", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """Content of a file, which is linked or copied."""
-
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFolder:
-    """Folder that a symbolic link leads to."""
 
     path: Path
 
@@ -58,7 +50,7 @@ class SharedFile:
     path: Path
 
 
-Content = bytes | SourceFile | SourceFolder | SharedFile
+Content = bytes | SourceFile | SharedFile
 #: path relative to the model's directory -> content; folders are created with their files
 ModelPlan = Mapping[PurePosixPath, Content]
 
@@ -104,38 +96,44 @@ class Recipe:
     mode: LinkMode = "hard"
     #: only metas call it
     internal: bool = False
-    #: `models.NAME.max_batch_size` of rsrv.yaml
-    limit: int | None = None
+    limits: config.RowLimits = field(default_factory=config.RowLimits)
     native: bool = False
 
     def digest(self) -> str:
         """Return a value that differs if the directory would; empty if that is not known without reading the bundles."""
         made_of = (self.source, *self.callees)
-        # A link to a bundle is current whatever the bundle holds.
-        if self.mode == "symlink" or any(bundle.signature is None for bundle in made_of):
+        if any(bundle.signature is None for bundle in made_of):
             return ""
         bundles = [(str(bundle.path), bundle.signature) for bundle in made_of]
-        library = LIBRARY.stat() if self.native else None
+        library = LIBRARY.stat() if LIBRARY.is_file() else None
         identity = library and (library.st_ino, library.st_size, library.st_mtime_ns)
-        text = repr((bundles, self.mode, self.internal, self.limit, identity))
+        text = repr((bundles, self.mode, self.internal, self.limits, request_room(), identity))
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def plan(self) -> ModelPlan:
         """Plan the directory. Raises BundleError, ConfigError, OSError."""
         bundle = self.source.read()
         callees = [callee.read() for callee in self.callees]
+        guard = {} if self.native else guard_files([bundle])
         plan: dict[PurePosixPath, Content] = {
             PurePosixPath(CONFIG_FILE): config.render(
-                bundle, callees, internal=self.internal, limit=self.limit, native=self.native
+                bundle,
+                callees,
+                internal=self.internal,
+                limits=self.limits,
+                room=request_room(),
+                native=self.native,
+                guarded=bool(guard),
             ),
-            **bundle_files(bundle.path, PurePosixPath(BUNDLE_FOLDER), self.mode),
+            **guard,
+            **bundle_files(bundle.path, PurePosixPath(BUNDLE_FOLDER)),
         }
         if self.native:
             plan |= {PurePosixPath(NATIVE_MARK): b"", PurePosixPath(LIBRARY.name): SharedFile(LIBRARY)}
             return plan
         plan[PurePosixPath(VERSION, "model.py")] = META_MODEL_PY if self.source.facts.meta else MODEL_PY
         for callee in callees:
-            plan |= bundle_files(callee.path, PurePosixPath(CALLS_FOLDER, callee.name), self.mode)
+            plan |= bundle_files(callee.path, PurePosixPath(CALLS_FOLDER, callee.name))
         return without_caches(plan)
 
 
@@ -179,7 +177,7 @@ def plan_repository(
                 [sources[callee] for callee in calls[name]],
                 mode,
                 internal=name in internal,
-                limit=section.max_batch_size if section else None,
+                limits=row_limits(section),
                 native=native,
             )
     return RepositoryPlan(planned, internal, python)
@@ -198,8 +196,30 @@ def _obstacle(facts: BundleFacts, *, internal: bool) -> str:
     return missing_library()
 
 
+def row_limits(section: ModelSection | None) -> config.RowLimits:
+    """Return the limits on rows of a model's section of rsrv.yaml."""
+    return config.RowLimits(section.max_batch_size, section.max_rows) if section else config.RowLimits()
+
+
+@cache
+def request_room() -> int:
+    """Return the bytes that the inputs and outputs of a request may take, by the size of this machine's /dev/shm."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return config.EXECUTE_BYTES
+    return min(config.EXECUTE_BYTES, int(config.SHM_SHARE * found.f_blocks * found.f_frsize))
+
+
+def guard_files(bundles: Sequence[Bundle]) -> ModelPlan:
+    """Plan the guard of a model with these bundles. Return nothing if Triton does not batch it, or the library is missing."""
+    if not LIBRARY.is_file() or not all(map(config.is_batched, bundles)):
+        return {}
+    return {PurePosixPath(GUARD): SharedFile(LIBRARY)}
+
+
 def missing_library() -> str:
-    """Return why no model can have the native front; empty: models can."""
+    """Return the reason why no model can have the native front or a guard; empty if models can."""
     if LIBRARY.is_file():
         return ""
     return (
@@ -217,10 +237,8 @@ def without_caches(plan: ModelPlan) -> ModelPlan:
     return {**plan, **{parent / "__pycache__": b"" for parent in code}}
 
 
-def bundle_files(bundle: Path, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
+def bundle_files(bundle: Path, folder: PurePosixPath) -> ModelPlan:
     """Plan the bundle's files below this folder."""
-    if mode == "symlink":
-        return {folder: SourceFolder(bundle)}
     return {folder / name: SourceFile(bundle / name) for name in _files(bundle)}
 
 

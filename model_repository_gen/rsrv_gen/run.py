@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,16 +17,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from rsrv import progress
-from rsrv.command import put
+from rsrv.command import Terminated, put
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, read_settings
 from rsrv.text import os_error
+from rsrv.triton_command_line import unusable_characters
 from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look
 from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models, verify
-from rsrv_gen.update import PlannedAction, steps
+from rsrv_gen.update import PlannedAction, RepositorySettings, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models, refusal
 
 
@@ -49,6 +51,12 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
     try:
         settings = read_settings(options.config)
         output = Path(os.path.abspath(options.output))
+        if characters := unusable_characters(output):
+            _complain(
+                f"{output}: tritonserver cannot load models from a path with the characters {characters}. Up to release "
+                "25.08 it hangs without a message; characters that are not ASCII fail on all releases. Choose another "
+                "folder with -o, or give tritonserver a link whose path is free of them"
+            )
         known = Known(output, linked=(options.link or settings.lifecycle.link) == "hard")
         sources = read_sources(options.bundles, known)
         for problem in sources.unusable.values():
@@ -109,8 +117,11 @@ def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
         return 1
     try:
         return process.wait()
-    except KeyboardInterrupt:
-        # It has the signal, too, and writes what it has when the module at hand is compiled.
+    except KeyboardInterrupt as interrupt:
+        # Ctrl-C also reaches the program, which then finishes the current module and writes its results. SIGTERM does not
+        # reach the program, so send it SIGINT.
+        if isinstance(interrupt, Terminated):
+            process.send_signal(signal.SIGINT)
         return process.wait()
 
 
@@ -189,11 +200,7 @@ class _Generator:
         planned = steps(
             self._repository,
             sources,
-            link=settings.lifecycle.link,
-            transport=settings.meta.transport,
-            models=settings.models,
-            aliases=settings.aliases,
-            front=settings.stub.front,
+            RepositorySettings.of(settings),
             stays=stays,
             known=known,
         )
@@ -201,8 +208,7 @@ class _Generator:
         names = our_models(self._repository) | sources.good.keys() | settings.aliases.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
-                # The target of a symbolic link may change without an action.
-                written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
+                written = step.verb in ("new", "changed")
                 if not (written and step.plan is not None and self._is_wrong(step, sources)):
                     self._carry_out(step, known)
                     if written and step.name not in self.failed:

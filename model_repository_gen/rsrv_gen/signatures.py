@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rsrv.native import LIBRARY
+from rsrv.native import GUARD, LIBRARY
 
 #: Bytes; smaller files are always copied: a manifest that is edited in place must not change the served model.
 LINK_BYTES = 2**20
@@ -56,6 +56,6 @@ def _files(folder: str, prefix: str, linked: bool) -> Iterator[tuple[str, int, i
                 yield name, -1, 0, 0, 0
                 continue
             # A hard link changes the ctime of a file; those of rsrv-gen are no changes.
-            shared = linked and (status.st_size >= LINK_BYTES or entry.name == LIBRARY.name)
+            shared = linked and (status.st_size >= LINK_BYTES or entry.name in (LIBRARY.name, GUARD))
             ctime = 0 if shared else status.st_ctime_ns
             yield name, status.st_size, status.st_mtime_ns, ctime, status.st_ino

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from rsrv.settings import Front, ModelSection, Shares, Transport
+from rsrv.settings import Front, ModelSection, Settings, Shares, Transport
 from rsrv_bundle import BundleError
 from rsrv_gen.aliases import AliasRecipe, plan_aliases
 from rsrv_gen.config import ConfigError
@@ -52,15 +52,32 @@ class PlannedAction:
     targets: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RepositorySettings:
+    """The settings from which a repository is made."""
+
+    link: LinkMode = "hard"
+    transport: Transport = "direct"
+    models: Mapping[str, ModelSection] = field(default_factory=dict)
+    aliases: Mapping[str, Shares] = field(default_factory=dict)
+    front: Front = "python"
+
+    @classmethod
+    def of(cls, settings: Settings) -> RepositorySettings:
+        return cls(
+            settings.lifecycle.link,
+            settings.meta.transport,
+            settings.models,
+            settings.aliases,
+            settings.stub.front,
+        )
+
+
 def steps(
     repository: Path,
     sources: Sources,
+    wanted: RepositorySettings,
     *,
-    link: LinkMode,
-    transport: Transport,
-    models: Mapping[str, ModelSection],
-    aliases: Mapping[str, Shares] | None = None,
-    front: Front = "python",
     stays: Callable[[str], str],
     known: Known,
     only: Collection[str] | None = None,
@@ -72,7 +89,9 @@ def steps(
     """
     kept, go = {}, []
     ours = our_models(repository)
-    known_aliases, refused = plan_aliases(aliases or {}, sources.good, sources.broken, models, link, ours)
+    known_aliases, refused = plan_aliases(
+        wanted.aliases, sources.good, sources.broken, wanted.models, wanted.link, ours
+    )
     for name in sorted(ours - {*sources.good, *known_aliases, *refused}):
         if is_alias(repository / name):
             go.append(name)
@@ -82,34 +101,40 @@ def steps(
             kept[name] = reason
         else:
             go.append(name)
-    plan = plan_repository(sources.good, mode=link, transport=transport, models=models, front=front)
+    plan = plan_repository(
+        sources.good,
+        mode=wanted.link,
+        transport=wanted.transport,
+        models=wanted.models,
+        front=wanted.front,
+    )
 
-    def wanted(name: str) -> bool:
+    def is_compared(name: str) -> bool:
         return only is None or name in only
 
     for name, recipe in plan.models.items():
-        if wanted(name):
+        if is_compared(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
             if name in plan.python:
                 note += f" (Python front: {plan.python[name]})"
             yield _compared(repository / name, recipe, note, known)
     for name, alias in known_aliases.items():
-        if wanted(name):
+        if is_compared(name):
             without = ", ".join(alias.shares.keys() - alias.targets.keys())
             note = f" (without {without}: a broken bundle)" if without else ""
             yield replace(_compared(repository / name, alias, note, known), targets=tuple(alias.targets))
     for name, reason in refused.items():
-        if wanted(name) or wanted(name.removeprefix("aliases.")):
+        if is_compared(name) or is_compared(name.removeprefix("aliases.")):
             yield PlannedAction(name, "refused", note=f" ({reason})")
     # Last: for a Triton that polls, the metas must be in place before their callees are removed.
     for name, metas in plan.internal.items():
-        if wanted(name) and name not in plan.models:
+        if is_compared(name) and name not in plan.models:
             yield _without_directory(repository / name, metas)
     for name, reason in kept.items():
-        if wanted(name):
+        if is_compared(name):
             yield PlannedAction(name, "kept", note=f" ({reason})")
     for name in go:
-        if wanted(name):
+        if is_compared(name):
             yield PlannedAction(name, "removed")
 
 
@@ -124,8 +149,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
             made_of = [*recipe.targets.values()]
         else:
             made_of = [recipe.source, *recipe.callees]
-        # A link to a bundle stays right when the bundle changes.
-        signed = {one.path: known.sign(one.path) for one in made_of if recipe.mode != "symlink"}
+        signed = {one.path: known.sign(one.path) for one in made_of}
         if any(signed.get(one.path) != one.signature for one in made_of):
             digest = ""
         plan = recipe.plan()
@@ -161,40 +185,94 @@ def _note(source: SourceBundle, metas: Sequence[str]) -> str:
     return f" (internal: called by {', '.join(metas)})" if metas else ""
 
 
+# --- results ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The model was written. `replaced` can undo this."""
+
+    replaced: Replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The model equals its bundle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The model has no bundle. It is to be removed once the meta models `carriers`, which carry it, are in place."""
+
+    carriers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """The model has no bundle and is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The model was not changed because one of its bundles is not ready to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsure:
+    """The model was not changed: a second reading of its bundle's files must first find the same digest as the first one."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The bundle is broken, a foreign directory is in the model's place, or the alias cannot be served."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """The model was not changed because a file does not match its bundle's manifest."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The model could not be written."""
+
+    reason: str
+
+
+Result = Written | Unchanged | Gone | Retained | Later | Unsure | Broken | Torn | Failed
+R = TypeVar("R", Written, Unchanged, Gone, Retained, Later, Unsure, Broken, Torn, Failed)
+
+
 @dataclass
 class Update:
-    """Result of an update, and the work that remains when the new versions are loaded."""
+    """The result of each model that was compared, and of each broken bundle."""
 
-    #: models that were written; each can be undone
-    put: dict[str, Replaced] = field(default_factory=dict)
-    #: models that equal their bundles
-    unchanged: set[str] = field(default_factory=set)
-    #: models to remove -> metas that must be in place before
-    go: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: models without a bundle that are kept
-    kept: set[str] = field(default_factory=set)
-    #: all models with a broken bundle, or with a foreign directory in their place -> reason
-    broken: dict[str, str] = field(default_factory=dict)
-    #: aliases that were not compared, so that `broken` lacks them
-    uncompared: set[str] = field(default_factory=set)
-    #: models that could not be written -> reason
-    failed: dict[str, str] = field(default_factory=dict)
-    #: models left as they are because a file does not match its bundle's manifest -> reason
-    torn: dict[str, str] = field(default_factory=dict)
-    #: models left as they are until a second reading finds the same -> digest of the first reading
-    unsure: dict[str, str] = field(default_factory=dict)
-    #: models left as they are because one of their bundles is not ready to be read
-    later: set[str] = field(default_factory=set)
-    #: names of all bundles
+    #: Names of all bundles.
     bundles: set[str] = field(default_factory=set)
-    #: reasons why folders have no bundles
+    #: Reasons why folders have no bundles.
     unusable: list[str] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    #: Aliases that were not compared, so that no result says whether they are refused.
+    uncompared: set[str] = field(default_factory=set)
+
+    def of(self, kind: type[R]) -> dict[str, R]:
+        """Return the models with a result of this kind."""
+        return {name: result for name, result in self.results.items() if isinstance(result, kind)}
+
+    def names(self, kind: type[R]) -> set[str]:
+        return {*self.of(kind)}
 
 
 class UpdatePolicy:
     """The decisions that a running server makes about an update. By default, no server restricts it."""
 
-    #: False: the models that would be written are in `Update.failed`
+    #: If False, models that need to be written become `Failed`.
     may_write = True
 
     def reason_to_keep(self, name: str) -> str:
@@ -202,11 +280,11 @@ class UpdatePolicy:
         return ""
 
     def is_readable(self, name: str) -> bool:
-        """Return whether a bundle may be read now; called before and again after the reading."""
+        """Return whether a bundle may be read now. This is called before the reading, and again after it."""
         return True
 
     def reserve(self, name: str) -> bool:
-        """Return whether a model may be written; called once, just before."""
+        """Return whether a model may be written. This is called once, just before the writing."""
         return True
 
     def newer_than(self, name: str) -> int:
@@ -214,122 +292,155 @@ class UpdatePolicy:
         return 0
 
 
-def update(
-    repository: Path,
-    roots: Sequence[Path],
-    names: Collection[str] | None,
-    *,
-    link: LinkMode,
-    transport: Transport,
-    models: Mapping[str, ModelSection] | None = None,
-    aliases: Mapping[str, Shares] | None = None,
-    front: Front = "python",
-    policy: UpdatePolicy | None = None,
-    known: Known | None = None,
-    into: Update | None = None,
-) -> Update:
-    """Write the named models (None: all) that differ from their bundles below `roots`.
+class RepositoryUpdate:
+    """Writes the models of a repository that differ from their bundles below `roots`.
 
-    A named model brings the models that depend on its bundle: the metas that carry it, and their callees.
-    No model is removed: `remove` does that after the others have been loaded. `policy` may postpone models.
-
-    Each model is verified before it is written. A model with a file that does not match its manifest is in `Update.torn`.
-    If `into` is given, files without checksums are read twice, some time apart: the first call gets an empty `Update`,
-    and leaves their digests in its `unsure`; the second call gets the same `Update`, compares these models only, and
-    completes it.
+    It removes no model: `remove` does that after the others have been loaded. `policy` may postpone models. Each model is
+    verified before it is written.
     """
-    policy = UpdatePolicy() if policy is None else policy
-    known = Known() if known is None else known
-    first = None if into is None else into.unsure
-    if first:
-        names = first.keys()
-    ready = policy.is_readable
-    sources = read_sources(roots, known)
-    # A bundle that is being copied looks broken for a moment; it is no error.
-    broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
-    done = Update() if into is None else into
-    done.bundles = {*sources.good, *sources.broken}
-    done.broken = {**done.broken, **broken} if first else broken
-    done.unsure, done.unusable = {}, [*sources.unusable.values()]
-    done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
-    aliases = aliases or {}
-    only = set(first) if first else None if names is None else _touched(names, sources, repository, aliases)
-    if only is not None and not first:
-        done.uncompared = {
-            text for name in aliases.keys() - only for text in (name, f"aliases.{name}")
-        } - only
-    planned = steps(
-        repository,
-        sources,
-        link=link,
-        transport=transport,
-        models=models or {},
-        aliases=aliases,
-        front=front,
-        stays=policy.reason_to_keep,
-        known=known,
-        only=only,
-    )
-    for step in planned:
-        wholes = step.targets or (step.name,)
-        made_of = step.targets or (step.name, *_calls(step.name, sources))
-        if step.verb in ("new", "changed", "unchanged") and not all(map(ready, made_of)):
-            done.later.add(step.name)
-            continue
-        # A link to a folder is equal even if the folder has changed: the names say that.
-        followed = link == "symlink" and names is not None and not set(names).isdisjoint(made_of)
+
+    def __init__(
+        self,
+        repository: Path,
+        roots: Sequence[Path],
+        wanted: RepositorySettings,
+        policy: UpdatePolicy | None = None,
+        known: Known | None = None,
+    ) -> None:
+        self._repository = repository
+        self._roots = roots
+        self._wanted = wanted
+        self._policy = policy or UpdatePolicy()
+        self._known = known or Known()
+
+    def write(self, names: Collection[str] | None, *, twice: bool = False) -> Update:
+        """Write the named models (None: all), the meta models that carry one of them, and the callees of those meta models.
+
+        If `twice`, models with files that have no checksum are `Unsure` until `confirm` has read them again.
+        """
+        sources = self._read()
+        done = Update({*sources.good, *sources.broken}, [*sources.unusable.values()])
+        self._note_broken(sources, names, done)
+        only = None
+        if names is not None:
+            aliases = self._wanted.aliases
+            only = _touched(names, sources, self._repository, aliases)
+            rest = aliases.keys() - only
+            done.uncompared = {text for name in rest for text in (name, f"aliases.{name}")} - only
+        self._write(sources, only, {} if twice else None, done)
+        return done
+
+    def confirm(self, done: Update) -> None:
+        """Read the unsure models of an earlier `write` again, write the models with unchanged files, and complete `done`."""
+        first = {name: one.digest for name, one in done.of(Unsure).items()}
+        for name in first:
+            del done.results[name]
+        sources = self._read()
+        done.bundles, done.unusable = {*sources.good, *sources.broken}, [*sources.unusable.values()]
+        self._note_broken(sources, first.keys(), done)
+        self._write(sources, first.keys(), first, done)
+
+    def _read(self) -> Sources:
+        return read_sources(self._roots, self._known)
+
+    def _note_broken(self, sources: Sources, names: Collection[str] | None, done: Update) -> None:
+        for name, lines in sources.broken.items():
+            if isinstance(done.results.get(name), Written):
+                continue  # The bundle broke after that, and the version that was written can be loaded.
+            if self._policy.is_readable(name):
+                done.results[name] = Broken("; ".join(lines))
+            elif names is None or name in names:
+                # A bundle that is being copied looks broken for a moment; it is no error.
+                done.results[name] = Later()
+
+    def _write(
+        self,
+        sources: Sources,
+        only: Collection[str] | None,
+        first: Mapping[str, str] | None,
+        done: Update,
+    ) -> None:
+        """Carry out the actions for the models `only` and store their results. `first` are the digests of the first reading."""
+        planned = steps(
+            self._repository,
+            sources,
+            self._wanted,
+            stays=self._policy.reason_to_keep,
+            known=self._known,
+            only=only,
+        )
+        for step in planned:
+            made_of = step.targets or (step.name, *_calls(step.name, sources))
+            result = self._carry_out(step, made_of, sources, first)
+            if result is not None:
+                done.results[step.name] = result
+        self._known.save(sources.places)
+
+    def _carry_out(
+        self,
+        step: PlannedAction,
+        made_of: Sequence[str],
+        sources: Sources,
+        first: Mapping[str, str] | None,
+    ) -> Result | None:
+        """Write a model if the planned action is to write it."""
+        policy = self._policy
         match step.verb:
+            case "new" | "changed" | "unchanged" if not all(map(policy.is_readable, made_of)):
+                return Later()
             case "unread":
-                done.later.add(step.name)
-            case "unchanged" if not followed:
-                done.unchanged.add(step.name)
-            case "new" | "changed" | "unchanged" if policy.may_write and not policy.reserve(step.name):
-                done.later.add(step.name)
-            case "new" | "changed" | "unchanged" if policy.may_write and not _is_whole(
-                step.name, wholes, sources, first, done
-            ):
-                pass
-            case "new" | "changed" | "unchanged" if step.plan is not None and policy.may_write:
-                _put(repository, link, step.name, step.plan, policy.newer_than(step.name), done)
-                if step.name in done.put:
-                    if all(map(ready, made_of)):
-                        known.made(repository / step.name, step.recipe, step.signed)
-                    else:
-                        done.put.pop(step.name).undo()
-                        done.later.add(step.name)
-            case "new" | "changed" | "unchanged":
-                what = "the alias" if step.targets else "its bundle"
-                done.failed[step.name] = f"{what} is {step.verb}, and nothing may be written"
+                return Later()
+            case "unchanged":
+                return Unchanged()
             case "foreign":
-                done.broken[step.name] = refusal(repository / step.name)
+                return Broken(refusal(self._repository / step.name))
             case "refused":
-                done.broken[step.name] = step.note.strip(" ()")
-            case "kept" if step.name not in sources.broken:
-                done.kept.add(step.name)
+                return Broken(step.note.strip(" ()"))
+            case "kept":
+                return None if step.name in sources.broken else Retained()
             case "removed":
-                done.go[step.name] = step.carriers
-    known.save(sources.places)
-    return done
+                return Gone(step.carriers)
+            case "internal":
+                return None
+        if step.plan is None or not policy.may_write:
+            what = "the alias" if step.targets else "its bundle"
+            return Failed(f"{what} is {step.verb}, and nothing may be written")
+        if not policy.reserve(step.name):
+            return Later()
+        return _flaw(step, sources, first) or self._put(step, step.plan, made_of)
+
+    def _put(self, step: PlannedAction, plan: ModelPlan, made_of: Sequence[str]) -> Result:
+        try:
+            # The repository is opened for each model. A large model may take minutes to copy, and while the repository is
+            # open, another rsrv-gen waits.
+            with open_repository(self._repository, self._wanted.link) as writer:
+                replaced = writer.put_undoably(step.name, plan, self._policy.newer_than(step.name))
+        except OSError as error:
+            return Failed(f"could not be written: {error}")
+        if not all(map(self._policy.is_readable, made_of)):
+            replaced.undo()
+            return Later()
+        self._known.made(self._repository / step.name, step.recipe, step.signed)
+        return Written(replaced)
 
 
-def _is_whole(
-    name: str, roots: Sequence[str], sources: Sources, first: Mapping[str, str] | None, done: Update
-) -> bool:
-    """Return whether the files of a model's bundles are complete; note in `done` why they are not."""
+def _flaw(
+    step: PlannedAction, sources: Sources, first: Mapping[str, str] | None
+) -> Torn | Unsure | Later | None:
+    """Return why a model's bundles cannot be written yet, or None if their files are complete.
+
+    `first` are the digests of the first reading. None: files without checksums are read only once.
+    """
+    roots = step.targets or (step.name,)
     try:
         for root in roots:
             verify(root, sources)
         found = "" if first is None else "".join(read_unverified(root, sources) for root in roots)
     except BundleError as error:
-        done.torn[name] = "; ".join(error.problems)
-        return False
-    if first is None or not found or first.get(name) == found:
-        return True
-    if name in first:
-        done.later.add(name)
-    else:
-        done.unsure[name] = found
-    return False
+        return Torn("; ".join(error.problems))
+    if first is None or not found or first.get(step.name) == found:
+        return None
+    return Later() if step.name in first else Unsure(found)
 
 
 def remove(repository: Path, name: str, link: LinkMode) -> None:
@@ -337,15 +448,6 @@ def remove(repository: Path, name: str, link: LinkMode) -> None:
     with open_repository(repository, link) as writer:
         if is_ours(repository / name):
             writer.remove(name)
-
-
-def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_than: int, done: Update) -> None:
-    try:
-        # Opened for each: a large model may take minutes to copy, and another rsrv-gen waits meanwhile.
-        with open_repository(repository, link) as writer:
-            done.put[name] = writer.put_undoably(name, plan, later_than)
-    except OSError as error:
-        done.failed[name] = f"could not be written: {error}"
 
 
 def _calls(name: str, sources: Sources) -> Sequence[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from rsrv.text import naming
 from rsrv_gen.config import MARK
 from rsrv_gen.plan import (
     BUNDLE_FOLDER,
@@ -28,7 +29,6 @@ from rsrv_gen.plan import (
     ModelPlan,
     SharedFile,
     SourceFile,
-    SourceFolder,
 )
 from rsrv_gen.signatures import LINK_BYTES
 from rsrv_gen.staging import Replaced, SwapFolder, clear_away, leave_open, locked
@@ -105,8 +105,6 @@ def _is_same(source: Path, copy: Path) -> bool:
 
 def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> bool:
     match content:
-        case SourceFolder(source):
-            return target.is_symlink() and target.readlink() == source
         case _ if target.is_symlink() or not target.is_file():
             return False
         case SourceFile(source):
@@ -138,9 +136,9 @@ def _stamp(folder: Path, later_than: int) -> int:
 def newest(folder: Path) -> int:
     """Return the time of the newest file or folder, nanoseconds; 0 if there is none."""
     times = [0]
-    for parent, _, names in os.walk(folder, followlinks=True):
+    for parent, _, names in os.walk(folder):
         for path in (parent, *(os.path.join(parent, name) for name in names)):
-            # The target of a link may be missing, or be removed just now.
+            # Another process may remove it at this moment.
             with suppress(OSError):
                 times.append(os.stat(path).st_mtime_ns)
     return max(times)
@@ -216,8 +214,6 @@ class RepositoryWriter:
         match content:
             case bytes():
                 target.write_bytes(content)
-            case SourceFolder(source):
-                target.symlink_to(source)
             case SourceFile(source):
                 # A bundle may hold links to its own files; here they become the files.
                 if not (_may_link(source, self._mode) and _hard_link(source.resolve(), target)):
@@ -245,7 +241,7 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
     except OSError as error:
         reason = f"{error.strerror}; name a folder that you can write"
         raise OSError(error.errno, reason, str(repository)) from None
-    with locked(repository), ExitStack() as stack:
+    with naming(repository), locked(repository), ExitStack() as stack:
         lost = leave_open(repository, clear_away(repository))
         aside = SwapFolder.new(repository)
         stack.callback(aside.remove)

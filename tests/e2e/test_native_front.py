@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import native_front
-from rsrv.wire.socket import read_status
+from rsrv.native import GUARD, LIBRARY
 from tests.e2e import bundles
 from tests.e2e.calls import (
     PROTOCOLS,
@@ -36,6 +36,7 @@ from tests.e2e.calls import (
 )
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.runtime_commands import command
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Models with both fronts; the one with the native front has this in front of its name.
@@ -123,6 +124,11 @@ REQUESTS: list[tuple[str, Arrays, dict[str, Any]]] = [
             ("rsrv_run", 12345),
             ("rsrv_run", "12345"),
             ("rsrv_run", str(2**64)),
+            ("rsrv_device", 1),
+            ("rsrv_sticky", "me"),
+            ("rsrv_prioriti", 1),
+            ("rsrv_deadline_unix_ms", "tomorrow"),
+            ("rsrv_it's \u20ac" + "y" * 100, True),
         )
     ),
 ]
@@ -158,11 +164,11 @@ def test_commands_refuse_alike(both: RunningTriton) -> None:
 
     @contextmanager
     def paused(model: str, mode: str) -> Iterator[None]:
-        command(both.pid, {"command": "pause", "model": model, "mode": mode})
+        both.operate("pause", model, "--mode", mode)
         try:
             yield
         finally:
-            command(both.pid, {"command": "continue", "model": model})
+            both.operate("continue", model)
 
     def refused(call: Caller, model: str) -> Arrays | str:
         with paused(model, "reject"):
@@ -243,9 +249,9 @@ def test_a_hundred_cold_models_start_and_fall_back(
 
 
 def loaded_libraries(server: RunningTriton) -> int:
-    """Return how many copies of the library the server has in memory."""
+    """Return how many copies of the library the server has in memory, as a front or as a guard."""
     maps = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
-    return len({line.split()[4] for line in maps if line.endswith("libtriton_rsrv.so")})
+    return len({line.split()[4] for line in maps if line.endswith((LIBRARY.name, GUARD))})
 
 
 def test_models_of_a_copied_repository_have_a_library_each(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from rsrv_bundle import Bundle, Manifest, TensorSpec
 
 MANIFEST = """\
-format_version: "3.0"
+format_version: 3
 executable_inputs:
   - {name: x, dtype: f32, shape: nc, dims: {c: 4}}
 executable_outputs:
@@ -20,7 +21,7 @@ batching: {compiled_batch_sizes: [1, 8]}
 
 
 META_MANIFEST = """\
-format_version: "3.0"
+format_version: 3
 kind: meta
 client_inputs:
   - {name: text, dtype: u8, shape: nc, dims: {c: 100}}
@@ -52,7 +53,7 @@ def bundle(
 ) -> Bundle:
     """Return a bundle as the reader would, without a directory behind it."""
     manifest = Manifest(
-        format_version="3.0",
+        format_version="3",
         description="",
         kind="model",
         inputs=tuple(inputs),
@@ -98,14 +99,27 @@ def write_bundle(
     *,
     internal: bool = False,
     files: Mapping[str, str] | None = None,
+    manifest: str = MANIFEST,
 ) -> Path:
     """Write a directory that reads as a bundle."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.yaml").write_text(MANIFEST + ("internal: true\n" if internal else ""))
+    manifest += "internal: true\nsha256:\n" if internal else "sha256:\n"
     for name, text in (files or {}).items():
         (folder / name).write_text(text)
     for size in (1, 8):
-        (folder / f"model.b{size}.mlir").write_text(f"{module} {size}")
+        content = f"{module} {size}".encode()
+        (folder / f"model.b{size}.mlir").write_bytes(content)
+        manifest += f"  model.b{size}.mlir: {hashlib.sha256(content).hexdigest()}\n"
+    (folder / "manifest.yaml").write_text(manifest)
+    return folder
+
+
+def write_unsummed(folder: Path, module: str = "not looked into") -> Path:
+    """Write a directory that reads as a bundle of format 2.0, which has no checksums."""
+    write_bundle(folder, module)
+    text = MANIFEST.replace("format_version: 3", "format_version: 2.0").replace("shape: nc", "shape: cn")
+    (folder / "manifest.yaml").write_text(text)
+    (folder / "weights.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     return folder
 
 

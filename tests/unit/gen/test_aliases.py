@@ -15,11 +15,12 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from rsrv.settings import load_settings
 from rsrv_gen.aliases import plan_aliases
 from rsrv_gen.cli import main
+from rsrv_gen.config import EXECUTE_ROWS
 from rsrv_gen.metas import BundleFacts
 from rsrv_gen.plan import SourceBundle
-from rsrv_gen.update import Update, update
+from rsrv_gen.update import Broken, Gone, RepositorySettings, RepositoryUpdate, Update, Written
 from rsrv_gen.write import is_alias
-from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta
 
 
 @pytest.fixture
@@ -34,16 +35,9 @@ def bundles(tmp_path: Path) -> Path:
 
 def bring(bundles: Path, *names: str, aliases: Mapping[str, Any]) -> Update:
     """Update these models, or all."""
-    settings = load_settings(json.dumps({"aliases": aliases, "models": {"v8": {"max_batch_size": 4}}}))
-    return update(
-        bundles.parent / "gen",
-        [bundles],
-        names or None,
-        link="hard",
-        transport="direct",
-        models=settings.models,
-        aliases=settings.aliases,
-    )
+    settings = load_settings(json.dumps({"aliases": aliases, "models": {"v8": {"max_rows": 4}}}))
+    work = RepositoryUpdate(bundles.parent / "gen", [bundles], RepositorySettings.of(settings))
+    return work.write(names or None)
 
 
 def config(gen: Path, name: str) -> Any:
@@ -54,10 +48,10 @@ def test_an_alias_is_a_model_with_the_interface_and_the_bundles_of_its_targets(b
     """The smallest `max_batch_size` counts, and the shares are in its configuration."""
     gen = bundles.parent / "gen"
 
-    assert "fraud" in bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).put
+    assert "fraud" in bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).of(Written)
 
     made, plain = config(gen, "fraud"), config(gen, "v7")
-    assert (made.name, made.max_batch_size, plain.max_batch_size) == ("fraud", 4, 8)
+    assert (made.name, made.max_batch_size, plain.max_batch_size) == ("fraud", 4, EXECUTE_ROWS)
     assert (made.input, made.output) == (plain.input, plain.output)
     assert json.loads(made.parameters["rsrv_alias"].string_value) == {"v7": 95.0, "v8": 5.0}
     assert "rsrv.stub.alias" in (gen / "fraud/1/model.py").read_text()
@@ -66,15 +60,37 @@ def test_an_alias_is_a_model_with_the_interface_and_the_bundles_of_its_targets(b
     assert not any(is_alias(gen / name) for name in ("v7", "meta"))
 
 
+def test_an_alias_has_the_task_of_its_targets(bundles: Path) -> None:
+    """The task is that of the models behind the alias, if they agree."""
+    generated: list[Any] = []
+    for labels in (["a", "b"], ["b", "a"]):
+        for name in ("v7", "v8") if not generated else ("v8",):
+            write_bundle(
+                bundles / name, name, manifest=classifier(labels), files={"model.py": "preprocess = len\n"}
+            )
+        bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}})
+        generated.append(config(bundles.parent / "gen", "fraud").parameters)
+    assert json.loads(generated[0]["task"].string_value)["labels"] == ["a", "b"]
+    assert "task" not in generated[1]
+
+
+def classifier(labels: list[str]) -> str:
+    """Return the manifest of a bundle with the task of a classifier of texts."""
+    roles = {"inputs": {"text": "text"}, "outputs": {"scores": "y"}}
+    task = {"kind": "text-classification", **roles, "labels": labels}
+    client = {"client_inputs": [{"name": "text", "dtype": "bytes", "shape": "n"}], "task": task}
+    return MANIFEST + "".join(f"{key}: {json.dumps(value)}\n" for key, value in client.items())
+
+
 def test_an_alias_follows_its_shares_its_targets_and_its_end(bundles: Path) -> None:
     """Only a change of the shares, or of a target, writes it again; without its settings, it goes."""
     bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}})
 
-    assert not bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).put
-    assert set(bring(bundles, "fraud", aliases={"fraud": {"v7": 50, "v8": 50}}).put) == {"fraud"}
+    assert not bring(bundles, aliases={"fraud": {"v7": 95, "v8": 5}}).of(Written)
+    assert bring(bundles, "fraud", aliases={"fraud": {"v7": 50, "v8": 50}}).names(Written) == {"fraud"}
     write_bundle(bundles / "v8", "better")
-    assert set(bring(bundles, "v8", aliases={"fraud": {"v7": 50, "v8": 50}}).put) == {"v8", "fraud"}
-    assert bring(bundles, "fraud", aliases={}).go == {"fraud": ()}
+    assert bring(bundles, "v8", aliases={"fraud": {"v7": 50, "v8": 50}}).names(Written) == {"v8", "fraud"}
+    assert bring(bundles, "fraud", aliases={}).of(Gone) == {"fraud": Gone()}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +110,8 @@ def test_an_alias_that_cannot_be_served_is_refused(
     """The reason names the target; bundles and other aliases are served."""
     done = bring(bundles, aliases=aliases)
 
-    assert done.broken[name].startswith(reason)
-    assert {"v7", "v8", "meta"} <= done.put.keys()
+    assert done.of(Broken)[name].reason.startswith(reason)
+    assert {"v7", "v8", "meta"} <= done.names(Written)
 
 
 @pytest.mark.parametrize(("generates", "reason"), [(True, None), (False, "keeps state: a sequence must go")])
@@ -129,8 +145,8 @@ def test_targets_with_different_interfaces_are_refused(
 
     done = bring(bundles, aliases={"fraud": {"v7": 1, "v8": 1}})
 
-    assert done.broken["fraud"].startswith("'v7' and 'v8' differ")
-    assert difference in done.broken["fraud"]
+    assert done.of(Broken)["fraud"].reason.startswith("'v7' and 'v8' differ")
+    assert difference in done.of(Broken)["fraud"].reason
 
 
 def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
@@ -141,10 +157,10 @@ def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:
 
     done = bring(bundles, aliases=aliases)
 
-    assert "an alias of 'v8', whose bundle is broken" in done.broken["fraud"]
+    assert "an alias of 'v8', whose bundle is broken" in done.of(Broken)["fraud"].reason
     shutil.rmtree(bundles / "v8")
     done = bring(bundles, "v8", aliases=aliases)
-    assert "'v8', which is no bundle here" in done.broken["fraud"]
+    assert "'v8', which is no bundle here" in done.of(Broken)["fraud"].reason
     assert is_alias(bundles.parent / "gen/fraud")
 
 
@@ -158,11 +174,11 @@ def test_a_new_alias_begins_without_a_broken_bundle(bundles: Path) -> None:
     done = bring(bundles, aliases=aliases)
 
     calls = bundles.parent / "gen/fraud/1/calls"
-    assert "fraud" in done.put
+    assert "fraud" in done.of(Written)
     assert [one.name for one in calls.iterdir()] == ["v7"]
-    assert done.broken["watched"] == "an alias of 'v8', whose bundle is broken: fix it first"
+    assert done.of(Broken)["watched"].reason == "an alias of 'v8', whose bundle is broken: fix it first"
     manifest.write_text(text)
-    assert {"v8", "fraud", "watched"} <= bring(bundles, "v8", aliases=aliases).put.keys()
+    assert {"v8", "fraud", "watched"} <= bring(bundles, "v8", aliases=aliases).names(Written)
     assert (calls / "v8/manifest.yaml").exists()
 
 

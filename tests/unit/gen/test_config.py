@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from rsrv_bundle import Bundle, GenerateSpec, StateSpec, TensorSpec, dtypes
-from rsrv_bundle.spec import StateTensor
+from rsrv_bundle.spec import StateTensor, TaskSpec
 from rsrv_gen.config import (
     CANDIDATES,
     EXECUTE_BYTES,
     EXECUTE_ROWS,
     MARK,
+    MOST_STEPS,
     ConfigError,
+    RowLimits,
     max_batch_size,
     render,
     row_bytes,
@@ -28,21 +30,31 @@ from rsrv_gen.config import (
 from tests.unit.gen.bundles_for_tests import bundle, meta_bundle, spec
 
 
-def rendered(of: Bundle) -> Any:
+def rendered(of: Bundle, *, guarded: bool = True) -> Any:
     """Return the message that Triton reads."""
-    return text_format.Parse(render(of).decode(), ModelConfig())
+    return text_format.Parse(render(of, guarded=guarded).decode(), ModelConfig())
 
 
 def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
-    """The dims leave the batch axis out, and plain dynamic batching is on."""
-    config = rendered(bundle([spec("x", "nchw", c=3, h=4, w=5)], [spec("y", "nc", "i64", c=7)]))
+    """The dims leave the batch axis out, plain dynamic batching is on, and the guard knows the number of axes."""
+    inputs = [spec("x", "nchw", c=3, h=4, w=5), spec("mask", "n")]
+    config = rendered(bundle(inputs, [spec("y", "nc", "i64", c=7)]))
     assert config.name == "toy"
     assert config.backend == "python"
-    assert config.max_batch_size == 8
+    assert config.max_batch_size == EXECUTE_ROWS
     assert list(config.input[0].dims) == [3, 4, 5]
     assert config.output[0].data_type == ModelConfig().output.add(data_type="TYPE_INT64").data_type
     assert config.HasField("dynamic_batching")
     assert not config.dynamic_batching.ListFields()
+    assert config.parameters["rsrv_axes"].string_value == "6"  # [n, 3, 4, 5] and [n, 1]
+
+
+def test_without_its_guard_no_model_is_batched_by_triton() -> None:
+    """The layout stays, but Triton hands each request over alone, so that none fails another one."""
+    config = rendered(bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=7)]), guarded=False)
+    assert config.max_batch_size > 0
+    assert not config.HasField("dynamic_batching")
+    assert not config.parameters
 
 
 def test_strings_are_tensors_of_triton() -> None:
@@ -98,12 +110,41 @@ def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
     assert config.max_batch_size > 0
 
 
+@pytest.mark.parametrize(
+    ("elements", "limits", "rows"),
+    [
+        pytest.param(1, RowLimits(), EXECUTE_ROWS, id="small rows stop at the limit in rows"),
+        pytest.param(2**20 - 1, RowLimits(), 16, id="larger rows stop at the limit in bytes"),
+        pytest.param(2**26, RowLimits(), 8, id="a full execution is always possible"),
+        pytest.param(2**26, RowLimits(execution=4), 4, id="executions are smaller than the largest size"),
+        pytest.param(1, RowLimits(execution=4, request=5000), 5000, id="an operator allows more"),
+        pytest.param(1, RowLimits(request=3), 3, id="an operator allows less than the largest size"),
+    ],
+)
+def test_a_request_may_have_more_rows_than_an_execution(elements: int, limits: RowLimits, rows: int) -> None:
+    """The number of rows follows from the size of a row, unless an operator sets it."""
+    assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")]), limits=limits) == rows
+
+
+def test_small_shared_memory_means_fewer_rows() -> None:
+    """The inputs and outputs of a request take at most the given room, but a full execution is always possible."""
+    of = bundle([spec("x", "nc", c=2**10 - 1)], [spec("y", "n")])
+    assert [max_batch_size(of, room=room) for room in (2**20, 2**16, 1)] == [256, 16, 8]
+
+
 @pytest.mark.parametrize("sizes", [(1,), (1, 8), (4096,)])
-def test_max_batch_size_is_the_most_rows_of_a_request(sizes: tuple[int, ...]) -> None:
-    """Clients read the largest compiled size, whether rows are small or large."""
-    for elements in (1, 2**26):
-        of = bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)
-        assert max_batch_size(of) == max(sizes)
+def test_a_model_with_a_tensor_without_rows_takes_no_more_rows_than_an_execution(
+    sizes: tuple[int, ...],
+) -> None:
+    """Its requests cannot be split, so clients read the largest compiled size."""
+    of = bundle(
+        [spec("x", "nc", c=1), spec("t", "")],
+        [spec("y", "n")],
+        sizes=sizes,
+        client_inputs=[spec("x", "nc", c=1)],
+    )
+    assert max_batch_size(of) == max(sizes)
+    assert max_batch_size(of, limits=RowLimits(request=5000)) == max(sizes)
 
 
 @pytest.mark.parametrize(("elements", "rows"), [(1, EXECUTE_ROWS), (2**20 - 1, 16), (2**26, 1)])
@@ -142,7 +183,7 @@ def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
 def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
     """The parameters name internal, external and restartable models, and are absent otherwise."""
     plain = bundle([spec("x", "n")], [spec("y", "n")])
-    assert not rendered(plain).parameters
+    assert not rendered(plain, guarded=False).parameters
     config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())
     assert {key: value.string_value for key, value in config.parameters.items()} == {"rsrv_internal": "true"}
     meta = bundle([spec("x", "n")], [spec("y", "n")], external=["resnet", 'a "b"'], restartable=True)
@@ -220,7 +261,14 @@ def test_a_model_with_state_has_sequences_and_no_other_batching() -> None:
     assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
     assert config.sequence_batching.oldest.max_candidate_sequences == CANDIDATES
     assert not config.sequence_batching.control_input
-    assert (config.max_batch_size, list(config.input[0].dims)) == (8, [3])
+    assert (config.max_batch_size, list(config.input[0].dims)) == (MOST_STEPS, [3])
+
+
+def test_steps_with_strings_are_handed_over_one_by_one() -> None:
+    """A malformed string would fail the steps of other sequences."""
+    of = with_state()
+    text = replace(of, manifest=replace(of.manifest, client_inputs=(spec("text", "n", "bytes"),)))
+    assert rendered(text).max_batch_size == 1
 
 
 @pytest.mark.parametrize(
@@ -243,3 +291,17 @@ def test_a_generation_streams_text_or_tokens(tokenizer: str | None, tensors: lis
     assert found[:2] == tensors
     usage = ["finish_reason", "prompt_tokens", "completion_tokens", "first_token_s", "token_s"]
     assert [name for name, _, _ in found[2:]] == usage
+
+
+def test_clients_read_the_task_from_the_configuration() -> None:
+    """The manifest's section `task` is a parameter, as JSON; without a task there is no such parameter."""
+    of = bundle([spec("x", "nc", c=3)], [spec("y", "nc", c=2)])
+    task = TaskSpec("audio-classification", {"audio": "x"}, {"scores": "y"}, ("Größe", "b"))
+    found = rendered(replace(of, manifest=replace(of.manifest, task=task))).parameters["task"].string_value
+    assert json.loads(found) == {
+        "kind": "audio-classification",
+        "inputs": {"audio": "x"},
+        "outputs": {"scores": "y"},
+        "labels": ["Größe", "b"],
+    }
+    assert "task" not in rendered(of).parameters

@@ -9,7 +9,7 @@ import pytest
 from rsrv_gen import plan
 from rsrv_gen.cli import main
 from rsrv_gen.write import newest, touch
-from tests.unit.bundle.forge import COUNTER, make_bundle, seal
+from tests.unit.bundle.forge import COUNTER, make_bundle
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 
@@ -52,6 +52,31 @@ def test_models_with_the_native_front_share_one_library(bundles: Path, library: 
 
     assert generate(bundles, "stub: {front: native}") == 0
     assert main([str(bundles), "-o", str(gen), "--config", str(gen / "rsrv.yaml"), "--check"]) == 0
+
+
+def test_a_model_that_triton_batches_has_its_guard(bundles: Path, library: Path) -> None:
+    """All models have links to one copy of the library; the models with state and native ones have none."""
+    make_bundle(bundles, COUNTER, name="counter")
+    assert generate(bundles, "models: {two: {front: native}}\naliases: {either: {one: 1}}") == 0
+    gen = bundles.parent / "gen"
+    for name in ("one", "hooked", "either"):
+        assert (gen / name / "batchstrategy.so").samefile(gen / library.name)
+        assert "dynamic_batching" in (gen / name / "config.pbtxt").read_text()
+    for name in ("two", "counter"):
+        assert not (gen / name / "batchstrategy.so").exists()
+        assert "dynamic_batching" not in (gen / name / "config.pbtxt").read_text()
+
+
+def test_without_the_library_triton_batches_nothing(bundles: Path, library: Path) -> None:
+    """Each request is handed over alone; the library's arrival is a change of each model."""
+    library.unlink()
+    assert generate(bundles, "aliases: {either: {one: 1}}") == 0
+    configs = [bundles.parent / "gen" / name / "config.pbtxt" for name in ("one", "hooked", "either")]
+    assert not any("dynamic_batching" in config.read_text() for config in configs)
+
+    library.write_bytes(b"\x7fELF")
+    assert generate(bundles, "aliases: {either: {one: 1}}") == 0
+    assert all("dynamic_batching" in config.read_text() for config in configs)
 
 
 def test_a_newer_library_reaches_all_models(bundles: Path, library: Path) -> None:
@@ -104,7 +129,7 @@ def test_a_model_with_state_gets_the_python_front(
     bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Requests of sequences need the Python front, also where the native one is asked for."""
-    seal(make_bundle(bundles, COUNTER, name="counter"), "3.2")
+    make_bundle(bundles, COUNTER, name="counter")
     assert generate(bundles, "stub: {front: native}") == 0
     assert "counter (Python front: it keeps state)" in capsys.readouterr().out
     assert "sequence_batching" in (bundles.parent / "gen/counter/config.pbtxt").read_text()

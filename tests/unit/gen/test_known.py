@@ -16,8 +16,8 @@ from rsrv_bundle import read_bundle as read_whole
 from rsrv_gen import known, plan, run, sources
 from rsrv_gen.cli import main
 from rsrv_gen.write import our_models
-from tests.unit.bundle.forge import safetensors_bytes
-from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta
+from tests.unit.bundle.forge import safetensors_bytes, seal
+from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta, write_unsummed
 
 NAMES = [f"m{number:02d}" for number in range(20)]
 
@@ -87,7 +87,8 @@ def test_unchanged_bundles_are_not_read_again(runs: Runs) -> None:
 
 def test_a_change_without_a_new_size_or_time_is_seen(runs: Runs) -> None:
     """A file rewritten with the same size and modification time has another ctime, and counts as changed."""
-    file = runs.bundles / "m03/model.b1.mlir"
+    file = write_unsummed(runs.bundles / "m03", "v1") / "model.b1.mlir"
+    runs.run()
     status = file.stat()
     file.write_text("v9 1")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -191,10 +192,19 @@ def test_a_model_that_was_edited_by_hand_is_written_again(runs: Runs) -> None:
 
 def test_other_settings_make_other_models(runs: Runs, tmp_path: Path) -> None:
     """A setting that decides a model's directory makes the model again."""
-    (tmp_path / "config.yaml").write_text("models: {m04: {max_batch_size: 4}}")
+    (tmp_path / "config.yaml").write_text("models: {m04: {max_rows: 4}}")
     verbs, read = runs.run("--config", str(tmp_path / "config.yaml"))
     assert verbs["m04"] == "changed"
     assert read == {"m04"}
+
+
+def test_another_size_of_shared_memory_makes_other_models(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that restarts with a smaller /dev/shm does not keep the rows of the old one."""
+    monkeypatch.setattr(plan, "request_room", lambda: 64)
+    verbs, read = runs.run()
+    assert (verbs["m04"], read) == ("changed", {*NAMES, "meta"})
 
 
 def test_three_broken_bundles_among_many_are_named_and_the_others_served(runs: Runs) -> None:
@@ -260,8 +270,8 @@ def test_a_bundle_that_changes_after_its_check_is_planned_as_it_is_then(
     """The model's configuration and files are those of one version of the bundle, though the check read another."""
     bundle = runs.bundles / "m15"
     write_bundle(bundle, "v2")
-    wider = {"manifest.yaml": MANIFEST.replace("c: 2", "c: 3")}
-    after_checks(monkeypatch, lambda: write_bundle(bundle, "v3", files=wider))
+    wider = MANIFEST.replace("c: 2", "c: 3")
+    after_checks(monkeypatch, lambda: write_bundle(bundle, "v3", manifest=wider))
     assert runs.run()[0] == {"m15": "changed"}
     assert "dims: 3" in (runs.gen / "m15/config.pbtxt").read_text()
     assert (runs.gen / "m15/1/bundle/model.b1.mlir").read_text() == "v3 1"
@@ -316,6 +326,7 @@ def test_bundles_of_many_weights_take_the_room_of_several(
     )
     for name in ("a", "b", "c"):
         (write_bundle(tmp_path / "many" / name) / "weights.safetensors").write_bytes(weights)
+        seal(tmp_path / "many" / name)
     monkeypatch.setattr(sources, "_KEPT", 5)
     found = sources.read_sources([tmp_path / "many"]).good
     assert [name for name, source in found.items() if source.checked is not None] == ["a", "b"]
@@ -328,7 +339,7 @@ def test_a_bundle_that_changes_back_is_served_as_it_is(
     """A link that leads to another version during a run, and back before the next one, is served as the first version."""
     write_bundle(tmp_path / "one", "one")
     wider = MANIFEST.replace("c: 2", "c: 3") + ("internal: true\n" if when == "check" else "")
-    write_bundle(tmp_path / "two", "two", files={"manifest.yaml": wider})
+    write_bundle(tmp_path / "two", "two", manifest=wider)
 
     def lead_to(version: str) -> None:
         (tmp_path / "new").symlink_to(tmp_path / version)

@@ -17,7 +17,19 @@ from rsrv_gen.cli import main
 from rsrv_gen.signatures import LINK_BYTES
 from rsrv_gen.sources import read_sources
 from rsrv_gen.staging import Replaced, unfinished, version_of
-from rsrv_gen.update import Update, UpdatePolicy, remove, update
+from rsrv_gen.update import (
+    Broken,
+    Failed,
+    Gone,
+    Later,
+    RepositorySettings,
+    RepositoryUpdate,
+    Unchanged,
+    Update,
+    UpdatePolicy,
+    Written,
+    remove,
+)
 from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
@@ -67,7 +79,7 @@ class Policy(UpdatePolicy):
 def bring(gen: Path, bundles: Path, *names: str, **options: Any) -> Update:
     """Update these models, or all."""
     policy = Policy(**options)
-    return update(gen, [bundles], names or None, link="hard", transport="direct", policy=policy)
+    return RepositoryUpdate(gen, [bundles], RepositorySettings(), policy).write(names or None)
 
 
 def text(gen: Path, name: str) -> str:
@@ -87,12 +99,12 @@ def test_only_the_chosen_models_are_looked_at(gen: Path, bundles: Path) -> None:
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
     done = bring(gen, bundles, "one", "three")
-    assert set(done.put) == {"one", "three"}
+    assert done.names(Written) == {"one", "three"}
     assert (text(gen, "one"), text(gen, "two"), text(gen, "three")) == ("v2 1", "v1 1", "v2 1")
     shutil.rmtree(bundles / "two")
     shutil.rmtree(bundles / "one")
     done = bring(gen, bundles, "two", "three")
-    assert (set(done.put), done.unchanged, done.go) == (set(), {"three"}, {"two": ()})
+    assert (done.names(Written), done.names(Unchanged), done.of(Gone)) == (set(), {"three"}, {"two": Gone()})
     assert is_ours(gen / "two")
     remove(gen, "two", "hard")
     assert our_models(gen) == {"one", "three"}
@@ -103,20 +115,20 @@ def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
     write_meta(bundles / "meta", ["one"])
     write_bundle(bundles / "one", "v1", internal=True)
     done = bring(gen, bundles, "meta")
-    assert (set(done.put), done.go) == ({"meta"}, {"one": ("meta",)})
+    assert (done.names(Written), done.of(Gone)) == ({"meta"}, {"one": Gone(("meta",))})
     remove(gen, "one", "hard")
     write_bundle(bundles / "one", "v2", internal=True)
-    assert set(bring(gen, bundles, "one").put) == {"meta"}
+    assert bring(gen, bundles, "one").names(Written) == {"meta"}
     (bundles / "one").rename(bundles / "elsewhere")
     done = bring(gen, bundles, "one", "elsewhere")
-    assert "calls 'one', which is no bundle here" in done.broken["meta"]
-    assert set(done.put) == set()
+    assert "calls 'one', which is no bundle here" in done.of(Broken)["meta"].reason
+    assert done.names(Written) == set()
     (bundles / "elsewhere").rename(bundles / "one")
-    assert bring(gen, bundles, "one").unchanged == {"meta"}
+    assert bring(gen, bundles, "one").names(Unchanged) == {"meta"}
     shutil.rmtree(bundles / "meta")
     write_bundle(bundles / "one", "v2")
     done = bring(gen, bundles, "one", "meta")
-    assert (set(done.put), done.go) == ({"one"}, {"meta": ()})
+    assert (done.names(Written), done.of(Gone)) == ({"one"}, {"meta": Gone()})
 
 
 def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Path) -> None:
@@ -124,19 +136,19 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
     write_bundle(bundles / "one", "v2")
     write_meta(bundles / "meta", ["one"])
     done = bring(gen, bundles, ready=lambda name: name != "one")
-    assert (set(done.put), done.later) == (set(), {"meta", "one"})
+    assert (done.names(Written), done.names(Later)) == (set(), {"meta", "one"})
     answers = iter([True, False])
     done = bring(gen, bundles, "two", ready=lambda name: next(answers))
-    assert (done.unchanged, done.put) == ({"two"}, {})
+    assert (done.names(Unchanged), done.of(Written)) == ({"two"}, {})
     write_bundle(bundles / "two", "v2")
     answers = iter([True, False])
     done = bring(gen, bundles, "two", ready=lambda name: next(answers))
-    assert (done.later, done.put) == ({"two"}, {})
+    assert (done.names(Later), done.of(Written)) == ({"two"}, {})
     assert text(gen, "two") == "v1 1"
     assert not left_aside(gen)
     (bundles / "two" / "manifest.yaml").write_text("half")
     done = bring(gen, bundles, "two", ready=lambda name: False)
-    assert (done.later, done.broken) == ({"two"}, {})
+    assert (done.names(Later), done.of(Broken)) == ({"two"}, {})
 
 
 def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) -> None:
@@ -149,30 +161,13 @@ def test_a_model_that_is_reserved_is_left_for_later(gen: Path, bundles: Path) ->
         return False
 
     done = bring(gen, bundles, take=refuse)
-    assert (asked, done.later, done.unchanged, done.put) == (["one"], {"one"}, {"two"}, {})
+    assert (asked, done.names(Later), done.names(Unchanged), done.of(Written)) == (
+        ["one"],
+        {"one"},
+        {"two"},
+        {},
+    )
     assert text(gen, "one") == "v1 1"
-
-
-def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Path, tmp_path: Path) -> None:
-    """A linked bundle that changed gets a new directory, because its content cannot be compared."""
-    gen = tmp_path / "gen"
-    assert run(bundles, "-o", gen, "--link", "symlink") == 0
-    before = version_of(gen / "one")
-    done = update(gen, [bundles], {"one"}, link="symlink", transport="direct")
-    assert set(done.put) == {"one"}
-    assert version_of(gen / "one") != before
-    assert update(gen, [bundles], None, link="symlink", transport="direct").unchanged == {"one", "two"}
-
-
-def test_a_link_to_a_bundle_that_is_gone_hinders_nothing(bundles: Path, tmp_path: Path) -> None:
-    """A model whose linked bundle is gone can be touched for a reload, and be written from another place."""
-    gen = tmp_path / "gen"
-    assert run(bundles, "-o", gen, "--link", "symlink") == 0
-    (tmp_path / "more").mkdir()
-    (bundles / "one").rename(tmp_path / "more" / "one")
-    assert touch(gen / "one") == newest(gen / "one")
-    done = update(gen, [bundles, tmp_path / "more"], None, link="symlink", transport="direct")
-    assert (set(done.put), done.failed) == ({"one"}, {})
 
 
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
@@ -181,26 +176,26 @@ def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
     (gen / "taken").mkdir()
     write_bundle(bundles / "one", "v2")
     done = bring(gen, bundles, write=False)
-    assert "was not made by rsrv-gen" in done.broken["taken"]
-    assert done.failed == {"one": "its bundle is changed, and nothing may be written"}
+    assert "was not made by rsrv-gen" in done.of(Broken)["taken"].reason
+    assert done.of(Failed) == {"one": Failed("its bundle is changed, and nothing may be written")}
     assert text(gen, "one") == "v1 1"
 
 
 def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles: Path) -> None:
     """A hard-linked file that was rewritten in place counts as changed by its time."""
-    large = bundles / "one" / "model.b1.mlir"
+    large = bundles / "one" / "labels.txt"
     large.write_bytes(bytes(LINK_BYTES))
-    assert set(bring(gen, bundles).put) == {"one"}
-    assert (gen / "one/1/bundle/model.b1.mlir").samefile(large)
-    assert bring(gen, bundles).unchanged == {"one", "two"}
+    assert bring(gen, bundles).names(Written) == {"one"}
+    assert (gen / "one/1/bundle/labels.txt").samefile(large)
+    assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
     large.write_bytes(bytes(LINK_BYTES - 1) + b"x")
     after = (gen / "one/config.pbtxt").stat().st_mtime_ns + 1
     os.utime(large, ns=(after, after))
-    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).names(Written) == {"one"}
     # A file that is linked now is current, at any time stamp.
     os.utime(large, ns=(2**62, 2**62))
-    assert set(bring(gen, bundles).put) == {"one"}
-    assert bring(gen, bundles).unchanged == {"one", "two"}
+    assert bring(gen, bundles).names(Written) == {"one"}
+    assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
 
 
 def test_a_file_that_cannot_be_read_fails_its_own_model_only(
@@ -209,7 +204,7 @@ def test_a_file_that_cannot_be_read_fails_its_own_model_only(
     """A file that cannot be read fails only its own model."""
     for name in ("one", "two"):
         write_bundle(bundles / name, "v2", files={"labels.txt": "a"})
-    assert set(bring(gen, bundles).put) == {"one", "two"}
+    assert bring(gen, bundles).names(Written) == {"one", "two"}
     write_bundle(bundles / "two", "v3")
 
     def refusing(function: Callable[..., object]) -> Callable[..., object]:
@@ -223,19 +218,19 @@ def test_a_file_that_cannot_be_read_fails_its_own_model_only(
     monkeypatch.setattr(filecmp, "cmp", refusing(filecmp.cmp))
     monkeypatch.setattr(shutil, "copy2", refusing(shutil.copy2))
     done = bring(gen, bundles)
-    assert set(done.put) == {"two"}
-    assert "Permission denied" in done.failed["one"]
+    assert done.names(Written) == {"two"}
+    assert "Permission denied" in done.of(Failed)["one"].reason
 
 
 def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bundles: Path) -> None:
     """A file that changes with the same size and time counts as changed, for one process that compares."""
     labels = write_bundle(bundles / "one", "v1", files={"labels.txt": "a"}) / "labels.txt"
-    assert set(bring(gen, bundles).put) == {"one"}
-    assert bring(gen, bundles).unchanged == {"one", "two"}
+    assert bring(gen, bundles).names(Written) == {"one"}
+    assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
     age = labels.stat()
     labels.write_text("b")
     os.utime(labels, ns=(age.st_atime_ns, age.st_mtime_ns))
-    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).names(Written) == {"one"}
 
 
 # --- undo
@@ -249,9 +244,9 @@ def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
         write_bundle(bundles / name, "v2")
     done = bring(gen, bundles)
     assert len(left_aside(gen)) == 3
-    assert done.put["one"].undo()
-    assert done.put["three"].undo()
-    done.put["two"].forget()
+    assert done.of(Written)["one"].replaced.undo()
+    assert done.of(Written)["three"].replaced.undo()
+    done.of(Written)["two"].replaced.forget()
     assert version_of(gen / "one") == before["one"]
     assert text(gen, "one") == "v1 1"
     assert not (gen / "three").exists()
@@ -265,7 +260,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
 ) -> None:
     """After a failed undo the old version still exists, and the next undo restores it."""
     write_bundle(bundles / "one", "v2")
-    put = bring(gen, bundles).put["one"]
+    put = bring(gen, bundles).of(Written)["one"].replaced
 
     def refuse(one: Path, other: Path) -> None:
         raise OSError("no")
@@ -282,7 +277,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
 def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: Path) -> None:
     """A version that another run has replaced is not undone, and the old one is forgotten."""
     write_bundle(bundles / "one", "v2")
-    put = bring(gen, bundles).put["one"]
+    put = bring(gen, bundles).of(Written)["one"].replaced
     write_bundle(bundles / "one", "v3")
     assert run(bundles, "-o", gen) == 0
     assert not put.undo()
@@ -293,7 +288,7 @@ def test_a_version_that_another_run_replaced_is_not_undone(gen: Path, bundles: P
 def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Path) -> None:
     """A run removes what a crashed process left, and not what a living one keeps."""
     write_bundle(bundles / "one", "v2")
-    put = bring(gen, bundles).put["one"]
+    put = bring(gen, bundles).of(Written)["one"].replaced
     (gen.parent / ".gen.rsrv-gen-crashed" / "one").mkdir(parents=True)
     assert run(bundles, "-o", gen) == 0
     assert len(left_aside(gen)) == 1
@@ -311,7 +306,7 @@ def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundle
     """After a crash, the undecided versions are found, also after a manual run or other updates."""
     for name in ("one", "two", "three"):
         write_bundle(bundles / name, "v2")
-    crash(*bring(gen, bundles).put.values())
+    crash(*(one.replaced for one in bring(gen, bundles).of(Written).values()))
     write_bundle(bundles / "four")
     assert run(bundles, "-o", gen) == 0
     found = unfinished(gen)
@@ -328,7 +323,7 @@ def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundle
 def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bundles: Path) -> None:
     """A version that was replaced after a crash cannot be undone."""
     write_bundle(bundles / "one", "v2")
-    crash(bring(gen, bundles).put["one"])
+    crash(bring(gen, bundles).of(Written)["one"].replaced)
     write_bundle(bundles / "one", "v3")
     assert run(bundles, "-o", gen) == 0
     assert not unfinished(gen)
@@ -340,7 +335,7 @@ def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
 ) -> None:
     """An old version is not restored if the process ends while it removes that version."""
     write_bundle(bundles / "one", "v2")
-    put = bring(gen, bundles).put["one"]
+    put = bring(gen, bundles).of(Written)["one"].replaced
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         put.forget()
@@ -355,7 +350,7 @@ def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     """An old version that would lie in the repository, as on a mount point, is dropped and logged."""
     monkeypatch.setattr(staging, "place_beside", lambda repository: repository)
     write_bundle(bundles / "one", "v2")
-    crash(bring(gen, bundles).put["one"])
+    crash(bring(gen, bundles).of(Written)["one"].replaced)
     capsys.readouterr()
     assert run(bundles, "-o", gen) == 0
     assert "one: a server ended while it loaded this version" in capsys.readouterr().err
@@ -412,7 +407,7 @@ def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -
     future = 2**61
     os.utime(gen / "one/1/bundle/manifest.yaml", ns=(future, future))
     write_bundle(bundles / "one", "v2")
-    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).names(Written) == {"one"}
     put = newest(gen / "one")
     assert put > future
     before = version_of(gen / "one")
@@ -420,7 +415,7 @@ def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -
     assert stamp == newest(gen / "one") > put
     assert version_of(gen / "one") == before
     assert touch(gen / "one", later_than=2 * future) > 2 * future
-    assert bring(gen, bundles).unchanged == {"one", "two"}
+    assert bring(gen, bundles).names(Unchanged) == {"one", "two"}
 
 
 # --- sources of bundles
@@ -481,13 +476,8 @@ def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles
 
 def test_sources_that_hold_nothing_are_named(gen: Path, bundles: Path, tmp_path: Path) -> None:
     """A source without bundles is named and does not stop the update."""
-    done = update(
-        gen,
-        [bundles, tmp_path / "missing"],
-        None,
-        link="hard",
-        transport="direct",
-        policy=Policy(stays="kept"),
-    )
+    done = RepositoryUpdate(
+        gen, [bundles, tmp_path / "missing"], RepositorySettings(), Policy(stays="kept")
+    ).write(None)
     assert len(done.unusable) == len(read_sources([tmp_path / "missing"]).unusable) == 1
-    assert done.unchanged == {"one", "two"}
+    assert done.names(Unchanged) == {"one", "two"}

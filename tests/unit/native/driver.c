@@ -5,6 +5,7 @@
 //   open                    -> opened | refused TEXT
 //   send ID ROWS [KEY=VALUE] -> answer ID ok ROWS SUM | answer ID CODE TEXT    (when the front answers)
 //   batch ID COUNT          sends requests of one row in one call
+//   like ID OTHER           sends a request of one row with the inputs of another one
 //   cancel ID
 //   jam                     the next submission meets a kernel without memory
 //   copy                    copies all sockets, as a fork() of another thread does until its child executes a program
@@ -287,6 +288,10 @@ int main(int count, char** arguments) {
         } else if (sscanf(line, "batch %d %d", &number, &more) == 2) {
             for (int i = 0; i < more; i++) make(number + i, 1, NULL);
             execute(instance, requests + number, (uint32_t)more);
+        } else if (sscanf(line, "like %d %d", &number, &more) == 2) {
+            TRITONBACKEND_Request* one = make(number, 1, NULL);
+            memcpy(one->input.values, requests[more]->input.values, COLUMNS * sizeof(float));
+            execute(instance, &one, 1);
         } else if (sscanf(line, "cancel %d", &number) == 1) {
             atomic_store(&requests[number]->cancelled, true);
         } else if (strncmp(line, "close", 5) == 0) {

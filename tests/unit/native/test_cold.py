@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from rsrv.front.rules import CROWDED, MAX_REQUESTS
 from rsrv.placement.device_choice import PINNED
-from rsrv.stub.resubmission import CROWDED, MAX_REQUESTS
 from rsrv.wire import paths
 from rsrv.wire.blackbox import ASLEEP_AT, BYTES
-from rsrv.wire.frames import Kind, pack_rejected, pack_starting, unpack_json
+from rsrv.wire.frames import HEADER, Kind, StartProgress, pack_rejected, pack_starting, unpack_json
 from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
@@ -24,12 +24,13 @@ from tests.unit.native.test_front import HOME, doubled, program
 __all__ = ["program"]
 
 TOO_LONG = (
-    r"the model is starting; this request has waited 0\.\d s for it, and requests wait 0\.5 s at most. Send it again "
-    "later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
+    r"the model is starting\. This request has waited for 0\.\d s; requests wait at most 0\.5 s without progress, and at most "
+    "5 s in all. The start continues: send the request again later or with a later deadline, or start the model in advance "
+    "with `rsrv prefetch --warm`"
 )
 TOO_SOON = (
-    r"the model is starting, which takes \d\d\.\d s more, and this request's deadline is before that. The start goes on: "
-    "send it again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`"
+    r"the model is starting, which takes \d\d\.\d s more, and this request's deadline is earlier. The start continues: "
+    "send the request again later or with a later deadline, or start the model in advance with `rsrv prefetch --warm`"
 )
 
 
@@ -154,7 +155,7 @@ def test_requests_whose_deadline_is_before_the_end_of_the_start_are_refused_at_o
 
     def start(connection: Connection) -> None:
         lazy.registrations.append(connection.greet())
-        send(connection.sock, pack_starting(50.0, flat=True))
+        send(connection.sock, pack_starting(StartProgress("it is compiled", 60.0, 50.0), flat=True))
         assert lazy.may_start.wait(60)
         connection.register(described())
         connection.answer_all()
@@ -184,7 +185,7 @@ def test_a_model_is_unloaded_while_it_starts(program: Path, tmp_path: Path) -> N
     def never_ready(connection: Connection) -> None:
         connection.greet()
         while True:
-            send(connection.sock, pack_starting(50.0, flat=True))
+            send(connection.sock, pack_starting(StartProgress("it is compiled", 60.0, 50.0), flat=True))
 
     rounds = 10
     with Front(program, tmp_path, [Lazy().cold, never_ready] * rounds) as front:
@@ -202,7 +203,7 @@ def test_a_start_that_failed_early_leaves_no_time_to_wait_for(tmp_path: Path) ->
 
     def fail(connection: Connection) -> None:
         connection.greet()
-        send(connection.sock, pack_starting(50.0, flat=True))
+        send(connection.sock, pack_starting(StartProgress("it is compiled", 60.0, 50.0), flat=True))
         send(connection.sock, pack_rejected("its weights are cursed", ""))
 
     with Front(driver("undefined"), tmp_path, [lazy.cold, fail, lazy.start]) as front:
@@ -224,9 +225,70 @@ def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path:
         (late,) = front.ask("send 1 1 reactant_timeout_ns=200000000")
         assert re.fullmatch(rf"answer 1 4 \[rsrv:DEADLINE\] {TOO_LONG}", late)
         (long,) = front.ask("send 2 1")
-        assert re.fullmatch(rf"answer 2 4 \[rsrv:RUNTIME_DOWN\] {TOO_LONG}", long)
+        assert re.fullmatch(rf"answer 2 4 \[rsrv:STARTING\] {TOO_LONG}", long)
         lazy.may_start.set()
         assert front.ask("send 3 1", "close") == [doubled(3), "closed - ok 0 0"]
+
+
+def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> None:
+    """Each step begins the limit anew, also after the death of a runtime; the answer says how far the start has come."""
+    lazy = Lazy(0.3)
+    advances, stands, is_back = threading.Event(), threading.Event(), threading.Event()
+
+    def start(connection: Connection) -> None:
+        connection.greet()
+        for done in range(1, 5):
+            advances.wait(0.2)
+            step = StartProgress(f"{done} of its 4 modules are compiled \u20ac", 0.3)
+            send(connection.sock, pack_starting(step, flat=True))
+        assert stands.wait(60)
+        connection.register(described(retry_s=2.0))
+        count, frame = connection.receive_requests()
+        connection.answer(frame, count)
+
+    def build_again(connection: Connection) -> None:
+        assert connection.greet()["started"] is True
+        send(connection.sock, pack_starting(StartProgress("it waits for its turn", 0.3), flat=True))
+        is_back.set()
+        assert lazy.may_start.wait(60)
+        connection.register(described())
+        connection.answer_all()
+
+    with Front(program, tmp_path, [lazy.cold, start, build_again]) as front:
+        front.ask("open")
+        (over,) = front.ask("send 1 1")
+        text = r"the model is starting: 4 of its 4 modules are compiled \u20ac\. This request has waited for (0\.[89]|1\.\d) s"
+        assert re.match(
+            rf"answer 1 4 \[rsrv:STARTING\] {text}; requests wait at most 0\.3 s without progress", over
+        )
+        stands.set()
+        assert front.ask("send 2 1") == [doubled(2)]
+        assert is_back.wait(60)
+        (over,) = front.ask("send 3 1")
+        assert over.startswith(
+            "answer 3 4 [rsrv:STARTING] the model is starting: it waits for its turn. This request"
+        )
+        lazy.may_start.set()
+        assert front.ask("send 4 1", "close") == [doubled(4), "closed - ok 0 0"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", bytes(16), (1).to_bytes(8, "little"), (1).to_bytes(8, "little") * 2 + b"x" * 401]
+)
+def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: bytes) -> None:
+    """A step without its two times, without a limit, or with too long a text; the next connection serves."""
+
+    def broken(connection: Connection) -> None:
+        connection.greet()
+        send(connection.sock, HEADER.pack(Kind.STARTING, 0, 0) + body)
+        with pytest.raises(Closed):
+            connection.receive()
+
+    lazy = Lazy()
+    lazy.may_start.set()
+    with Front(driver("undefined"), tmp_path, [lazy.cold, broken, lazy.start]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1", "close") == [doubled(1), "closed - ok 0 0"]
 
 
 def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path) -> None:
@@ -346,7 +408,7 @@ def test_requests_beyond_the_limit_are_refused_while_the_model_starts(tmp_path: 
 
 @pytest.mark.parametrize("table", [False, True])
 def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table: bool) -> None:
-    """The device is its home, or the one that the placement table names."""
+    """The device is its home, or the one that the placement table names. The other one is not asked to start it."""
     lazies = [Lazy(), Lazy()]
     for lazy in lazies:
         lazy.may_start.set()
@@ -359,7 +421,39 @@ def test_a_cold_model_starts_on_one_device(program: Path, tmp_path: Path, table:
             writer = PlacementWriter(front.directory(0) / paths.PLACEMENT)
             writer.write({"doubling": PINNED | 1 << expected})
         assert front.ask("send 1 1", "send 2 1", "close") == [doubled(1), doubled(2), "closed - ok 0 0"]
-    assert [len(lazy.registrations) for lazy in lazies] == [1 + (expected == 0), int(expected == 1)]
+    asked = [[one["asked"] for one in lazy.registrations].count(True) for lazy in lazies]
+    assert asked == [int(expected == 0), int(expected == 1)]
+
+
+@pytest.mark.long
+def test_a_model_whose_runtime_stays_down_starts_on_another_device(program: Path, tmp_path: Path) -> None:
+    """The next runtime gets some seconds. Then a request starts the model where it is cold, although the attempt goes on."""
+    other, is_over = Lazy(), threading.Event()
+    other.may_start.set()
+
+    def serve_and_die(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        count, frame = connection.receive_requests()
+        connection.answer(frame, count)
+        connection.receive_requests()
+
+    def hang(connection: Connection) -> None:
+        assert is_over.wait(60)
+
+    home: list[Behaviour] = [serve_and_die, hang]
+    behaviours: list[list[Behaviour]] = [home, [other.cold, other.start]]
+    if HOME == 1:
+        behaviours.reverse()
+    if HOME == 0:
+        home.insert(0, Lazy().cold)
+    with Front(program, tmp_path, *behaviours) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert front.ask("send 2 1") == [doubled(2)]
+        is_over.set()
+        front.ask("close")
+    assert [one["asked"] for one in other.registrations] == [False, True]
 
 
 @pytest.mark.parametrize("client", ["", "it ended two runtimes"])

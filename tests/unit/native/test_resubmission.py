@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 
+from rsrv.front.rules import DOWN, EQUAL, LATE, MAX_REQUEST_BYTES, MAX_REQUESTS, NO_DESCRIPTORS, SUSPECT
 from rsrv.placement.device_choice import PINNED
-from rsrv.stub.deferred import LATE
-from rsrv.stub.resubmission import MAX_BYTES, MAX_REQUESTS, SUSPECT
-from rsrv.stub.session import DOWN
 from rsrv.wire import paths
 from rsrv.wire.frames import ALONE, WAITED
 from rsrv.wire.placement_table import PlacementWriter
@@ -89,7 +88,11 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
 ) -> None:
     """The one that executes at the second death fails alone, as nothing else executed; the others, and a request that came later, are answered."""
     received: list[tuple[int, int]] = []  # requests of a frame, and the flags of the first one
-    seen = threading.Event()
+    seen, is_over = threading.Event(), threading.Event()
+
+    def come_back(connection: Connection) -> None:
+        assert is_over.wait(60)
+        behave(connection)
 
     def die_again(connection: Connection) -> None:
         connection.greet()
@@ -100,10 +103,11 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
                 connection.launch(frame, count)
                 seen.set()
             received.append((count, submissions(frame, count)[0].flags))
+        is_over.set()
 
-    lives: list[list[Behaviour]] = [[dying(launches=True)], [die_again]]
+    lives: list[list[Behaviour]] = [[dying(launches=True), come_back], [die_again]]
     if devices == 1:
-        lives = [[*lives[0], *lives[1]]]
+        lives = [[dying(launches=True), die_again]]
     elif HOME == 1:
         lives.reverse()
     with Front(program, tmp_path, *lives) as front:
@@ -207,7 +211,11 @@ def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_pa
             assert is_back.wait(30)
             connection.answer(frame, count)
 
-    lives: list[list[Behaviour]] = [[dying(launches=True), home.serve], [stand_in]]
+    def come_back(connection: Connection) -> None:
+        assert has_suspect.wait(30)
+        home.serve(connection)
+
+    lives: list[list[Behaviour]] = [[dying(launches=True), come_back], [stand_in]]
     if HOME == 1:
         lives.reverse()
     with Front(program, tmp_path, *lives) as front:
@@ -226,13 +234,73 @@ def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_pa
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
+def test_requests_with_the_inputs_of_a_killer_are_refused(program: Path, tmp_path: Path) -> None:
+    """Two runtimes died while they executed these inputs, so no third one gets them. Other inputs are answered."""
+    with Front(program, tmp_path, [dying(launches=True)] * 2) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [f"answer 1 1 {SUSPECT}"]
+        assert front.ask("like 2 1", "send 3 1") == [f"answer 2 1 {EQUAL}", doubled(3)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_inputs_that_were_answered_since_a_death_are_no_suspects(program: Path, tmp_path: Path) -> None:
+    """Their next death is the first one again, so a request with them is answered by the runtime after that."""
+
+    def answer_and_die(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        count, frame = connection.receive_requests()
+        connection.answer(frame, count)
+        count, frame = connection.receive_requests()
+        connection.launch(frame, count)
+
+    with Front(program, tmp_path, [dying(launches=True), answer_and_die]) as front:
+        front.ask("open")
+        assert front.ask("send 1 1") == [doubled(1)]
+        assert front.ask("like 2 1") == [doubled(1).replace("answer 1", "answer 2")]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_request_without_a_descriptor_for_its_memory_names_the_limit(program: Path, tmp_path: Path) -> None:
+    """Sending it again would not help, so it is INTERNAL and no full queue. With descriptors, the next one is answered."""
+    with Front(program, tmp_path) as front:
+        front.ask("open")
+        pid = front.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        assert front.ask("send 1 1") == [f"answer 1 1 tritonserver {NO_DESCRIPTORS}"]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert front.ask("send 2 1") == [doubled(2)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_server_without_descriptors_names_its_limit(program: Path, tmp_path: Path) -> None:
+    """The kernel drops the runtime's descriptor, and marks the frame as cut; that is no fault of the runtime."""
+    log = tmp_path / "front.log"
+
+    def limit(connection: Connection) -> None:
+        taken = {int(name) for name in os.listdir(f"/proc/{front.process.pid}/fd")}
+        free = next(number for number in range(len(taken) + 1) if number not in taken)
+        resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, (free, before[1]))
+        connection.greet()
+
+    with Front(program, tmp_path, [dying(), limit]) as front:
+        before = resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE)
+        front.ask("open")
+        front.tell("batch 1 1")
+        wait_until(lambda: "as many open files as it may have" in log.read_text(), what="the reason")
+        resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, before)
+        assert front.hear() == [doubled(1)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
 def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
     """Inputs beyond the limit are refused, and leave room for smaller ones."""
     outage = Outage()
     with Front(driver("undefined"), tmp_path, [dying(), outage.serve]) as front:
         front.ask("open")
         front.tell("send 1 1")
-        assert front.ask(f"send 2 {MAX_BYTES // 16}") == [f"answer 2 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
+        assert front.ask(f"send 2 {MAX_REQUEST_BYTES // 16}") == [f"answer 2 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
         outage.is_over.set()
         assert front.hear() == [doubled(1)]
         front.ask("close")
@@ -247,7 +315,7 @@ def test_the_bytes_of_waiting_requests_are_bounded(tmp_path: Path) -> None:
         (
             "send 2 1 rsrv_priority=-1",
             (),
-            "3 parameter rsrv_priority must be an integer from 0 below 65535, got -1",
+            "3 parameter rsrv_priority must be a whole number from 0 to 65534, got -1",
         ),
     ],
     ids=["cancelled", "late", "a sub-call, whose run is gone", "malformed"],

@@ -21,7 +21,7 @@ from rsrv.stub.tracing import OpenSpan, Spans
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import Block, Interface, Variant
-from tests.fakes import FakePbUtils, FakeTensor
+from tests.fakes import FakeError, FakePbUtils, FakeTensor
 from tests.waiting import wait_until
 
 Arrays = dict[str, Array]
@@ -31,10 +31,14 @@ SOON = 30.0
 
 
 class FakeAnswer:
-    """The answer of one call: outputs, or Triton's message."""
+    """The answer of one call: outputs, or Triton's message with a code."""
 
-    def __init__(self, outcome: Arrays | str) -> None:
+    def __init__(self, outcome: Arrays | str, code: str) -> None:
         self._outcome = outcome
+        self._code = code
+
+    def code(self) -> str:
+        return self._code
 
     def has_error(self) -> bool:
         return isinstance(self._outcome, str)
@@ -52,13 +56,16 @@ class FakeAnswer:
 
 
 class FakeCall:
-    def __init__(self, models: dict[str, Callable[["FakeCall"], Arrays | str]], **arguments: Any) -> None:
+    def __init__(
+        self, models: dict[str, Callable[["FakeCall"], Arrays | str]], code: str, **arguments: Any
+    ) -> None:
         self._models = models
+        self._code = code
         self.arguments = arguments
         self.arrays = {tensor.name(): tensor.as_numpy() for tensor in arguments["inputs"]}
 
     def exec(self) -> FakeAnswer:
-        return FakeAnswer(self._models[self.arguments["model_name"]](self))
+        return FakeAnswer(self._models[self.arguments["model_name"]](self), self._code)
 
 
 class PickyTensor(FakeTensor):
@@ -76,9 +83,11 @@ class FakeBls(FakePbUtils):
 
     def __init__(self) -> None:
         self.models: dict[str, Callable[[FakeCall], Arrays | str]] = {}
+        #: Up to release 25.03, the code of every error.
+        self.code = FakeError.INTERNAL
 
     def InferenceRequest(self, **arguments: Any) -> FakeCall:
-        return FakeCall(self.models, **arguments)
+        return FakeCall(self.models, self.code, **arguments)
 
     def PreferredMemory(self, kind: str, device: int) -> tuple[str, int]:
         return kind, device
@@ -401,6 +410,7 @@ _PREFIX = "Model m - Error when running inference: "
 _REQUEST = "[request id: <id_unknown>] "
 _RAISED = "Failed to process the request(s) for model 'm_0_0', message: "
 _AT = "\n\nAt:\n  /models/m/1/model.py(10): execute\n"
+_ABSENT = "model 'm' is not loaded, or its process has ended"
 _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
 
 
@@ -410,7 +420,19 @@ _TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
         (
             f"{_PREFIX}Failed for execute the inference request. Model 'm' is not ready.",
             Status.NOT_FOUND,
-            "model 'm' is not loaded",
+            _ABSENT,
+        ),
+        ("Failed for execute the inference request. Model 'm' is not ready.", Status.NOT_FOUND, _ABSENT),
+        (
+            f"{_PREFIX}Request for unknown model: 'm' has no available versions",
+            Status.NOT_FOUND,
+            _ABSENT,
+        ),
+        (f"{_PREFIX}Request for unknown model: 'm' is not found", Status.NOT_FOUND, _ABSENT),
+        (
+            f"{_RAISED}ValueError: the scanner is not ready.{_AT}",
+            Status.INTERNAL,
+            "ValueError: the scanner is not ready.",
         ),
         (
             f"{_PREFIX}{_REQUEST}Exceeds maximum queue size",
@@ -443,6 +465,31 @@ def test_triton_messages_become_statuses(message: str, status: Status, text: str
     found = failure_of("m", message)
 
     assert (found.status, found.text) == (status, text)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "status"),
+    [
+        (FakeError.INVALID_ARG, "x must be positive", Status.INVALID),
+        (FakeError.NOT_FOUND, "no such user", Status.NOT_FOUND),
+        (FakeError.CANCELLED, "cancelled", Status.CANCELLED),
+        (FakeError.UNAVAILABLE, "a cache is down", Status.RUNTIME_DOWN),
+        (FakeError.INTERNAL, "a bug", Status.INTERNAL),
+        # Words of Triton and tags of rsrv say more than the code.
+        (FakeError.UNAVAILABLE, f"{_PREFIX}Request for unknown model: 'm' is not found", Status.NOT_FOUND),
+        (FakeError.UNAVAILABLE, tag_failure(Status.QUEUE_FULL, "later"), Status.QUEUE_FULL),
+        (FakeError.UNAVAILABLE, f"{_PREFIX}the server is stopping", Status.RUNTIME_DOWN),
+        (FakeError.INVALID_ARG, f"{_PREFIX}{_TYPES}", Status.INVALID),
+    ],
+)
+def test_an_error_keeps_its_code_from_release_25_04_on(
+    triton: FakeBls, make: Callable[..., Bls], code: str, message: str, status: Status
+) -> None:
+    """A plain model's own code reaches the client of the calling model."""
+    triton.code = code
+    triton.models["m"] = lambda call: message
+
+    assert failure(make().start("m", {"x": X})).status is status
 
 
 def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeBls, make: Callable[..., Bls]) -> None:

@@ -1,5 +1,6 @@
 """Capsules made and read by hand agree with numpy's own."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,12 @@ def pb_utils(tensor: type) -> Any:
     return type("PbUtils", (FakePbUtils,), {"Tensor": tensor})
 
 
-def test_a_broken_pairing_is_noticed_and_worked_around() -> None:
-    """Tensors are right although the stub's numpy bridge is not."""
+def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors are right although the stub's numpy bridge is not. One warning names the danger for plain models, and the remedy."""
     tensors = Tensors(pb_utils(Numpy2UnderOldTriton))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "plain Python models that use this Python return empty tensors with the status OK" in warning
+    assert f"Install numpy<2 into {sys.prefix}, or use Triton 24.11 or later" in warning
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
 
     made = tensors.make("y", array, "i64")
@@ -112,10 +116,12 @@ def test_a_pairing_without_a_workaround_is_refused_with_what_to_do() -> None:
         Tensors(pb_utils(NothingWorks))
 
 
-def test_a_working_pairing_uses_numpy() -> None:
-    """With a working pairing, no copy is made."""
+def test_a_working_pairing_uses_numpy(caplog: pytest.LogCaptureFixture) -> None:
+    """With a working pairing, as from Triton 24.11 on with any numpy, no copy is made, text is carried, and nothing is logged."""
     tensors = Tensors(FakePbUtils)
     tensor = FakeTensor("x", np.arange(3))
+    tensors.check_text()
+    assert caplog.records == []
 
     assert tensors.read(tensor, "i64") is tensor._array
 

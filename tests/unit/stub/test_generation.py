@@ -7,9 +7,10 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
+from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +20,9 @@ from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.stub.generation import GenerationEngine
 from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import DOWN, Attachment, Remote, Session
+from rsrv.stub.session import Attachment, Remote, Session
 from rsrv.stub.tensors import BrokenPairing, Tensors
 from rsrv.wire.frames import (
     Completion,
@@ -33,8 +35,8 @@ from rsrv.wire.frames import (
 )
 from rsrv.wire.generation import Generate, pack_tokens, read_generate
 from rsrv.wire.layout import Interface
-from rsrv.wire.socket import Receiver, send
-from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+from rsrv.wire.socket import Closed, Receiver, send
+from tests.fakes import FakePbUtils, FakeRequest, FakeResponse, NewPbUtils, NewResponse
 from tests.waiting import wait_until
 
 SETTINGS: dict[str, dict[str, Any]] = {"traces": {"enabled": False}, "stub": {"retry_s": 30.0}}
@@ -87,34 +89,44 @@ class FakeSession:
     """A session whose runtimes are sockets of the test."""
 
     def __init__(self) -> None:
-        self.on_attach: Callable[[Attachment], None] = lambda attachment: None
-        self.down, self.cold, self.started, self.device = DOWN, False, True, 0
+        self.device = 0
         self.attachment: Attachment | None = None
         self.lives: list[Life] = []
-        self.live()
+        self._alive: SimpleQueue[Life | None] = SimpleQueue()
+
+    def attach(self, on_step: object, *, started: bool, asked: bool) -> Attachment:
+        life = self._alive.get()
+        if life is None:
+            raise Closed("the test is over")
+        self.life = life
+        self.lives.append(self.life)
+        return self.life.attachment
+
+    def publish(self, attachment: Attachment) -> None:
+        self.attachment = attachment
 
     def live(self) -> Life:
+        """Start a runtime, and return it when requests may use it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(30)
         board = memoryview(array("Q", [time.monotonic_ns() | 1] * 8))
         connection = RuntimeConnection(Greeted(theirs, Receiver(theirs), board, 1))
         model = Remote("m", cast(Interface, None), (), (), False, (), 0, stateful=True, generate=FACTS)
-        self.life = Life(ours, Attachment("m@1", {}, (model,), SETTINGS, connection, connection))
-        self.lives.append(self.life)
-        self.on_attach(self.life.attachment)
-        self.attachment = self.life.attachment
-        return self.life
+        life = Life(ours, Attachment("m@1", {}, (model,), SETTINGS, connection, connection))
+        self._alive.put(life)
+        return life
 
     @property
     def reading(self) -> Attachment | None:
         return self.attachment
 
-    ready = True
+    def tell(self, demand: object) -> None: ...
 
-    def lost(self, attachment: Attachment, why: object) -> None:
-        self.attachment = None
+    def open_connection(self, key: str) -> RuntimeConnection:
+        raise Closed("there is none for reports")
 
     def close(self, *, direct: bool = True) -> None:
+        self._alive.put(None)
         for life in self.lives:
             life.sock.close()
             life.attachment.deferred.close()
@@ -123,14 +135,30 @@ class FakeSession:
 class Model:
     """A model that generates text, or tokens, and its runtime."""
 
-    def __init__(self, *, text: bool = True) -> None:
+    def __init__(self, *, text: bool = True, pb_utils: type[FakePbUtils] = FakePbUtils) -> None:
         self.session = FakeSession()
-        self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-        self.process.sessions.append(cast(Session, self.session))
+        self.process = StubProcess(Tensors(pb_utils), Responses(pb_utils))
         prompts = cast(PromptTokeniser, Characters()) if text else None
-        self.engine = GenerationEngine(cast(Session, self.session), self.process, prompts)
-        self.process.live = lambda: self.engine
+        engines: list[GenerationEngine] = []
+
+        def make(session: Session, attachment: Attachment) -> GenerationEngine:
+            engines.append(GenerationEngine(session, attachment, self.process, prompts))
+            return engines[0]
+
+        self.replicas = Replicas(lambda device: cast(Session, self.session), make, "m", self.process)
+        self.session.live()
+        self.replicas.load()
+        self.engine = engines[0]
         self._text = text
+
+    def close(self) -> None:
+        self.replicas.close()
+
+    def live(self) -> Life:
+        """Start the next runtime, and return it when requests may use it."""
+        life = self.session.live()
+        wait_until(lambda: self.session.attachment is life.attachment)
+        return life
 
     @property
     def life(self) -> Life:
@@ -151,7 +179,7 @@ class Model:
 def model() -> Iterator[Model]:
     made = Model()
     yield made
-    made.engine.close()
+    made.close()
 
 
 def next_of(request: FakeRequest) -> FakeResponse:
@@ -203,6 +231,25 @@ def test_text_comes_in_pieces_and_the_last_one_has_the_usage(model: Model) -> No
     assert request.answers.empty()
 
 
+def test_the_last_response_has_the_usage_as_parameters_where_triton_has_them() -> None:
+    """From Triton 25.02 on, only the last response has them; its outputs stay."""
+    model = Model(pb_utils=NewPbUtils)
+    request = model.ask("hi")
+    asked = model.life.asked()
+    model.life.say(asked.request, ord("a"))
+    piece = next_of(request)
+    model.life.end(asked.request, "length")
+
+    last = next_of(request)
+
+    assert isinstance(piece, NewResponse)
+    assert isinstance(last, NewResponse)
+    assert piece.given is None
+    assert last.given == {"finish_reason": "length", "prompt_tokens": 2, "completion_tokens": 1}
+    assert "finish_reason" in last.arrays
+    model.close()
+
+
 def test_an_answer_that_is_not_streamed_has_one_response() -> None:
     """As `generate` wants it; also for tokens."""
     model = Model(text=False)
@@ -215,7 +262,7 @@ def test_an_answer_that_is_not_streamed_has_one_response() -> None:
 
     assert next_of(request).arrays["tokens"].tolist() == [7, 8]
     assert request.answers.empty()
-    model.engine.close()
+    model.close()
 
 
 def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
@@ -280,7 +327,7 @@ def test_an_answer_of_which_nothing_is_sent_begins_again(model: Model, parameter
     model.life.sock.close()
     wait_until(lambda: model.session.attachment is None)
 
-    life = model.session.live()
+    life = model.live()
     again = life.asked()
     assert again.prompt == asked.prompt
     life.say(again.request, ord("b"))
@@ -296,7 +343,7 @@ def test_a_prompt_that_ended_two_runtimes_is_not_tried_again(model: Model) -> No
         model.session.life.asked()
         model.session.life.sock.close()
         wait_until(lambda: model.session.attachment is None)
-        model.session.live()
+        model.live()
     assert "two runtimes ended" in failure_of(request)[1]
     assert "equal inputs" in failure_of(model.ask("bad"))[1]
 
@@ -308,7 +355,7 @@ def test_unloading_ends_answers(model: Model) -> None:
     model.life.say(asked.request, ord("a"))
     wait_until(lambda: any(not one.answers.empty() for one in requests))
 
-    model.engine.close()
+    model.close()
 
     ends = [next_of(one).error or next_of(one).error for one in requests]
     assert ["unloaded" in str(end and end.message) for end in ends] == [True, True]
@@ -389,7 +436,7 @@ def test_negative_tokens_are_refused() -> None:
     """A module would read a wrong row for them."""
     model = Model(text=False)
     assert failure_of(model.ask([3, -1])) == ("inv", "tokens must not be negative, got -1")
-    model.engine.close()
+    model.close()
 
 
 def test_the_runtimes_refusal_ends_an_answer(model: Model) -> None:

@@ -89,7 +89,7 @@ class Crowd:
             case 4 if self.rng.random() < 0.3:
                 self.model.life.sock.close()
                 wait_until(lambda: self.model.session.attachment is None)
-                self.model.session.live()
+                self.model.live()
                 self.active.clear()
 
 
@@ -121,4 +121,4 @@ def test_each_stream_ends_once(seed: int) -> None:
     wait_until(all_ended)
     wait_until(lambda: crowd.model.engine._deferred.idle)
     assert {ends(one) for one in crowd.requests} == {1}
-    crowd.model.engine.close()
+    crowd.model.close()

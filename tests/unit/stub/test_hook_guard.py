@@ -1,6 +1,8 @@
 """Hooks that go wrong: hanging threads, too much memory, and forks of the process."""
 
+import errno
 import gc
+import os
 import queue
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from rsrv.stub.hook_guard import (
     CHECKS,
+    KEPT_DESCRIPTORS,
     Faulthandler,
     HookGuard,
     HookInterval,
@@ -245,3 +248,22 @@ def test_each_owner_of_the_backstop_has_its_own_time(monkeypatch: pytest.MonkeyP
     guards.cancel()
     imports.cancel()
     assert told[3:] == [1200, None]
+
+
+def test_a_hook_that_keeps_all_descriptors_ends_its_process(
+    guard: HookGuard, few_descriptors: list[int]
+) -> None:
+    """One that frees them again may go on, and other errors are none of descriptors."""
+    texts: list[str] = []
+    guard.watch(SOON, texts.append)
+    assert not guard.out_of_descriptors(OSError(errno.ENFILE, "the system's limit"))
+    with pytest.raises(OSError, match="Too many open files") as failed:
+        os.dup(0)
+
+    assert guard.out_of_descriptors(failed.value)
+
+    assert texts == [KEPT_DESCRIPTORS]
+    while few_descriptors:
+        os.close(few_descriptors.pop())
+    assert guard.out_of_descriptors(failed.value)
+    assert len(texts) == 1

@@ -5,13 +5,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from rsrv.stub.connection import LaunchError, greet
+from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
+from rsrv.stub.replies import Responses
 from rsrv.stub.session import Launcher, Session
+from rsrv.stub.tensors import Tensors
 from rsrv.wire.paths import FAILURE, runtime_directory
 from rsrv.wire.socket import connect, listen
+from tests.fakes import FakePbUtils
 
 #: The interpreter of the runtime; "$0.starts" gets a line at each start.
 _SCRIPT = """#!/bin/sh
@@ -42,9 +48,12 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
     """A runtime killed before or after its fork is started again; one that cannot start is not."""
     launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     session = Session(launcher.open, "m", "/models/m")
+    model = Replicas(
+        lambda device: session, Mock(), "m", StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
+    )
 
     with pytest.raises(LaunchError, match=r"it ended without a message.*RSRV_RUNTIME_PYTHON"):
-        session.begin()
+        model.load()
 
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
 
@@ -98,7 +107,7 @@ def test_a_device_that_cannot_be_had(
 
 def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the likely reason, and the limit to raise."""
-    monkeypatch.setattr("rsrv.stub.connection._GREETING_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("rsrv.stub.connection.GREETING_TIMEOUT_S", 0.01)
     with (
         listen(tmp_path / "socket"),
         pytest.raises(LaunchError, match=r"accepted no connection .* \(ulimit -Hn"),

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from errno import EMFILE
 from math import inf
 from pathlib import Path
-from threading import Event, Semaphore, Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
+from rsrv.front.states import ServingState
+from rsrv.hooks.loader import HookError
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.placement.device_choice import PINNED, by_preference
-from rsrv.stub import replicas as under_test
-from rsrv.stub.connection import Cold, LaunchError, Rejected
+from rsrv.stub.connection import Cold, LaunchError, Rejected, RuntimeConnection
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
@@ -32,50 +33,58 @@ from tests.fakes import FakePbUtils, FakeRequest
 from tests.waiting import PATIENCE_S, wait_until
 
 
+class FakeSession:
+    """The way to the runtime of a device, which answers at once."""
+
+    def __init__(self, device: int, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
+        self.device = device
+        self.attachment: Any = None
+        #: Errors of the next attempts.
+        self.failing: list[Exception] = []
+        self.cold = cold
+        self._devices, self._transport = devices, transport
+
+    def attach(self, on_step: object, *, started: bool, asked: bool) -> Any:
+        if self.failing:
+            raise self.failing.pop(0)
+        if self.cold and not (started or asked):
+            raise Cold(60.0)
+        return SimpleNamespace(
+            direct=SimpleNamespace(devices=self._devices),
+            settings={"meta": {"transport": self._transport}, "stub": {"retry_s": 10.0}},
+            since=0.0,
+            key="m@1",
+            close=lambda: None,
+        )
+
+    def publish(self, attachment: Any) -> None:
+        self.attachment = attachment
+
+    def tell(self, demand: object) -> None: ...
+
+    def open_connection(self, key: str) -> RuntimeConnection:
+        raise Closed("there is none for reports")
+
+
 @dataclass
 class FakeReplica:
     """Answers with its device's number."""
 
-    device: int
-    devices: int
+    session: FakeSession
     seconds: float = 1.0
     closed: bool = False
     asked: int = 0
     taken: list[ClientRequest] = field(default_factory=list)
-    meters: Any = None
-    transport: str = "direct"
+    meters: Meters = field(default_factory=Meters)
     warm: bool = True
-    session: Session = field(init=False)
-
-    def __post_init__(self) -> None:
-        direct = SimpleNamespace(devices=self.devices)
-        attachment = SimpleNamespace(
-            direct=direct,
-            settings={"meta": {"transport": self.transport}},
-            begins_in_s=lambda _: self.seconds,
-            since=0.0,
-        )
-        self.started = 0
-        self.session = cast(
-            Session,
-            SimpleNamespace(
-                attachment=attachment,
-                device=self.device,
-                start=self._start,
-                cold=False,
-                started=True,
-                rejected=False,
-                dangerous=False,
-                lost_at=inf,
-            ),
-        )
-
-    def _start(self) -> None:
-        self.started += 1
 
     @property
-    def ready(self) -> bool:
-        return self.seconds < inf
+    def device(self) -> int:
+        return self.session.device
+
+    def use(self, attachment: object) -> None: ...
+
+    def watch(self, attachment: object) -> None: ...
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         self.asked += len(requests)
@@ -110,13 +119,70 @@ class FakeReplica:
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[PlacementWriter]:
     writer = PlacementWriter(tmp_path / "placement")
+    # Readers look for a table that is absent only once a second.
+    writer.write({})
     yield writer
     writer.close()
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> PlacementReader:
+def reader(table: PlacementWriter, tmp_path: Path) -> PlacementReader:
     return PlacementReader(tmp_path / "placement", "m")
+
+
+class Fakes(dict[int, FakeReplica]):
+    """The replicas of a model that have been made, by device, and the sessions of all devices."""
+
+    def __init__(self, devices: int, transport: str = "direct", *, cold: bool = False) -> None:
+        super().__init__()
+        self.sessions = {
+            device: FakeSession(device, devices, transport, cold=cold) for device in range(devices)
+        }
+
+    def make(self, session: Any, attachment: Any) -> ModelReplica[Any]:
+        replica = self[session.device] = FakeReplica(session)
+        attachment.begins_in_s = lambda _: replica.seconds
+        return cast(ModelReplica[Any], replica)
+
+    def await_all(self, process: StubProcess) -> None:
+        """Wait until each device has a replica."""
+        wait_until(
+            lambda: all(view.state is ServingState.READY for view in process.front.snapshot.devices.values())
+        )
+
+
+def unloaded(
+    fakes: Fakes,
+    name: str = "m",
+    reader: PlacementReader | None = None,
+    process: StubProcess | None = None,
+    devices: Callable[[], int] | None = None,
+) -> Replicas:
+    """Return a model whose load has not begun."""
+    return Replicas(
+        lambda device: cast(Session, fakes.sessions[device]),
+        fakes.make,
+        name,
+        process or StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
+        reader,
+        devices or (lambda: len(fakes.sessions)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replicas]]:
+    """Close the models that a test has made."""
+    begun: list[Replicas] = []
+    begin = Replicas.__init__
+
+    def remember(model: Replicas, *args: Any, **options: Any) -> None:
+        begin(model, *args, **options)
+        begun.append(model)
+
+    monkeypatch.setattr(Replicas, "__init__", remember)
+    yield begun
+    for model in begun:
+        model.close()
 
 
 def made(
@@ -126,24 +192,14 @@ def made(
     reader: PlacementReader | None = None,
     process: StubProcess | None = None,
     transport: str = "direct",
-) -> tuple[Replicas, list[Any]]:
-    """Return a model's replicas, and the fakes by device; None for those that failed. `failing`: errors of the attempts."""
-    fakes: dict[int, FakeReplica] = {}
-
-    def make(device: int) -> ModelReplica[Any]:
-        if failing and failing.get(device):
-            raise failing[device].pop(0)
-        fakes[device] = FakeReplica(device, devices, transport=transport)
-        return cast(ModelReplica[Any], fakes[device])
-
-    replicas = Replicas(
-        make,
-        name,
-        process or StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
-        reader,
-        lambda: devices,
-    )
-    return replicas, [fakes.get(device) for device in range(devices)]
+) -> tuple[Replicas, Fakes]:
+    """Return a model that is loaded, and its replicas by device. `failing`: errors of the attempts."""
+    fakes = Fakes(devices, transport)
+    for device, errors in (failing or {}).items():
+        fakes.sessions[device].failing = errors
+    replicas = unloaded(fakes, name, reader, process)
+    replicas.load()
+    return replicas, fakes
 
 
 def home_of(replicas: Replicas) -> int:
@@ -188,11 +244,9 @@ def test_a_device_without_a_runtime_gets_nothing() -> None:
     home = home_of(replicas)
     fakes[home].seconds = inf
     assert replicas.execute([object()]) == [1 - home]
-    assert replicas.ready
 
     fakes[1 - home].seconds = inf
     assert replicas.execute([object()]) == [home]
-    assert not replicas.ready
 
 
 def test_the_table_chooses_the_devices(table: PlacementWriter, reader: PlacementReader) -> None:
@@ -254,12 +308,16 @@ def test_a_mask_of_devices_that_do_not_serve_the_model(
     assert home_of(replicas) in (0, 1)
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pause after a failed attempt take no time."""
+    monkeypatch.setattr("rsrv.front.rules.FIRST_START_PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("error", [Closed("it ended"), Rejected("no device"), ValueError("a fault")])
-def test_a_further_device_that_fails_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_further_device_that_fails_is_tried_again(error: Exception) -> None:
     """The others serve the model meanwhile, and its stub is ready."""
-    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
     held: list[Exception] = [error] * 3
     replicas, fakes = made(3, failing={1: held})
     fakes[0].seconds = fakes[2].seconds = 9.0
@@ -275,15 +333,15 @@ def test_a_further_device_that_fails_is_tried_again(
 def test_a_request_without_a_runtime_goes_to_the_replica_that_answers_first() -> None:
     """The soonest live replica takes it; without one it waits."""
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-    _, fakes = made(4, process=process)
+    replicas, fakes = made(4, process=process)
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 5.0, inf
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
 
-    assert process.resubmission.place(request)
+    assert replicas.submit(request)
     assert fakes[3].taken == [request]
 
     fakes[1].seconds = fakes[3].seconds = inf
-    assert not process.resubmission.place(request)
+    assert not replicas.submit(request)
 
 
 def test_a_request_that_waited_goes_where_the_table_allows(
@@ -291,16 +349,16 @@ def test_a_request_that_waited_goes_where_the_table_allows(
 ) -> None:
     """The weights of a pinned model load on no other device while one of its own is alive."""
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-    _, fakes = made(3, reader=reader, process=process)
+    replicas, fakes = made(3, reader=reader, process=process)
     table.write({"m": 0b011 | PINNED})
     fakes[0].seconds, fakes[1].seconds, fakes[2].seconds = inf, 50.0, 0.1
     request = ClientRequest(FakeRequest({}), ArrivalTime.now())
 
-    assert process.resubmission.place(request)
+    assert replicas.submit(request)
     assert fakes[1].taken == [request]
 
     fakes[1].seconds = inf
-    assert process.resubmission.place(request)
+    assert replicas.submit(request)
     assert fakes[2].taken == [request]
 
 
@@ -332,7 +390,7 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     replicas, fakes = made(4, reader=reader, process=process)
 
     def stages(device: int) -> dict[str, int]:
-        return {name: cast(FakeReplica, one).device for name, one in process.stages(device).items()}
+        return {name: cast(FakeReplica, one).device for name, one in replicas.stages(device).items()}
 
     table.write({"m": 0b0001, "a": 0b0010, "b": 0b1100})
     fakes[3].seconds = 0.5
@@ -348,32 +406,36 @@ def test_runs_whose_callees_have_no_device_in_common_go_by_stage(
     assert stages(2) == {}
 
 
-def test_a_device_joins_while_a_run_by_stage_begins(
-    table: PlacementWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_path: Path) -> None:
     """The callees have a device in common from then on; the batch that came before is answered nevertheless."""
-    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.0)
     table.write({"m": 0b11, "a": 0b101, "b": 0b110})
-    attempts: list[int] = []
-    begun = Event()
+    begun, fakes = Event(), Fakes(3)
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
 
     class Beginning(FakeReplica):
         def answers_in_s(self) -> float:
             if not begun.is_set():
                 begun.set()
-                wait_until(lambda: len(replicas._replicas) == 3)
+                fakes.await_all(process)
             return self.seconds
 
-    def make(device: int) -> ModelReplica[Any]:
-        attempts.append(device)
-        if device == 2:
-            if attempts.count(2) == 1:
-                raise LaunchError("the card is held")
-            begun.wait(10)
-        return cast(ModelReplica[Any], Beginning(device, 3) if device == 0 else FakeReplica(device, 3))
+    class Joining(FakeSession):
+        def attach(self, on_step: object, *, started: bool, asked: bool) -> Any:
+            if not self.failing:
+                begun.wait(10)
+            return super().attach(on_step, started=started, asked=asked)
 
+    def make(session: Any, attachment: object) -> ModelReplica[Any]:
+        return cast(ModelReplica[Any], Beginning(session) if session.device == 0 else FakeReplica(session))
+
+    fakes.sessions[2] = Joining(2, 3)
+    fakes.sessions[2].failing = [LaunchError("the card is held")]
     reader = PlacementReader(tmp_path / "placement", "m", ("a", "b"))
-    replicas = Replicas(make, "m", StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), reader)
+    replicas = Replicas(
+        lambda device: cast(Session, fakes.sessions[device]), make, "m", process, reader, lambda: 3
+    )
+    replicas.load()
     assert home_of(replicas) == 0
     assert home_of(replicas) == 2
 
@@ -381,8 +443,8 @@ def test_a_device_joins_while_a_run_by_stage_begins(
 def test_a_failure_that_cannot_be_sent_ends_no_other_request() -> None:
     """If execute() raised while replies of its batch are sent, Triton would crash."""
     replicas, fakes = made(2, transport="bls")
-    for fake in fakes:
-        fake.execute_later = lambda requests: ["failed"] * len(requests)
+    for fake in fakes.values():
+        vars(fake)["execute_later"] = lambda requests: ["failed"] * len(requests)
 
     class WithoutRoom(FakeRequest):
         def get_response_sender(self) -> Any:
@@ -434,6 +496,79 @@ def test_a_reason_that_all_devices_have_in_common_is_said_once() -> None:
         made(2, failing={0: [Rejected("no such module")], 1: [Rejected("no such module")]})
 
 
+@pytest.mark.parametrize("last", [[], [Rejected("needs 9 GB, too")]])
+def test_the_first_runtime_finds_further_devices_during_a_load(last: list[Exception]) -> None:
+    """The first model of a server is loaded before anybody knows how many devices there are."""
+    fakes, counts = Fakes(2), iter([1])
+    fakes.sessions[0].failing = [Rejected("needs 9 GB")] * 2
+    fakes.sessions[1].failing = [*last]
+    model = unloaded(fakes, devices=lambda: next(counts, 2))
+    errors: list[Exception] = []
+
+    def load() -> None:
+        try:
+            model.load()
+        except Rejected as error:
+            errors.append(error)
+
+    loading = Thread(target=load, daemon=True)
+    loading.start()
+    loading.join(PATIENCE_S)
+
+    assert not loading.is_alive()
+    if last:
+        assert str(errors[0]) == "device 0: needs 9 GB; device 1: needs 9 GB, too"
+    else:
+        assert model.execute([FakeRequest({})]) == [1]
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_model_is_loaded_once_an_earlier_device_serves_it() -> None:
+    """While the second device refuses the model, the first one, which had no memory for a moment, is tried again."""
+    fakes = Fakes(2)
+    fakes.sessions[0].failing = [Rejected("no memory")]
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
+
+    class Slow(FakeSession):
+        def attach(self, on_step: object, *, started: bool, asked: bool) -> Any:
+            wait_until(lambda: process.front.snapshot.devices[0].state is ServingState.READY)
+            raise Rejected("too large")
+
+    fakes.sessions[1] = Slow(1, 2)
+    model = unloaded(fakes, process=process)
+
+    model.load()
+
+    assert model.execute([FakeRequest({})]) == [0]
+
+
+def test_a_load_without_descriptors_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process lives: Triton reports the reason, and an alias serves its other targets."""
+    ended: list[str] = []
+    process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
+    monkeypatch.setattr(process, "end", ended.append)
+    monkeypatch.setattr("rsrv.stub.replicas.may_open", lambda count: False)
+    fakes = Fakes(1)
+    fakes.sessions[0].failing = [OSError(EMFILE, "Too many open files")]
+
+    with pytest.raises(OSError, match="Too many open files"):
+        unloaded(fakes, process=process).load()
+
+    assert not ended
+
+
+def test_a_load_that_fails_leaves_the_hooks_of_other_models_guarded() -> None:
+    """All targets of an alias have one guard, and one of them need not load."""
+    guard = Mock()
+    fakes = Fakes(1)
+    fakes.sessions[0].failing = [Rejected("no such module")]
+
+    with pytest.raises(Rejected):
+        unloaded(fakes, process=StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils), guard)).load()
+
+    guard.close.assert_not_called()
+
+
 def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None:
     """The runtimes of the other devices serve other models."""
     fault = "the model has ended the runtime 3 times"
@@ -441,59 +576,30 @@ def test_a_model_that_crashed_the_first_runtime_is_not_tried_elsewhere() -> None
         made(2, failing={0: [Rejected(fault, fault)]})
 
 
-def test_a_model_is_loaded_while_the_first_device_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_model_is_loaded_while_the_first_device_is_gone() -> None:
     """The first device with a runtime answers; the others are joined when they are back."""
-    monkeypatch.setattr(under_test, "_FIRST_PAUSE_S", 0.01)
     gone = LaunchError("the GPU is lost")
     replicas, fakes = made(3, failing={0: [gone, gone], 1: [gone]})
     fakes[2].seconds = 9.0
     wait_until(lambda: replicas.execute([FakeRequest({})]) == [0], what="the first device's replica")
     replicas.close()
 
-    with pytest.raises(Rejected, match="device 0: the GPU is lost; device 1: it ended"):
-        made(2, failing={0: [gone], 1: [Closed("it ended")]})
-
-
-def test_a_runtime_that_dies_during_the_load_hides_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first replica has no attachment at that moment; the others are made nevertheless."""
-    attach = FakeReplica.__post_init__
-
-    def lost(replica: FakeReplica) -> None:
-        attach(replica)
-        if replica.device == 0:
-            replica.session.attachment, replica.seconds = None, inf
-
-    monkeypatch.setattr(FakeReplica, "__post_init__", lost)
-    replicas, _ = made(2)
-    assert replicas.execute([FakeRequest({})]) == [1]
-
-
-def test_a_session_is_known_while_it_begins() -> None:
-    """A child that a hook forks meanwhile closes its sockets, too; one that failed is forgotten."""
-    process, known = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), []
-
-    def begin() -> None:
-        known.extend(process.sessions)
-        raise Closed("it ended")
-
-    session = cast(Session, SimpleNamespace(begin=begin, attachment=None, device=0))
-    with pytest.raises(Closed):
-        process.begin(session)
-    assert known == [session]
-    assert process.sessions == []
+    with pytest.raises(Rejected, match="device 0: the GPU is lost; device 1: it is held"):
+        made(2, failing={0: [gone], 1: [LaunchError("it is held")]})
 
 
 def test_one_device_costs_a_request_nothing() -> None:
     """With one device, Triton's call goes to its replica directly."""
-    replicas, (only,) = made(1)
-    assert replicas.execute == only.execute
+    replicas, fakes = made(1)
+    assert replicas.execute == fakes[0].execute
 
 
 def test_all_replicas_end_with_their_model() -> None:
     """None keeps its connections or threads."""
     replicas, fakes = made(3)
     replicas.close()
-    assert all(one.closed for one in fakes)
+    assert all(one.closed for one in fakes.values())
 
 
 # --- cold models
@@ -501,281 +607,167 @@ def test_all_replicas_end_with_their_model() -> None:
 
 def made_cold(
     devices: int, reader: PlacementReader | None = None, transport: str = "direct"
-) -> tuple[StubProcess, dict[int, FakeReplica], Callable[..., Replicas]]:
-    """Return a stub's process, the replicas that it starts by device, and what makes all replicas of a cold model."""
-    process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), dict[int, FakeReplica]()
-
-    def make(device: int) -> ModelReplica[Any]:
-        if device not in process.wanted:
-            raise Cold(60.0)
-        fakes[device] = FakeReplica(device, devices, transport=transport)
-        return cast(ModelReplica[Any], fakes[device])
-
-    return process, fakes, partial(Replicas, make, "m", process, reader, lambda: devices)
+) -> tuple[StubProcess, Fakes, Replicas]:
+    """Return a stub's process, the replicas that it starts by device, and the cold model."""
+    process, fakes = (
+        StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
+        Fakes(devices, transport, cold=True),
+    )
+    replicas = unloaded(fakes, "m", reader, process)
+    replicas.load()
+    return process, fakes, replicas
 
 
-def test_a_cold_model_starts_on_its_home_alone() -> None:
-    """Nothing starts with the server; the start is on one device, and the others stay cold."""
-    _, fakes, begin = made_cold(3)
-    with pytest.raises(Cold):
-        begin()
+def start(process: StubProcess, fakes: Fakes, replicas: Replicas) -> ClientRequest:
+    """Start a cold model by a request. Returns the request when a replica has it, and the other devices are cold."""
+    request = FakeRequest({})
+    assert replicas.execute([request]) is None
+    wait_until(lambda: any(one.taken for one in fakes.values()))
+    settled = {ServingState.READY, ServingState.COLD}
+    wait_until(lambda: {view.state for view in process.front.snapshot.devices.values()} <= settled)
+    (taken,) = (one for fake in fakes.values() for one in fake.taken)
+    return taken
+
+
+def test_the_first_request_starts_a_cold_model_on_its_home_alone() -> None:
+    """Nothing starts with the server; the start is on one device, whose replica gets the request."""
+    process, fakes, replicas = made_cold(3)
     assert fakes == {}
 
-    replicas = begin(start=True)
+    start(process, fakes, replicas)
 
     assert [*fakes] == [by_preference("m", 3)[0]]
     assert home_of(replicas) == by_preference("m", 3)[0]
-    assert replicas._cold == {*range(3)} - fakes.keys()
 
 
-def test_a_cold_model_starts_where_the_table_says_and_spreads_with_it(
+def test_the_first_cold_model_of_a_server_starts_where_the_table_says(
     table: PlacementWriter, reader: PlacementReader
 ) -> None:
-    """It starts on the first of its devices that it prefers; a table that names another device starts it there, too."""
+    """It is loaded before anybody knows how many devices there are."""
+    table.write({"m": 1 << 2 | PINNED})
+    process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(3, cold=True)
+    counts = iter([1])
+    replicas = unloaded(fakes, "m", reader, process, lambda: next(counts, 3))
+    replicas.load()
+
+    start(process, fakes, replicas)
+
+    assert [*fakes] == [2]
+
+
+def test_a_started_model_spreads_with_a_new_table(table: PlacementWriter, reader: PlacementReader) -> None:
+    """Batches show that there is another table, and a device that it names starts the model."""
     home, second, third = by_preference("m", 3)
     table.write({"m": 1 << third})
-    _, fakes, begin = made_cold(3, reader)
-    replicas = begin(start=True)
+    process, fakes, replicas = made_cold(3, reader)
+    start(process, fakes, replicas)
     assert [*fakes] == [third]
 
     table.write({"m": 1 << third | 1 << second})
+
     wait_until(lambda: replicas.execute([object()]) and second in fakes)
-
-    wait_until(lambda: second in replicas._replicas)
-    assert replicas._cold == {home}
-
-
-def test_a_model_that_fell_back_starts_again_where_its_requests_go() -> None:
-    """One that waits starts the home's session, and no other."""
-    process, fakes, begin = made_cold(2)
-    begin(start=True)
-    (home,) = fakes.values()
-
-    process.resubmission.wake()
-
-    assert home.started == 1
-
-
-def test_a_model_whose_runtime_stays_down_starts_on_another_device() -> None:
-    """The next runtime gets a few seconds; then requests that wait start the model on one device where it is cold."""
-    process, fakes, begin = made_cold(3)
-    replicas = begin(start=True)
-    home, second, third = by_preference("m", 3)
-    session = fakes[home].session
-    session.attachment, fakes[home].seconds, session.lost_at = None, inf, time.monotonic()
-    process.resubmission.wake()
-    assert [*fakes] == [home]
-
-    session.lost_at -= 3.0
-    process.resubmission.wake()
-
-    wait_until(lambda: home_of(replicas) == second)
-    process.resubmission.wake()
-    assert replicas._cold == {third}
-
-
-class Pauses(Event):
-    """Pauses between attempts: each takes no time, and lasts until the test ends it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._ended = Semaphore(0)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        self.seconds.append(timeout)
-        self._ended.acquire(timeout=PATIENCE_S)
-        return self.is_set()
-
-    def end(self) -> None:
-        self._ended.release()
-
-    def begin(self, count: int) -> None:
-        """Wait for the beginning of the pause of this number."""
-        wait_until(lambda: len(self.seconds) == count, what=f"pause {count}")
-
-
-def reject(fake: FakeReplica) -> None:
-    """Have the device's runtime reject the model, which was cold there."""
-    fake.session.attachment, fake.session.started, fake.session.rejected = None, False, True
-    fake.seconds = inf
-
-
-def reject_for(fake: FakeReplica, client: str, *, started: bool) -> Pauses:
-    """Have the device's next runtime reject the model; `client` is the text for clients. Return the session's pauses."""
-
-    def refuse() -> Any:
-        raise Rejected("the log's reason", client)
-
-    session = Session(refuse, "m", "/models/m", device=fake.device)
-    session._closed = pauses = Pauses()
-    session.started, session.lost_at = started, -inf
-    fake.session, fake.seconds = session, inf
-    Thread(target=session._bring_up, daemon=True).start()
-    pauses.begin(1)
-    return pauses
-
-
-@pytest.mark.parametrize("error", [Rejected("no room"), ValueError("a fault")])
-def test_a_model_that_its_home_rejects_starts_on_another_device(error: Exception) -> None:
-    """The next device is tried at once, and again after pauses that double, in which requests get the reason."""
-    process, fakes, begin = made_cold(2)
-    replicas = begin(start=True)
-    home, second = by_preference("m", 2)
-    reject(fakes[home])
-    replicas._closed = pauses = Pauses()
-    make, waits = replicas._make, list[bool]()
-
-    def fail(device: int) -> ModelReplica[Any]:
-        make(device)
-        waits.append(bool(process.resubmission.wake()))
-        raise error
-
-    replicas._make = fail
-    assert process.resubmission.wake()
-    for number in range(1, 9):
-        pauses.begin(number)
-        assert not process.resubmission.wake()
-        if number == 8:
-            replicas._make = make
-        pauses.end()
-
-    wait_until(lambda: home_of(replicas) == second)
-    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert waits == [True] * 8
-
-
-@pytest.mark.parametrize("error", [Closed("it ended"), ValueError("a fault")])
-def test_a_device_of_the_table_that_fails_is_tried_again(
-    table: PlacementWriter, reader: PlacementReader, error: Exception
-) -> None:
-    """The same table has the model start there after the pause."""
-    home, second = by_preference("m", 2)
-    table.write({"m": 1 << home})
-    _, _, begin = made_cold(2, reader)
-    replicas = begin(start=True)
-    replicas._closed = pauses = Pauses()
-    make, errors = replicas._make, [error]
-
-    def fail_once(device: int) -> ModelReplica[Any]:
-        if errors:
-            raise errors.pop()
-        return make(device)
-
-    replicas._make = fail_once
-    table.write({"m": 1 << home | 1 << second})
-    replicas.execute([object()])
-    pauses.begin(1)
-    pauses.end()
-
-    wait_until(lambda: second in replicas._replicas)
-
-
-@pytest.mark.parametrize("started", [True, False])
-@pytest.mark.parametrize("client", ["", "the model has crashed two runtimes"])
-def test_a_model_that_has_crashed_runtimes_starts_on_no_other_device(client: str, started: bool) -> None:
-    """Requests get the reason. A model that is rejected for another reason starts on the next device."""
-    process, fakes, begin = made_cold(2)
-    replicas = begin(start=True)
-    home, second = by_preference("m", 2)
-    reject_for(fakes[home], client, started=started)
-
-    assert process.resubmission.wake() == (not client)
-
-    assert replicas._cold == ({second} if client else set())
-
-
-def test_a_model_that_has_crashed_another_device_starts_there_alone() -> None:
-    """Requests get the reason while that device pauses, and wait for its next attempt."""
-    process, fakes, begin = made_cold(3)
-    replicas = begin(start=True)
-    home, second, third = by_preference("m", 3)
-    reject(fakes[home])
-    assert process.resubmission.wake()
-    wait_until(lambda: second in replicas._replicas)
-    pauses = reject_for(fakes[second], "the model has crashed two runtimes", started=False)
-    assert not process.resubmission.wake()
-
-    pauses.end()
-    wait_until(lambda: fakes[second].session.cold)
-    assert process.resubmission.wake()
-
-    pauses.begin(2)
-    assert not process.resubmission.wake()
-    assert pauses.seconds == [1, 2]
-    assert replicas._cold == {third}
-
-
-@pytest.mark.parametrize("client", ["", "the model has crashed two runtimes"])
-def test_a_further_device_that_rejects_the_model_for_crashes_is_the_last_one(client: str) -> None:
-    """A third device does not start the model then, also if the second one's runtime ends; otherwise it does."""
-    process, fakes, begin = made_cold(3)
-    replicas = begin(start=True)
-    home, second, third = by_preference("m", 3)
-    reject(fakes[home])
-    replicas._closed = pauses = Pauses()
-    make, errors = replicas._make, iter([Rejected("the log's reason", client), Closed("it ended")])
-
-    def fail(device: int) -> ModelReplica[Any]:
-        if device == second:
-            raise next(errors)
-        return make(device)
-
-    replicas._make = fail
-    assert process.resubmission.wake()
-    pauses.begin(1)
-    if client:
-        assert not process.resubmission.wake()
-        pauses.end()
-        pauses.begin(2)
-
-    assert process.resubmission.wake() == (not client)
-
-    assert replicas._cold == ({third} if client else set())
+    assert home not in fakes
 
 
 def test_a_sub_call_starts_a_cold_model_on_the_device_of_its_run() -> None:
     """Only the runtime there knows the run: other replicas have the meta model repeat the call until then."""
-    _, fakes, begin = made_cold(2, transport="bls")
-    replicas = begin(start=True)
+    process, fakes, replicas = made_cold(2, transport="bls")
+    start(process, fakes, replicas)
     home, other = by_preference("m", 2)
     call = FakeRequest({}, parameters=json.dumps({"rsrv_run": "77", "rsrv_device": str(other)}))
 
     assert replicas.execute([call]) == [home]
 
     wait_until(lambda: replicas.execute([call]) == [other])
-    fakes[other].session.cold = True
-    assert replicas.execute([call]) == [other]
-    assert fakes[other].started > 0
 
 
-def test_without_a_thread_for_a_further_device_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If execute() raised, Triton might crash. The device is started when there is a thread again."""
-    process, _, begin = made_cold(2, transport="bls")
-    replicas = begin(start=True)
-    home, other = by_preference("m", 2)
-    call = FakeRequest({}, parameters=json.dumps({"rsrv_run": "77", "rsrv_device": str(other)}))
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_without_a_thread_for_an_attempt_it_is_repeated(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the model would have no runtime for good."""
+    process, fakes, replicas = made_cold(1)
+    begin = Thread.start
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        assert replicas.execute([call]) == [home]
-    assert (replicas._cold, process.wanted) == ({other}, set())
+    def fail_once(thread: Thread) -> None:
+        if thread.name == "connect":
+            monkeypatch.setattr(Thread, "start", begin)
+            raise error
+        begin(thread)
 
-    wait_until(lambda: replicas.execute([call]) == [other])
+    monkeypatch.setattr(Thread, "start", fail_once)
+
+    start(process, fakes, replicas)
+
+    assert home_of(replicas) == 0
 
 
-def test_a_request_that_waits_for_the_start_is_taken_by_whole_replicas() -> None:
-    """The thread that resubmits may look at each moment of the start, also as soon as there is a replica to give it to."""
-    request = ClientRequest(FakeRequest({}), ArrivalTime.now())
+def test_a_registration_that_cannot_be_used_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of that moment leaves no model without a runtime."""
+    faults = [RuntimeError("no memory for a thread")]
 
-    class Looking(StubProcess):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "live":
-                self.resubmission.place(request)
+    def watch(replica: FakeReplica, attachment: object) -> None:
+        if faults:
+            raise faults.pop()
 
-    process = Looking(Tensors(FakePbUtils), Responses(FakePbUtils))
-    _, (only,) = made(1, process=process)
+    monkeypatch.setattr(FakeReplica, "watch", watch)
 
-    assert request in only.taken
+    assert made(1)[0].execute([FakeRequest({})]) == [0]
+    assert not faults
+
+
+def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that came first would count the runtime as lost, for nobody read its answers."""
+    used: list[object] = []
+    monkeypatch.setattr(FakeReplica, "watch", lambda replica, _: used.append(replica.session.attachment))
+
+    made(1)
+
+    assert used == [None]
+
+
+@pytest.mark.parametrize("error", [HookError("no such function"), SystemExit(3)])
+def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(error: BaseException) -> None:
+    """Requests get the reason, and no other device tries the code."""
+    process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(2, cold=True)
+    replicas = unloaded(fakes, process=process)
+    replicas.load()
+    replicas._make = Mock(side_effect=error)
+    request = FakeRequest({})
+
+    assert replicas.execute([request]) is None
+
+    answer: Any = request.answers.get(timeout=PATIENCE_S)
+    assert answer.error.message.startswith("[rsrv:RUNTIME_DOWN] the model could not be started: ")
+    assert str(error) in answer.error.message
+    states = [view.state for view in process.front.snapshot.devices.values()]
+    assert sorted(states) == [ServingState.REJECTED, ServingState.UNTRIED]
+
+
+def test_a_model_that_is_unloaded_during_an_attempt_is_closed() -> None:
+    """The attempt ends later, and its connections are closed."""
+    begun, go_on, closed = Event(), Event(), Event()
+
+    class Slow(FakeSession):
+        def attach(self, on_step: object, *, started: bool, asked: bool) -> Any:
+            attachment = super().attach(on_step, started=started, asked=asked)
+            if asked:
+                begun.set()
+                go_on.wait(PATIENCE_S)
+                attachment.close = closed.set
+            return attachment
+
+    fakes = Fakes(1)
+    fakes.sessions[0] = Slow(0, 1, cold=True)
+    replicas = unloaded(fakes)
+    replicas.load()
+    request = FakeRequest({})
+    assert replicas.execute([request]) is None
+    assert begun.wait(PATIENCE_S)
+
+    replicas.close()
+    go_on.set()
+
+    answer: Any = request.answers.get(timeout=PATIENCE_S)
+    assert "unloaded" in answer.error.message
+    assert closed.wait(PATIENCE_S)

@@ -63,6 +63,38 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
     assert params(rsrv_deadline_unix_ns=TODAY + 3, reactant_timeout_ns=(1 << 63) - 1).deadline_ns == NOW + 3
 
 
+@pytest.mark.parametrize("name", ["rsrv_prioriti", "rsrv_", "rsrv_deadline_unix_ms", "rsrv_" + "x" * 200])
+def test_a_misspelt_parameter_of_rsrv_is_refused_with_the_right_names(name: str) -> None:
+    """A deadline or a priority that nobody obeys must not pass for one that is obeyed."""
+    with pytest.raises(
+        RequestFailure, match=r"unknown parameter 'rsrv_.*rsrv_priority and rsrv_sticky"
+    ) as caught:
+        params(**{name: 1})
+    assert caught.value.status is Status.INVALID
+    assert len(caught.value.text) < 200
+
+
+def test_parameters_of_others_pass() -> None:
+    """Names that do not begin with rsrv_ are Triton's, a proxy's, or the client's own."""
+    others = {
+        "RSRV_PRIORITY": 1,
+        "priority": 1,
+        "my_rsrv_x": 1,
+        "tenant": 1,
+        "rsrv_sticky": 1,
+        "rsrv_device": 1,
+    }
+    assert params(**others) == RequestParams(0)
+
+
+def test_a_string_that_the_guard_found_too_long_is_the_clients_fault() -> None:
+    """The guard has replaced the strings, so the request must not be answered."""
+    request = arrived(FakeRequest({}, parameters=json.dumps({"rsrv_incomplete": "text"})))
+    assert request.failure is not None
+    assert request.failure.status is Status.INVALID
+    assert request.failure.text.startswith("input 'text': the length before a string")
+
+
 def arrived(request: FakeRequest) -> ClientRequest:
     return ClientRequest(request, ArrivalTime(1.0, NOW, TODAY))
 

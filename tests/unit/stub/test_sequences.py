@@ -8,15 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from rsrv.stub.replica import ModelReplica, StubProcess
-from rsrv.stub.replicas import Replicas
+from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.sequences import SequenceHomes, SequenceStep, read_step
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import END, START, Status
 from tests.fakes import FakePbUtils, FakeRequest
-from tests.unit.stub.test_replicas import FakeReplica
+from tests.unit.stub.test_replicas import Fakes, models, unloaded  # noqa: F401
 
 BEGIN, FINISH = 1, 2
 
@@ -25,15 +24,11 @@ class Devices:
     """A stateful model on several devices, by number."""
 
     def __init__(self, count: int) -> None:
-        self.all: dict[int, FakeReplica] = {}
+        self.all = Fakes(count)
         self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
         self.process.homes = SequenceHomes(60.0)
-        self.replicas = Replicas(
-            lambda device: cast(ModelReplica[Any], self.all.setdefault(device, FakeReplica(device, count))),
-            "m",
-            self.process,
-            devices=lambda: count,
-        )
+        self.replicas = unloaded(self.all, process=self.process)
+        self.replicas.load()
 
     def send(self, sequence: int, flags: int = 0) -> int:
         """Send a step, and return the device that it went to."""
@@ -150,7 +145,7 @@ def test_a_first_step_that_waited_for_a_runtime_takes_its_sequence_along() -> No
     model.kill(home)
     waited = ClientRequest(FakeRequest({}, sequence=1, flags=BEGIN), ArrivalTime.now())
 
-    assert model.process.resubmission.place(waited)
+    assert model.replicas.submit(waited)
 
     assert model.process.homes is not None
     assert model.process.homes.find(1, -1) == 1 - home

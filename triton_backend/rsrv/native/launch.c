@@ -11,17 +11,12 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "native.h"
 
-// For the first frames on a connection, and for the runtime's process to listen; it loads jax later.
-#define GREETING_MS 60000
-#define START_MS 60000
-
 extern char** environ;
-
-static const char HINT[] = "RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed";
 
 // Returns the clock ticks from boot to the start of this process; 0 if the system does not say. The kernel adds up all threads
 // for each reader of the file, and a server has one for each of thousands of models: the file is read once.
@@ -50,10 +45,9 @@ static bool make_private(const char* directory, struct text* why) {
         !(found.st_mode & 077))
         return true;
     if (!exists)
-        text_add(why, "%s cannot be made: %s", directory, strerror(errno));
+        text_add(why, "%s cannot be created: %s", directory, strerror(errno));
     else
-        text_add(why, "%s must be a directory of uid %u with mode 0700; remove it, or set RSRV_RUNTIME_DIR to another place",
-                 directory, (unsigned)getuid());
+        text_add(why, NOT_PRIVATE, directory, (unsigned)getuid());
     return false;
 }
 
@@ -102,31 +96,28 @@ static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final
     struct text hello;
     uint8_t* buffer = malloc(MAX_FRAME);
     struct frame frame = {.fd = -1};
-    const char* reason = "the runtime does not read";
+    const char* reason = DOES_NOT_READ;
     text_clear(&hello);
-    text_add(&hello, "{\"magic\":%u,\"version\":%d}", MAGIC, PROTOCOL_VERSION);
-    int found = buffer ? frame_send_json(fd, HELLO, hello.bytes) : 0;
+    text_add(&hello, "{\"magic\":%d,\"version\":%d}", MAGIC, PROTOCOL_VERSION);
+    int found = buffer ? frame_send_json(fd, FRAME_HELLO, hello.bytes) : 0;
     if (found > 0) {
         struct pollfd readable = {fd, POLLIN, 0};
-        int64_t until = now_ns() + GREETING_MS * (NS_PER_S / 1000);
+        int64_t until = now_ns() + GREETING_TIMEOUT_NS;
         do {
             poll(&readable, 1, 1000);
             found = frame_receive(fd, buffer, &frame, &reason);
         } while (found == 0 && now_ns() < until);
         if (found == 0) {
-            text_add(why,
-                     "the runtime accepted no connection within %d s: it is stopped, or there are as many as its limit of open "
-                     "files allows, which the server's log says; raise that (ulimit -Hn, a container's --ulimit nofile)",
-                     GREETING_MS / 1000);
+            text_add(why, NOT_ACCEPTED, (double)GREETING_TIMEOUT_NS / NS_PER_S);
             *final = true;
         } else if (found < 0)
             text_add(why, "%s; if it goes on, install the same rsrv for the native front and for the runtime", reason);
-        else if (frame.kind != WELCOME)
-            text_add(why, "the peer does not speak rsrv's protocol");
+        else if (frame.kind != FRAME_WELCOME)
+            text_add(why, FOREIGN_PEER);
     } else
         text_add(why, "%s", reason);
     free(buffer);
-    if (found > 0 && frame.kind == WELCOME) {
+    if (found > 0 && frame.kind == FRAME_WELCOME) {
         uint32_t devices = frame.count < 1 ? 1 : frame.count > MAX_DEVICES ? MAX_DEVICES : frame.count;
         *greeted = (struct greeted){fd, frame.fd, devices};
         return true;
@@ -183,7 +174,7 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     int ends[2], status = -1;
     *final = true;
     if (!find_python(python)) {
-        text_add(why, "the runtime cannot be started with %s: No such file or directory. %s", python, HINT);
+        text_add(why, CANNOT_START, python, strerror(ENOENT));
         return false;
     }
     if (pipe2(ends, O_CLOEXEC) != 0) {
@@ -200,12 +191,12 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     ssize_t length = 0;
     if (child > 0) {
         struct pollfd readable = {ends[0], POLLIN, 0};
-        int64_t until = now_ns() + START_MS * (NS_PER_S / 1000);
+        int64_t until = now_ns() + START_TIMEOUT_NS;
         int ready;
         do
             ready = poll(&readable, 1, (int)((until - now_ns()) / (NS_PER_S / 1000)) + 1);
         while (ready < 0 && errno == EINTR);
-        length = ready > 0 ? read(ends[0], message, sizeof message - 1) : snprintf(message, sizeof message, "it was not ready in time");
+        length = ready > 0 ? read(ends[0], message, sizeof message - 1) : snprintf(message, sizeof message, NOT_READY);
         message[length > 0 ? length : 0] = 0;
         if (ready == 0) kill(child, SIGKILL);
         while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
@@ -213,19 +204,59 @@ static bool start(const char* directory, const char* settings, uint32_t device, 
     close(ends[0]);
     if (strcmp(message, "ready") == 0) return true;
     if (length == 0 && WIFSIGNALED(status)) {
-        text_add(why, "the runtime was killed while it started; the server's log may say more");
+        text_add(why, WAS_KILLED);
         *final = false;
     } else if (length > 0)
-        text_add(why, "the runtime did not start: %s", message);
+        text_add(why, DID_NOT_START, message);
     else
-        text_add(why, "the runtime did not start with %s: it ended without a message; the server's log may say more. %s",
-                 python, HINT);
+        text_add(why, ENDED_SILENTLY, python);
     return false;
+}
+
+// Returns true, and the reason, if the runtime could not be started a short time ago. Attempts for a further device have pauses,
+// because a card that another server holds would delay every load. Attempts for device 0 have no pauses, because it may be the
+// only device.
+static bool has_failed(const char* path, uint32_t device, struct text* why) {
+    struct stat found;
+    char reason[1024];
+    int fd = device ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd < 0) return false;
+    int64_t age_s = fstat(fd, &found) == 0 ? (int64_t)time(NULL) - found.st_mtim.tv_sec : -1;
+    bool counts = age_s >= 0 && age_s < FAILURE_COUNTS_NS / NS_PER_S;
+    ssize_t length = counts ? read(fd, reason, sizeof reason) : 0;
+    if (length > 0) text_add_bytes(why, reason, (size_t)length);
+    close(fd);
+    return counts;
+}
+
+// Writes the reason for other fronts and for the control process. The file is replaced, so they never read half a reason.
+static void write_failure(const char* path, const struct text* why) {
+    char beside[PATH_BYTES + 32];
+    snprintf(beside, sizeof beside, "%s.new", path);
+    int fd = open(beside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (fd < 0) return;
+    bool is_whole = write(fd, why->bytes, why->length) == (ssize_t)why->length;
+    close(fd);
+    if (!is_whole || rename(beside, path) != 0) unlink(beside);
+}
+
+static bool start_unless_failed(
+    const char* directory, const char* settings, uint32_t device, struct text* why, bool* final) {
+    char path[PATH_BYTES + 16];
+    snprintf(path, sizeof path, "%s/" FAILURE_FILE, directory);
+    *final = true;
+    if (has_failed(path, device, why)) return false;
+    bool started = start(directory, settings, device, why, final);
+    if (started)
+        unlink(path);
+    else if (*final)
+        write_failure(path, why);
+    return started;
 }
 
 // Connects to a runtime that was started. If the process that started it died, it may not listen yet.
 static int connect_soon(const char* directory) {
-    int64_t until = now_ns() + START_MS * (NS_PER_S / 1000);
+    int64_t until = now_ns() + START_TIMEOUT_NS;
     for (;;) {
         int fd = connect_to(directory);
         if (fd >= 0 || !nobody_listens() || now_ns() > until) return fd;
@@ -253,7 +284,7 @@ bool runtime_open(const char* settings, uint32_t device, struct greeted* greeted
         }
         // The process or thread that holds the lock starts the runtime; the others wait here and find it listening.
         fd = connect_to(own);
-        bool started = fd >= 0 || (nobody_listens() && start(own, settings, device, why, final));
+        bool started = fd >= 0 || (nobody_listens() && start_unless_failed(own, settings, device, why, final));
         if (fd < 0 && started) fd = connect_soon(own);
         close(lock);
         if (!started && why->length) return false;

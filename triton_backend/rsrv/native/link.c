@@ -14,24 +14,10 @@
 
 #include "link.h"
 
-// Nanoseconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model,
-// because it reads the whole bundle each time.
-#define FIRST_BACKOFF_NS (50 * 1000000ll)
-#define FIRST_START_BACKOFF_NS NS_PER_S  // of a start that failed
-#define MAX_BACKOFF_NS (5 * NS_PER_S)
-#define MAX_REJECTED_BACKOFF_NS (60 * NS_PER_S)
-#define FIRST_ATTEMPTS 10
-// Between two looks at waiting requests: for clients that are gone, and for deadlines that the runtime did not enforce.
-#define CHECK_MS 50
-#define REPORT_NS NS_PER_S
+#define CHECK_MS ((int)(CHECK_PERIOD_NS / NS_PER_MS))
 #define EVENTS 64
 // Of prctl: Linux 6.16 and later.
 enum { FUTEX_HASH = 78, SET_SLOTS = 1, FUTEX_SLOTS = 4096 };
-// An idle runtime whose server has several devices has a round each 0.1 s; on a busy machine it waits for a core.
-#define SILENT_NS (NS_PER_S / 2)
-
-const char LINK_DOWN[] = "the model runtime is not reachable; it is being restarted, try again";
-static const char NOT_AGAIN[] = "the model runtime does not load this model again; the server's log says why";
 
 // Of all models in this process.
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
@@ -47,8 +33,8 @@ void link_drop(struct link* link) {
     if (link->arena) arena_close(link->arena);
     board_unmap(link->board);
     free(link->buckets);
-    free(link->down);
-    free(link->reason);
+    device_free(&link->device);
+    free(link->failure);
     trace_forget(link, UINT32_MAX);
     pthread_mutex_destroy(&link->lock);
     pthread_cond_destroy(&link->changed);
@@ -72,18 +58,12 @@ void link_watch(struct link* link) {
 
 // --- the runtime comes and goes -------------------------------------------------------------------------------------
 
-static void set_backoff(struct link* link, int64_t least, int64_t most) {
-    link->backoff_ns = link->backoff_ns ? 2 * link->backoff_ns : least;
-    link->backoff_ns = link->backoff_ns < least ? least : link->backoff_ns;
-    link->backoff_ns = link->backoff_ns > most ? most : link->backoff_ns;
-    link->due_ns = now_ns() + link->backoff_ns;
-    link->attempted = true;
+// An attempt has failed; under the lock.
+static void fail(struct link* link, const char* why) {
+    free(link->failure);
+    link->failure = strdup(why);
+    link->due_ns = link->device.due_ns;
     pthread_cond_broadcast(&link->changed);
-}
-
-static void set_text(char** text, const char* value) {
-    free(*text);
-    *text = value ? strdup(value) : NULL;
 }
 
 // Closes the socket, and gives back all that a connection needs; no request is in flight. Under the lock.
@@ -102,41 +82,33 @@ static void detach(struct link* link) {
 
 // Leaves a runtime that is gone, or that has rejected the model. On the reader, which has no other event of the socket.
 static void lose(struct link* link, const char* why, const char* client) {
-    struct text down;
+    int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
-    bool sleeps = !client && link->started && board_sleeps(link->board);
+    struct device* device = &link->device;
+    bool closed = device->state == STATE_CLOSED, was_ready = device->state == STATE_READY;
+    bool sleeps = was_ready && board_sleeps(link->board);
     bool blames = link->first && board_blames(link->board, link->interface->key);
     struct pending* list = waiting_take_all(link);
     detach(link);
-    bool closed = link->state == CLOSED, mends = !closed && !link->loading;
-    if (!closed) {
-        // Nothing but a request starts the model again: its start has failed, or its device sleeps.
-        bool is_cold = sleeps || (client && !link->started && atomic_load(&link->owner->start_timeout_ns));
-        link->state = is_cold ? IS_COLD : MISSING;
-        mends = mends && !is_cold;
-        link->rejected = client != NULL;
-        link->dangerous = client && *client;
-        set_text(&link->reason, why);
-        text_clear(&down);
-        text_add(&down, "the model could not be started: %s", why);
-        set_text(&link->down, client == NULL ? NULL : is_cold ? down.bytes : *client ? client : NOT_AGAIN);
-        set_backoff(link, is_cold ? FIRST_START_BACKOFF_NS : FIRST_BACKOFF_NS,
-                    client ? MAX_REJECTED_BACKOFF_NS : MAX_BACKOFF_NS);
-        if (sleeps) {
-            link->started = link->asked = false;
-            link->backoff_ns = link->due_ns = 0;
-        }
-    }
-    bool logs = !closed && !link->loading && !sleeps;
+    if (was_ready)
+        device_lose(device, sleeps, now);
+    else if (client)
+        device_reject(device, why, client, *client, now);
+    else
+        device_fail(device, why, true, now);
+    if (!closed) fail(link, why);
+    if (was_ready) link->due_ns = now;
+    if (was_ready) atomic_fetch_and(&link->owner->ready, ~(UINT64_C(1) << link->number));
+    bool mends = !closed && !link->loading && !sleeps, logs = mends;
     pthread_mutex_unlock(&link->lock);
     resubmission_wake();
     if (logs)
-        log_line(LOG_ERROR, link->model, client ? "the runtime rejects the model: %s" : "lost the runtime: %s", why);
+        log_line(LOG_ERROR, link->model, client ? REJECTS : LOST, why);
     for (struct pending *one = list, *next; one; one = next) {
         next = one->next;
         one->next = NULL;
         if (one->request) {
-            one->deaths += blames && request_launched(one);
+            if (blames && request_launched(one)) resubmission_record(link, one, ++one->deaths);
             resubmission_add(link, one);
         } else
             waiting_finish(link, one);
@@ -145,9 +117,9 @@ static void lose(struct link* link, const char* why, const char* client) {
     link_drop(link);  // the socket's
 }
 
-static void add_demand(struct text* text, bool asked, int64_t first_deadline_ns) {
-    text_add(text, "\"asked\":%s", asked ? "true" : "false");
-    if (asked && first_deadline_ns) text_add(text, ",\"deadline_ns\":%" PRId64, first_deadline_ns);
+static void add_demand(struct text* text, struct demand demand) {
+    text_add(text, "\"asked\":%s", demand.waits ? "true" : "false");
+    if (demand.waits && demand.first_deadline_ns) text_add(text, ",\"deadline_ns\":%" PRId64, demand.first_deadline_ns);
     text_add(text, "}");
 }
 
@@ -155,8 +127,8 @@ static void add_demand(struct text* text, bool asked, int64_t first_deadline_ns)
 static bool attach(struct link* link, struct text* why, bool* final) {
     struct greeted greeted;
     char base[PATH_BYTES], own[PATH_BYTES];
-    if (!runtime_open(link->settings, link->device, &greeted, why, final)) return false;
-    runtime_directory(link->device, base, own);
+    if (!runtime_open(link->settings, link->number, &greeted, why, final)) return false;
+    runtime_directory(link->number, base, own);
     int fd = greeted.fd;
     const _Atomic uint64_t* board = board_map(greeted.board, own);
     struct arena* arena = arena_new();
@@ -165,9 +137,14 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     struct text text;
     text_clear(&text);
     pthread_mutex_lock(&link->lock);
-    text_add(&text, "%s%s,", link->registration, link->started ? ",\"started\":true" : "");
-    add_demand(&text, link->asked, link->first_deadline_ns);
-    bool goes_on = arena && buckets && board && link->state == MISSING && frame_send_json(fd, REGISTER, text.bytes) > 0;
+    struct device* device = &link->device;
+    // A device that the model has not run on starts it only if the model is asked for there.
+    struct demand demand = device->started || device->asked ? link->demand : (struct demand){0};
+    demand.waits |= device->asked;
+    text_add(&text, "%s%s,", link->registration, device->started ? ",\"started\":true" : "");
+    add_demand(&text, demand);
+    bool goes_on = arena && buckets && board && device->state == STATE_CONNECTING &&
+                   frame_send_json(fd, FRAME_REGISTER, text.bytes) > 0;
     if (goes_on) {
         link->fd = fd;
         link->arena = arena;
@@ -176,15 +153,13 @@ static bool attach(struct link* link, struct text* why, bool* final) {
         link->word_at_send = UINT64_MAX;
         link->devices = greeted.devices;
         link->stuck = false;
-        link->ready_at_ns = 0;
-        link->state = REGISTERING;
+        link->told = demand;
         link_hold(link);
         if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) != 0) {
             link->fd = -1;
             link->arena = NULL;
             link->buckets = NULL;
             link->board = NULL;
-            link->state = MISSING;
             atomic_fetch_sub(&link->users, 1);
             goes_on = false;
         }
@@ -195,7 +170,7 @@ static bool attach(struct link* link, struct text* why, bool* final) {
     if (arena) arena_close(arena);
     free(buckets);
     board_unmap(board);
-    text_add(why, board ? "the model cannot be registered" : "the runtime's greeting comes without its board");
+    text_add(why, board ? "the model cannot be registered" : NO_BOARD);
     return false;
 }
 
@@ -204,18 +179,24 @@ bool link_reconnect(struct link* link, atomic_bool* fails) {
     bool final;
     text_clear(&why);
     pthread_mutex_lock(&link->lock);
-    bool closed = link->state == CLOSED;
+    struct device* device = &link->device;
+    if (device->state == STATE_BACKING_OFF || device->state == STATE_REJECTED) {
+        uint64_t named = placement_mask(link->owner->digest) & ~PINNED & UINT64_C(1) << link->number;
+        bool is_wanted = named && atomic_load(&link->owner->ready);
+        device_retry(device, is_wanted, link->due_ns);
+    }
+    bool connects = device->state == STATE_CONNECTING;
     pthread_mutex_unlock(&link->lock);
-    if (closed) return true;
+    if (!connects) return true;
     bool attached = attach(link, &why, &final);
     atomic_store(fails, !attached);  // before link_await is woken
     if (attached) return true;
     pthread_mutex_lock(&link->lock);
-    set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
-    set_text(&link->down, NULL);
+    bool is_due = device_fail(&link->device, why.bytes, !final, now_ns());
+    if (is_due) fail(link, why.bytes);
     pthread_mutex_unlock(&link->lock);
-    log_line(LOG_ERROR, link->model, "no runtime yet: %s", why.bytes);
-    return false;
+    if (is_due) log_line(LOG_ERROR, link->model, NOT_REACHED, why.bytes);
+    return !is_due;
 }
 
 // Takes REGISTERED: the description of the model in a descriptor.
@@ -231,25 +212,20 @@ static bool take_registered(struct link* link, const struct frame* frame, const 
     free(bytes);
     if (!interface) return false;
     pthread_mutex_lock(&link->lock);
-    bool ready = link->state == REGISTERING, again = ready && link->interface;
+    bool again = link->device.started, ready = device_register(&link->device);
     if (ready) {
         interface_drop(link->interface);
         link->interface = interface;
-        link->state = READY;
-        link->started = true;
-        link->asked = false;
-        link->backoff_ns = 0;
-        set_text(&link->down, NULL);
         if (link->measured) link_watch(link);
         link->execution_ns = interface->cost_ns;
         atomic_store(&link->owner->retry_ns, interface->retry_ns);
-        link->attempted = true;
+        atomic_fetch_or(&link->owner->ready, UINT64_C(1) << link->number);
         pthread_cond_broadcast(&link->changed);
     }
     pthread_mutex_unlock(&link->lock);
     if (!ready) interface_drop(interface);
     resubmission_wake();
-    if (again) log_line(LOG_INFO, link->model, "reconnected to the runtime");
+    if (ready && again) log_line(LOG_INFO, link->model, RECONNECTED);
     return ready;
 }
 
@@ -269,18 +245,14 @@ static void take_rejected(struct link* link, const struct frame* frame) {
 static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     pthread_mutex_lock(&link->lock);
     atomic_store(&link->owner->start_timeout_ns, start_timeout_ns);
-    bool leaves = !link->first && (link->state == READY || link->state == REGISTERING);
+    bool was_ready = link->device.state == STATE_READY, leaves = !link->first && device_cool(&link->device);
     if (leaves) {
-        if (link->state == READY && link->measured) waiting_report(link, now_ns());
+        if (was_ready && link->measured) waiting_report(link, now_ns());
         trace_forget(link, UINT32_MAX);
         detach(link);
         interface_drop(link->interface);
         link->interface = NULL;
-        link->state = IS_COLD;
-        link->started = link->asked = false;
-        link->backoff_ns = link->due_ns = 0;
-        set_text(&link->down, NULL);
-        link->attempted = true;
+        atomic_fetch_and(&link->owner->ready, ~(UINT64_C(1) << link->number));
         pthread_cond_broadcast(&link->changed);
     }
     pthread_mutex_unlock(&link->lock);
@@ -288,9 +260,9 @@ static bool take_cold(struct link* link, int64_t start_timeout_ns) {
     return !leaves;
 }
 
-static void take_starting(struct link* link, int64_t start_ns) {
+static void take_starting(struct link* link, int64_t least_ns, int64_t limit_ns, const char* step) {
     pthread_mutex_lock(&link->lock);
-    link->ready_at_ns = now_ns() + start_ns;
+    if (device_step(&link->device, step, least_ns, now_ns())) atomic_store(&link->owner->start_timeout_ns, limit_ns);
     pthread_mutex_unlock(&link->lock);
     resubmission_wake();
 }
@@ -299,6 +271,8 @@ static void take_done(struct link* link, const struct frame* frame) {
     pthread_mutex_lock(&link->lock);
     struct pending* list = waiting_take_done(link, frame);
     pthread_mutex_unlock(&link->lock);
+    for (struct pending* one = list; one; one = one->next)
+        if (one->deaths && one->request && one->status == OK) resubmission_record(link, one, 0);
     waiting_finish(link, list);
 }
 
@@ -308,7 +282,7 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
     const char* why = "the runtime's answer breaks the protocol";
     pthread_mutex_lock(&link->lock);
     int fd = link->fd;
-    bool ready = link->state == READY;
+    bool ready = link->device.state == STATE_READY;
     pthread_mutex_unlock(&link->lock);
     int received = frame_receive(fd, buffer, &frame, &why);
     if (received == 0) return true;
@@ -317,26 +291,27 @@ static bool take_frame(struct link* link, uint8_t* buffer) {
         return false;
     }
     bool right = true;
-    int64_t ns;
+    int64_t ns, limit_ns;
+    struct text step;
     why = "the runtime's answer breaks the protocol";
-    if (frame.kind == DONE && ready && completions_check(&frame))
+    if (frame.kind == FRAME_DONE && ready && completions_check(&frame))
         take_done(link, &frame);
-    else if (frame.kind == REGISTERED && !ready)
+    else if (frame.kind == FRAME_REGISTERED && !ready)
         right = take_registered(link, &frame, &why);
-    else if (frame.kind == REJECTED && !ready) {
+    else if (frame.kind == FRAME_REJECTED && !ready) {
         if (frame.fd >= 0) close(frame.fd);
         take_rejected(link, &frame);
         return false;
-    } else if (frame.kind == COLD && nanoseconds_read(&frame, &ns)) {
+    } else if (frame.kind == FRAME_COLD && nanoseconds_read(&frame, &ns)) {
         if (frame.fd >= 0) close(frame.fd);
         return take_cold(link, ns);
-    } else if (frame.kind == STARTING && !ready && nanoseconds_read(&frame, &ns))
-        take_starting(link, ns);
+    } else if (frame.kind == FRAME_STARTING && !ready && starting_read(&frame, &ns, &limit_ns, &step))
+        take_starting(link, ns, limit_ns, step.bytes);
     else
-        right = frame.kind == REPORTED && ready;
+        right = frame.kind == FRAME_REPORTED && ready;
     if (frame.fd >= 0) close(frame.fd);
     // A description that is wrong once is wrong again: the model counts as rejected.
-    if (!right) lose(link, why, frame.kind == REGISTERED && !ready ? "" : NULL);
+    if (!right) lose(link, why, frame.kind == FRAME_REGISTERED && !ready ? "" : NULL);
     return right;
 }
 
@@ -350,10 +325,10 @@ static void check_all(struct link** at, int64_t now) {
             at = &link->next_watched;
             continue;
         }
-        struct pending* late = link->state == READY ? waiting_check(link, now) : NULL;
-        if (link->state == READY && link->measured && now - link->reported_ns >= REPORT_NS) waiting_report(link, now);
+        struct pending* late = link->device.state == STATE_READY ? waiting_check(link, now) : NULL;
+        if (link->device.state == STATE_READY && link->measured && now - link->reported_ns >= REPORT_PERIOD_NS) waiting_report(link, now);
         // What is measured without a runtime waits for the next one.
-        link->watched = link->first || (link->measured && link->state == READY);
+        link->watched = link->first || (link->measured && link->device.state == STATE_READY);
         bool watched = link->watched;
         if (watched)
             at = &link->next_watched;
@@ -387,7 +362,7 @@ static void* read_all(void* nothing) {
                 continue;
         }
         int64_t now = now_ns();
-        if (idle || now - checked < CHECK_MS * (NS_PER_S / 1000)) continue;
+        if (idle || now - checked < CHECK_PERIOD_NS) continue;
         checked = now;
         struct link** end = &watched;
         while (*end) end = &(*end)->next_watched;
@@ -414,78 +389,60 @@ static void begin(void) {
 
 // If runtimes end meanwhile, perhaps because of another model, the next one is tried; a runtime rejects a model that
 // crashes it repeatedly.
-bool link_load(struct link* link, struct text* why, bool* dangerous) {
+bool link_load(struct link* link, struct text* why, bool* barred) {
     link->loading = true;
     for (int attempt = 1;; attempt++) {
         bool final = false;
         text_clear(why);
+        pthread_mutex_lock(&link->lock);
+        if (!device_start(&link->device, false)) device_retry(&link->device, false, link->device.due_ns);
+        pthread_mutex_unlock(&link->lock);
         bool attached = attach(link, why, &final);
         pthread_mutex_lock(&link->lock);
-        while (attached && link->state == REGISTERING) pthread_cond_wait(&link->changed, &link->lock);
-        bool ready = link->state == READY || link->state == IS_COLD;
-        bool rejected = attached && link->rejected;
-        *dangerous = rejected && link->dangerous;
+        if (!attached && device_fail(&link->device, why->bytes, !final, now_ns())) fail(link, why->bytes);
+        // A runtime that was lost since it had the model ready leaves an attempt without a socket.
+        while (link->fd >= 0 && device_is_attempting(&link->device)) pthread_cond_wait(&link->changed, &link->lock);
+        enum model_state state = link->device.state;
+        bool ready = state == STATE_READY || state == STATE_COLD;
+        *barred = state == STATE_REJECTED && link->device.barred;
         if (ready) link->loading = false;
-        if (attached && !ready) text_add(why, "%s", link->reason ? link->reason : LINK_DOWN);
-        if (!attached) set_backoff(link, FIRST_BACKOFF_NS, MAX_BACKOFF_NS);
-        int64_t pause = link->backoff_ns > MAX_BACKOFF_NS ? MAX_BACKOFF_NS : link->backoff_ns;
+        if (attached && !ready) text_add(why, "%s", link->failure ? link->failure : DOWN);
+        int64_t pause = link->device.pause_ns;
         pthread_mutex_unlock(&link->lock);
-        if (ready || rejected || final || attempt == FIRST_ATTEMPTS) return ready;
-        log_line(LOG_ERROR, link->model, "the runtime ended before the model was ready: %s", why->bytes);
+        if (ready || state == STATE_REJECTED || final || attempt == FIRST_ATTEMPTS) return ready;
+        log_line(LOG_ERROR, link->model, ENDED_EARLY, why->bytes);
         usleep((useconds_t)(pause / 1000));
     }
 }
 
-void link_begin(struct link* link) { mender_add(link); }
-
-void link_begin_cold(struct link* link) {
-    pthread_mutex_lock(&link->lock);
-    link->state = IS_COLD;
-    link->attempted = true;
-    pthread_mutex_unlock(&link->lock);
-}
-
-void link_start(struct link* link) {
+void link_connect(struct link* link, bool asked) {
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
-    bool starts = link->state == IS_COLD && link->due_ns <= now;
-    if (starts) {
-        link->state = MISSING;
-        link->asked = true;
-        link->first_deadline_ns = 0;
-        link->due_ns = now;
-        set_text(&link->down, NULL);
-    }
+    bool connects = device_start(&link->device, asked);
+    if (connects) link->due_ns = now;
     pthread_mutex_unlock(&link->lock);
-    if (starts) mender_add(link);
+    if (connects) mender_add(link);
 }
 
-void link_ask(struct link* link, bool waits, int64_t first_deadline_ns) {
+bool link_is_cold(struct link* link) {
     pthread_mutex_lock(&link->lock);
-    bool takes = link->state == MISSING;
-    if (link->state == REGISTERING && (waits != link->asked || first_deadline_ns != link->first_deadline_ns)) {
+    bool is_cold = link->device.state == STATE_COLD;
+    pthread_mutex_unlock(&link->lock);
+    return is_cold;
+}
+
+void link_tell(struct link* link, struct demand demand) {
+    pthread_mutex_lock(&link->lock);
+    link->demand = demand;
+    bool differs = demand.waits != link->told.waits || demand.first_deadline_ns != link->told.first_deadline_ns;
+    if (differs && link->fd >= 0 && device_is_attempting(&link->device)) {
         struct text text;
         text_clear(&text);
         text_add(&text, "{");
-        add_demand(&text, waits, first_deadline_ns);
-        takes = frame_send_json(link->fd, DEMAND, text.bytes) > 0;
-    }
-    if (takes) {
-        link->asked = waits;
-        link->first_deadline_ns = first_deadline_ns;
+        add_demand(&text, demand);
+        if (frame_send_json(link->fd, FRAME_DEMAND, text.bytes) > 0) link->told = demand;
     }
     pthread_mutex_unlock(&link->lock);
-}
-
-bool link_is_reachable(const struct link* link) { return !mender_fails(link->device); }
-
-bool link_rejects(struct link* link, bool* dangerous) {
-    int64_t now = now_ns();
-    pthread_mutex_lock(&link->lock);
-    bool rejects = link->down && (link->state != IS_COLD || link->due_ns > now);
-    *dangerous = rejects && link->dangerous;
-    pthread_mutex_unlock(&link->lock);
-    return rejects;
 }
 
 void link_await(struct link* link, int64_t until_ns) {
@@ -493,7 +450,7 @@ void link_await(struct link* link, int64_t until_ns) {
     int waited = 0;
     pthread_mutex_lock(&link->lock);
     // A device that serves no other model either does not delay the load.
-    while (!link->attempted && !mender_fails(link->device) && waited == 0)
+    while (device_is_attempting(&link->device) && !mender_fails(link->number) && waited == 0)
         waited = pthread_cond_timedwait(&link->changed, &link->lock, &until);
     pthread_mutex_unlock(&link->lock);
 }
@@ -514,7 +471,8 @@ struct link* link_new(
     pthread_mutex_init(&link->lock, NULL);
     begin_condition(&link->changed);
     link->owner = owner;
-    link->device = device;
+    link->number = device;
+    device_init(&link->device);
     link->model = strdup(model);
     link->registration = strdup(registration.bytes);
     link->settings = strdup(settings);
@@ -537,7 +495,7 @@ int64_t link_answers_in_ns(struct link* link) {
     uint64_t now = (uint64_t)now_ns(), expected = UINT64_MAX;
     pthread_mutex_lock(&link->lock);
     struct pollfd writable = {link->fd, POLLOUT, 0};
-    if (link->state == READY && (!link->stuck || poll(&writable, 1, 0) > 0)) {
+    if (link->device.state == STATE_READY && (!link->stuck || poll(&writable, 1, 0) > 0)) {
         uint64_t word = atomic_load(&link->board[0]), passed = now > word ? now - word : 0, free = 0;
         if (word & 1) free = passed ? passed : word - now;
         if (!(word & 1) && passed > SILENT_NS) free = passed - SILENT_NS;
@@ -553,8 +511,8 @@ int64_t link_answers_in_ns(struct link* link) {
 
 void link_close(struct link* link) {
     pthread_mutex_lock(&link->lock);
-    if (link->state == READY && link->measured) waiting_report(link, now_ns());
-    link->state = CLOSED;
+    if (link->device.state == STATE_READY && link->measured) waiting_report(link, now_ns());
+    device_close(&link->device);
     if (link->fd >= 0) shutdown(link->fd, SHUT_RDWR);  // the reader closes it
     pthread_mutex_unlock(&link->lock);
     link_drop(link);

@@ -2,17 +2,21 @@
 #pragma once
 #include <pthread.h>
 
+#include "front.h"
 #include "native.h"
 
 #define BUCKETS 256u
 #define INTERVALS 19u
 
-// IS_COLD: no runtime has the model, and the link has no socket, until a request waits.
-enum state { MISSING, REGISTERING, READY, IS_COLD, CLOSED };
-
 // Requests in order, by `next`.
 struct queue {
     struct pending *first, *last;
+};
+
+// The requests that wait for a model.
+struct demand {
+    bool waits;
+    int64_t first_deadline_ns;  // 0: none
 };
 
 // A model's link. `lock` guards all below it. The reader closes the socket and ends requests that were sent, so that
@@ -20,15 +24,14 @@ struct queue {
 struct link {
     atomic_int users;
     struct replicas* owner;  // lives while a request of the model is not answered
-    uint32_t device;
+    uint32_t number;  // of the device
     char *model, *registration, *settings;
     struct link *next_due, *next_watched;
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    enum state state;
+    struct device device;  // its state determines whether the link has a socket; STATE_CONNECTING begins without one
     bool loading;  // link_load waits for the state, and mends the link itself
-    bool attempted;  // the first attempt is over
     int fd;
     bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
     struct arena* arena;
@@ -39,14 +42,9 @@ struct link {
     int64_t unnoticed_ns;
     uint64_t execution_ns;  // learned
     struct interface* interface;
-    char* down;    // for clients while no runtime serves the model; NULL: one is expected
-    char* reason;  // for the log; NULL: none
-    bool rejected, dangerous;  // the runtime does not load the model; because it ended runtimes
-    bool started;  // a runtime had the model when the link last had one: the next one shall have it, too
-    bool asked;    // requests wait for the model, or the placement table wants it here, although it may be cold
-    int64_t first_deadline_ns;  // of these requests; 0: none
-    int64_t ready_at_ns;  // a model that starts does not serve before; 0: not known
-    int64_t backoff_ns, due_ns;
+    char* failure;  // why the latest attempt failed; NULL: no attempt has failed
+    struct demand demand, told;  // the present demand, and the demand that the runtime knows
+    int64_t due_ns;  // time of the next attempt; does not change while a mender has the link
     uint64_t next_id;
     struct pending *first, *last, **buckets;  // buckets: NULL without a connection
     struct { int64_t budget_ns; int64_t then_ns; uint32_t left_out; } logged[STATUSES];
@@ -57,51 +55,56 @@ struct link {
     int64_t reported_ns;
 };
 
-extern const char LINK_DOWN[];
-extern const char LATE[];
-
 // `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
 struct replicas {
     uint8_t digest[16];
     uint32_t count, home;
     struct link* links[MAX_DEVICES];
-    _Atomic int64_t retry_ns, start_timeout_ns;  // the second is 0 until a runtime says that the model is cold
+    _Atomic uint64_t ready;  // devices whose runtime serves the model, bit n for device n
+    _Atomic uint64_t mask;   // the placement table's mask when the model was last spread over its devices
+    _Atomic int64_t retry_ns, start_timeout_ns;  // as in read_outage
     // Requests that wait for a runtime, under the lock of resubmission.c.
     struct queue waiting;
+    struct demand demand;
     uint32_t waiting_count;
     uint64_t waiting_bytes;
     bool has_suspect;  // a suspect is under way
+    struct killers* killers;  // under the same lock; NULL until a request has ended a runtime
+    _Atomic int64_t killers_until_ns;  // time from which on no recorded inputs count
     struct replicas* next_waiting;
 };
 
 // The link that gets a batch, by the placement table and by when its device answers. NULL: no runtime reads.
 struct link* replicas_soonest(struct replicas*);
-// False: a runtime serves the model. Otherwise `why`, for clients, is empty if there may be one soon, and `starts` says
-// that the model was cold, not that its runtime died. If a runtime starts it, and has said how long that takes at least,
-// `ready_at_ns` is not 0.
-bool replicas_down(struct replicas*, struct text* why, bool* starts, int64_t* ready_at_ns);
-// Has runtimes know whether requests wait, the earliest deadline (0: none) included. Starts a cold model on one device.
-void replicas_ask(struct replicas*, bool waits, int64_t first_deadline_ns);
+void replicas_read_outage(struct replicas*, struct outage*, int64_t now);
+// Starts the model on one device if none serves it and no start is under way.
+void replicas_start(struct replicas*, int64_t now);
+// Reports the waiting requests to the runtimes that start the model.
+void replicas_tell(struct replicas*, struct demand);
 
 bool resubmission_begin(void);
 // Has a request, which the caller owns, wait for a runtime; or ends it with the reason why it cannot. No lock is held.
 void resubmission_add(struct link*, struct pending*);
+// Submits a part of a large request on the thread that resubmits requests. Limits of the wait for a runtime do not count.
+void resubmission_add_part(struct link*, struct pending*);
 void resubmission_ended(struct link*, struct pending*);  // the suspect that is under way has its answer
+// Records for a request's inputs how many runtimes died while they executed them. 0: the request was answered.
+void resubmission_record(struct link*, const struct pending*, uint32_t deaths);
+// Fails a request, whose inputs are in its place, if requests with equal inputs have ended too many runtimes.
+void resubmission_check(struct link*, struct pending*);
 void resubmission_wake(void);  // a model has a runtime, or cannot have one
 
 // A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
-// Waits until the runtime serves the model, however long compiling takes. False: it does not, and `why`.
-bool link_load(struct link*, struct text* why, bool* dangerous);
-void link_begin(struct link*);                       // reaches for the runtime without waiting
-void link_begin_cold(struct link*);                  // reaches for it when the model is asked for
-void link_start(struct link*);                       // starts the model if it is cold and its back-off is over
-// Has the runtime that starts the model know whether requests wait.
-void link_ask(struct link*, bool waits, int64_t first_deadline_ns);
-bool link_is_reachable(const struct link*);          // false: the last attempt to reach the device's runtime failed
-// The runtime does not load the model now; `dangerous`: because it ended runtimes, so no other one shall try.
-bool link_rejects(struct link*, bool* dangerous);
-void link_await(struct link*, int64_t until_ns);     // waits for the first attempt
+// Waits until the runtime serves the model, however long compiling takes. If it does not, returns false and the reason `why`;
+// `barred` is then set if no other runtime shall try.
+bool link_load(struct link*, struct text* why, bool* barred);
+// Begins an attempt to reach the runtime, without waiting for it, if none was made, or if the model is cold and `asked` for.
+void link_connect(struct link*, bool asked);
+bool link_is_cold(struct link*);
+// Reports the waiting requests to the runtime that starts the model.
+void link_tell(struct link*, struct demand);
+void link_await(struct link*, int64_t until_ns);     // waits for the first attempt, if there is one
 uint32_t link_devices(struct link*);
 // Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.
 int64_t link_answers_in_ns(struct link*);

@@ -1,3 +1,4 @@
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -9,9 +10,6 @@
 
 #include "native.h"
 
-// The arena has this many bytes at first, and keeps this many when it is idle.
-#define FIRST_BYTES (1ull << 20)
-#define KEEP_BYTES (64ull << 20)
 // The runtime's limit.
 #define MAX_SEGMENTS 1024u
 #define MAX_BYTES (1ull << 40)
@@ -20,12 +18,6 @@
 #ifndef CGROUP
 #define CGROUP "/sys/fs/cgroup"
 #endif
-
-// The black box, as docs/protocol.md has it.
-#define SLOT_BYTES 512u
-#define BOX_BYTES (7 * SLOT_BYTES)
-#define KEY_AT 10
-enum { EXECUTING = 4, LOOPING = 5, EXECUTING_ALONE = 0x80 };
 
 struct range {
     uint64_t offset, bytes;
@@ -47,7 +39,7 @@ struct arena {
     uint64_t bytes, places;
     uint32_t* dropped;
     uint32_t dropped_count;
-    bool closed;
+    bool closed, lacks_descriptors;
 };
 
 // --- the board ------------------------------------------------------------------------------------------------------
@@ -125,15 +117,15 @@ bool board_blames(const _Atomic uint64_t* memory, const char* key) {
     bool crashed = length > (ssize_t)BOX_BYTES, hung = false, loop_hung = false, found = false, blamed = false;
     for (const uint8_t* slot = box; slot < box + BOX_BYTES; slot += SLOT_BYTES) {
         hung |= slot[1] == 1;
-        loop_hung |= slot[0] == LOOPING && slot[1] == 1;
+        loop_hung |= slot[0] == PHASE_LOOPING && slot[1] == 1;
     }
     if (!crashed && !hung) return false;
     for (const uint8_t* slot = box; slot < box + BOX_BYTES && !loop_hung; slot += SLOT_BYTES) {
-        int phase = slot[0] & ~EXECUTING_ALONE;
-        if (phase == 0 || phase > EXECUTING || !slot[KEY_AT]) continue;
+        int phase = slot[0] & ~ALONE_BIT;
+        if (phase == 0 || phase > PHASE_EXECUTING || !slot[KEY_AT]) continue;
         found = true;
         bool same = strncmp(key, (const char*)slot + KEY_AT, SLOT_BYTES - KEY_AT) == 0;
-        blamed |= phase == EXECUTING && same && (slot[1] || !hung);
+        blamed |= phase == PHASE_EXECUTING && same && (slot[1] || !hung);
     }
     return blamed || !found;
 }
@@ -143,7 +135,7 @@ bool board_sleeps(const _Atomic uint64_t* memory) {
     pthread_mutex_lock(&board_lock);
     struct board* board = boards;
     while (board->memory != memory) board = board->next;
-    bool is_read = pread(board->blackbox, &sleeps, 1, BOX_BYTES - 1) == 1;
+    bool is_read = pread(board->blackbox, &sleeps, 1, ASLEEP_AT) == 1;
     pthread_mutex_unlock(&board_lock);
     return is_read && sleeps == 1;
 }
@@ -214,6 +206,7 @@ static bool take_from(struct segment* segment, uint64_t bytes, uint64_t* offset)
 
 static bool add_segment(struct arena* arena, uint64_t bytes) {
     uint64_t size = FIRST_BYTES;
+    arena->lacks_descriptors = false;
     while (size < bytes || (size < arena->bytes && arena->bytes < KEEP_BYTES)) size *= 2;
     if (size > KEEP_BYTES) size = (bytes + 4095) & ~4095ull;
     if (arena->count >= MAX_SEGMENTS || arena->bytes + size > MAX_BYTES) return false;
@@ -225,6 +218,7 @@ static bool add_segment(struct arena* arena, uint64_t bytes) {
     *segment = (struct segment){.id = arena->next_id, .bytes = size, .free_count = 1, .free_space = 16};
     segment->free = malloc(segment->free_space * sizeof *segment->free);
     segment->fd = memfd_create("rsrv-tensors", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    arena->lacks_descriptors = segment->fd < 0 && errno == EMFILE;
     segment->memory = MAP_FAILED;
     if (segment->free && segment->fd >= 0 && ftruncate(segment->fd, (off_t)size) == 0 &&
         fcntl(segment->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
@@ -254,6 +248,8 @@ bool arena_take(struct arena* arena, uint64_t bytes, struct place* place) {
         return true;
     }
 }
+
+bool arena_lacks_descriptors(const struct arena* arena) { return arena->lacks_descriptors; }
 
 struct place arena_cut(struct place* place, uint64_t bytes) {
     struct place front = *place;

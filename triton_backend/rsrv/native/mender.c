@@ -16,7 +16,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct mender menders[MAX_DEVICES];
 
 void mender_add(struct link* link) {
-    struct mender* mender = &menders[link->device];
+    struct mender* mender = &menders[link->number];
     link_hold(link);
     link->next_due = NULL;
     pthread_mutex_lock(&lock);

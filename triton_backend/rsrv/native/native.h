@@ -7,14 +7,18 @@
 //   link.c      a model's connection to a runtime, and the thread that reads all of them
 //   mender.c    the threads that connect models to a runtime again, one per device
 //   trace.c     trace contexts of requests, and ended spans until they are reported
+//   large.c     requests that are submitted in parts
 //   waiting.c   a model's requests from execute() until the runtime has ended them, and the figures about them
+//   front.c     decisions about requests without a runtime, without locks, clocks and effects
 //   resubmission.c  a model's requests without a runtime: the next runtime, or another device's, gets them
+//   guard.c     the guard of models with the Python front, a batching strategy of Triton's; nothing else here uses it
 //   launch.c    where the runtime listens, and how it is started
 //   protocol.c  frames and descriptors; the description of a model, which is checked before it is believed
 //   memory.c    the shared memory of a connection, and the runtime's board
+//   rules.h     constants, statuses and texts that both fronts share; tools/native_rules.py writes it
 //   text.c      texts: UTF-8, quoting, the tag of a request's id, and the log
 //
-// A fault here ends the server with all of its models. So the bytes of the runtime are checked like those of a client,
+// A fault here ends the server with all of its models. So the runtime's bytes are checked like a client's,
 // every buffer has its length beside it, and no function keeps a pointer into a frame.
 #pragma once
 #include <stdatomic.h>
@@ -22,30 +26,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "rules.h"
 #include "triton.h"
 
-#define MAGIC 0x56525352u
-#define PROTOCOL_VERSION 11
-#define FLAT_MAGIC 0x54414c46u
-#define MAX_FRAME (128 * 1024)
-#define HEADER_BYTES 8
-#define ENTRY_BYTES 72       // of a submission
-#define COMPLETION_BYTES 32
-#define ALONE 1u   // flag of a submission: nothing else uses the device meanwhile
-#define WAITED 2u  // flag of a submission: a full queue does not refuse it
-#define MARK_BYTES 32        // of a traced request
 #define MAX_RANK 32
-#define ALIGNMENT 64u
-
-enum { HELLO = 1, REGISTER = 2, SEGMENT = 3, DROP_SEGMENT = 4, SUBMIT = 5, CANCEL = 6, REPORT = 15, TRACE = 25, SPANS = 26, DEMAND = 31 };
-enum { WELCOME = 16, REGISTERED = 17, REJECTED = 18, DONE = 19, REPORTED = 24, COLD = 27, STARTING = 28 };
-
-enum status {
-    OK, INVALID, NOT_FOUND, QUEUE_FULL, DEADLINE, CANCELLED, RUNTIME_DOWN, NOT_RESIDENT, INTERNAL, PAUSED,
-    SEQUENCE_LOST, STATUSES
-};
+#define DIGEST_BYTES 16
 
 #define NS_PER_S 1000000000ll
+#define NS_PER_MS 1000000ll
 int64_t now_ns(void);
 
 // --- text.c -------------------------------------------------------------------------------------------------
@@ -65,7 +53,8 @@ void text_add_bytes(struct text*, const char* bytes, size_t length);  // broken 
 void text_add_quoted(struct text*, const char*, size_t most);         // as Python's repr, cut to `most` characters
 void text_add_json(struct text*, const char*);                        // a JSON string with its quotes
 bool is_utf8(const char*);
-void text_digest(const char*, uint8_t* digest, size_t length);  // of at most 64 bytes
+extern const char OUT_OF_DESCRIPTORS[];
+void digest_bytes(const void*, size_t bytes, uint8_t* digest, size_t length);  // of at most 64 bytes
 uint64_t request_tag(const char* id);
 void log_line(int level, const char* model, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
@@ -84,6 +73,7 @@ struct place {
 // Not thread-safe: the link that owns an arena guards it. The memory stays mapped until the last place is given back.
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
+bool arena_lacks_descriptors(const struct arena*);  // the reason of the latest failure of arena_take
 // Cuts `bytes` off the front of a place, which has as many at least; each part is given back for itself.
 struct place arena_cut(struct place*, uint64_t bytes);
 void arena_give(struct place*);
@@ -92,8 +82,6 @@ bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // a segment that 
 void arena_announced(struct arena*);                          // it does now
 bool arena_dropped(struct arena*, uint32_t* segment);         // one that it still maps; a call of arena_forget follows
 void arena_forget(struct arena*);
-
-#define BOARD_BYTES 65536u
 
 // The board of the runtime in a directory, mapped to be read. NULL: the descriptor is no board. Closes the descriptor.
 const _Atomic uint64_t* board_map(int fd, const char* directory);
@@ -111,14 +99,14 @@ struct tensor {
     char* name;
     int type;  // Triton's
     uint32_t item_bytes, rank;
-    int32_t batch_axis;  // -1: none
+    int32_t batch_axis, padded_axis;  // -1: none
     int64_t dims[MAX_RANK];  // -1 on axes that vary
     uint64_t row_bytes;  // of one row; of the whole tensor if it has no batch axis
 };
 
 struct variant {
     uint32_t* sizes;
-    uint32_t size_count;
+    uint32_t size_count, length;  // length of the padded axis; 0: there is none
     struct tensor *inputs, *outputs;
 };
 
@@ -140,8 +128,8 @@ struct interface {
 struct interface* interface_read(const uint8_t* bytes, size_t length, const char** why);  // NULL: it is wrong
 void interface_hold(struct interface*);
 void interface_drop(struct interface*);
-uint64_t tensor_bytes(const struct tensor*, uint64_t rows);
-uint64_t block_bytes(const struct tensor*, uint32_t count, uint64_t rows);
+uint64_t tensor_bytes(const struct tensor*, uint64_t rows, uint64_t length);
+uint64_t block_bytes(const struct tensor*, uint32_t count, uint64_t rows, uint64_t length);
 
 struct frame {
     uint16_t kind;
@@ -171,8 +159,11 @@ void put_header(uint8_t*, uint16_t kind, uint32_t count);
 // Reads entry `index` of a DONE frame, and where its text is. False: the frame is wrong.
 bool completions_check(const struct frame*);
 struct completion completion_at(const struct frame*, uint32_t index);
-// Reads the body of COLD or STARTING, a time. False: the frame is wrong.
+// Reads the body of COLD, a time. False: the frame is wrong.
 bool nanoseconds_read(const struct frame*, int64_t* ns);
+// Reads the body of STARTING: the shortest time that the start can take (0: not known), how long requests may wait for the
+// next step, and the text of this step. False: the frame is wrong.
+bool starting_read(const struct frame*, int64_t* least_ns, int64_t* limit_ns, struct text* step);
 
 // --- launch.c -----------------------------------------------------------------------------------------------
 
@@ -193,7 +184,7 @@ bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct
 // --- placement.c --------------------------------------------------------------------------------------------
 
 // Returns the devices of the model whose name has this digest of 16 bytes, bit n for device n. 0: the table does not say.
-uint64_t placement_mask(const uint8_t digest[16]);
+uint64_t placement_mask(const uint8_t digest[DIGEST_BYTES]);
 uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // zlib's
 
 // --- trace.c ------------------------------------------------------------------------------------------------
@@ -211,6 +202,7 @@ void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES])
 // --- request.c ----------------------------------------------------------------------------------------------
 
 struct link;
+struct large;
 
 // A request of a client, from execute() until its answer; its memory until the runtime has ended it.
 struct pending {
@@ -219,7 +211,7 @@ struct pending {
     TRITONBACKEND_Request* request;  // NULL: answered
     TRITONBACKEND_ModelInstance* instance;
     struct interface* interface;
-    uint32_t variant, rows;
+    uint32_t variant, rows, length;  // length along the padded axis; 0: there is none
     uint16_t priority;
     int64_t deadline_ns, begun_ns, sent_ns;
     uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
@@ -227,6 +219,12 @@ struct pending {
     struct trace* trace;  // NULL: not traced
     bool cancelling;
     bool read;  // its parameters are
+    // A part of a large request has these rows of Triton's request, which the large request has.
+    struct large* large;  // NULL: it is no part
+    uint32_t first;       // row where the part begins
+    uint64_t whole;       // number that the parts have in common
+    bool admitted;        // a full queue does not refuse it
+    TRITONBACKEND_Response* response;  // of a large request; NULL: it is not made yet
     // For resubmission.c. A suspect was executing when a runtime died; `suspect`: it is the one that is under way.
     struct link* link;  // that it waits on; lives until the answer
     bool suspect;
@@ -243,15 +241,28 @@ int64_t request_run_device(TRITONBACKEND_Request*);
 bool request_read_parameters(struct pending*);
 // Makes the request ready for its place, by the description of a model; false: it has failed.
 bool request_read(struct pending*, struct interface*);
+bool request_is_large(const struct pending*);  // it has more rows than the largest compiled size
 uint64_t request_input_bytes(const struct pending*);  // as far as they can be read
+// Makes the response of a large request, with a buffer for each output that the client wants; false: it has failed.
+bool request_open_response(struct pending*, uint8_t** buffers);
+void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // to their rows
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
 void request_write(struct pending*);  // copies the inputs to its place; may fail it
 bool request_launched(const struct pending*);  // false: the runtime never gave it to its device
-void request_submission(const struct pending*, uint8_t entry[ENTRY_BYTES]);
+// Computes the digest of the inputs, which are in the request's place.
+void request_digest(const struct pending*, uint8_t digest[DIGEST_BYTES]);
+void request_submission(const struct pending*, uint8_t entry[SUBMISSION_BYTES]);
 // Answers and releases the request, unless that was done: with its outputs, or with its failure.
 void request_answer(struct pending*, struct link*);
 void request_free(struct pending*);
 const char* status_name(enum status);
+
+// --- large.c --------------------------------------------------------------------------------------------------------
+
+// Submits the first parts of a request that was read. The request is answered when no part is submitted any more.
+void large_begin(struct link*, struct pending*);
+void large_take(struct pending* part, struct link*);  // takes the outcome of a part
+bool large_has_ended(struct large*);                  // its parts are of no use any more
 
 // --- link.c and waiting.c -------------------------------------------------------------------------------------
 

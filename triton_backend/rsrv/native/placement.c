@@ -9,12 +9,8 @@
 #include "native.h"
 
 // wire/placement_table.py has the format. The file is read, not mapped: one that shrinks must not end this process.
-#define TABLE_MAGIC "rsrvpt01"
 #define HEADER_AT_GENERATION 16
-#define TABLE_HEADER_BYTES 64u
 #define MOVED UINT64_MAX  // generation of a file that another one replaced
-// Between attempts to read a table that is absent or damaged.
-#define RETRY_NS NS_PER_S
 
 struct header { char magic[8]; uint32_t capacity, reserved; uint64_t generation; };
 struct half { uint64_t generation; uint32_t count, checksum; };
@@ -110,7 +106,7 @@ uint64_t placement_mask(const uint8_t digest[16]) {
     pthread_mutex_lock(&table_lock);
     if (table_generation == 0 || !read_generation(&generation) || generation != table_generation) {
         int64_t now = now_ns();
-        if (now >= retry_ns && !read_table()) retry_ns = now + RETRY_NS;
+        if (now >= retry_ns && !read_table()) retry_ns = now + TABLE_RETRY_NS;
     }
     const struct entry* found = entries ? bsearch(digest, entries, entry_count, sizeof *entries, compare) : NULL;
     uint64_t mask = found ? found->mask : 0;

@@ -35,6 +35,14 @@ void put_header(uint8_t* at, uint16_t kind, uint32_t count) {
     put_u32(at + 4, count);
 }
 
+// Returns true if this process may not open another file.
+static bool lacks_descriptors(int fd) {
+    int spare = dup(fd);
+    if (spare < 0) return errno == EMFILE;
+    close(spare);
+    return false;
+}
+
 // --- frames ---------------------------------------------------------------------------------------------------------
 
 int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const char** why) {
@@ -57,8 +65,12 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     }
     bool whole = !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && length >= HEADER_BYTES && count < 2;
     if (!whole) {
+        // Check this before the received descriptors are closed, which would free some.
+        bool lost = message.msg_flags & MSG_CTRUNC && lacks_descriptors(fd);
         while (count > 0) close(found[--count]);
-        *why = length == 0 ? "end of stream" : "a frame breaks the protocol";
+        *why = lost          ? OUT_OF_DESCRIPTORS
+               : length == 0 ? "end of stream"
+                             : "a frame breaks the protocol";
         return -1;
     }
     *frame = (struct frame){u16_at(buffer), u32_at(buffer + 4), buffer + HEADER_BYTES, (size_t)length - HEADER_BYTES,
@@ -130,6 +142,17 @@ bool nanoseconds_read(const struct frame* frame, int64_t* ns) {
     return found > 0;
 }
 
+bool starting_read(const struct frame* frame, int64_t* least_ns, int64_t* limit_ns, struct text* step) {
+    size_t times = 2 * sizeof(uint64_t);
+    if (frame->length < times || frame->length > times + MAX_PROGRESS) return false;
+    uint64_t least = u64_at(frame->body), limit = u64_at(frame->body + sizeof least);
+    *least_ns = least > MAX_RETRY_NS ? MAX_RETRY_NS : (int64_t)least;
+    *limit_ns = limit > MAX_RETRY_NS ? MAX_RETRY_NS : (int64_t)limit;
+    text_clear(step);
+    text_add_bytes(step, (const char*)frame->body + times, frame->length - times);
+    return limit > 0;
+}
+
 // --- the description of a model -------------------------------------------------------------------------------------
 
 // The protocol's types in its order, Triton's numbers of them, and their bytes.
@@ -188,8 +211,11 @@ static struct tensor* next_tensors(struct cursor* from, uint32_t count, bool bat
         uint8_t type = *next(from, 1);
         one->rank = *next(from, 1);
         one->batch_axis = (int16_t)u16_at(next(from, 2));
+        one->padded_axis = (int16_t)u16_at(next(from, 2));
         refuse(from, type >= sizeof TYPES / sizeof *TYPES || one->rank > MAX_RANK, "a tensor is of no known type");
         refuse(from, one->batch_axis < -1 || one->batch_axis >= (int32_t)one->rank, "a batch axis is wrong");
+        refuse(from, one->padded_axis < -1 || one->padded_axis >= (int32_t)one->rank, "a padded axis is wrong");
+        refuse(from, one->padded_axis >= 0 && one->padded_axis == one->batch_axis, "a padded axis is wrong");
         if (from->why) break;
         one->type = TYPES[type].triton;
         one->item_bytes = one->row_bytes = TYPES[type].bytes;
@@ -242,6 +268,11 @@ static void next_variant(struct cursor* from, struct interface* model, struct va
             i < model->input_count ? &variant->inputs[i] : &variant->outputs[i - model->input_count];
         refuse(from, one->batch_axis >= 0 && one->dims[one->batch_axis] != -1, "a batch axis is fixed");
         refuse(from, one->row_bytes > MAX_TENSOR_BYTES / previous, "a tensor is too large");
+        if (one->padded_axis < 0 || from->why) continue;
+        int64_t length = one->dims[one->padded_axis];
+        refuse(from, length < 1 || length > UINT32_MAX || (variant->length && length != variant->length),
+               "a padded axis is wrong");
+        variant->length = (uint32_t)length;
     }
 }
 
@@ -291,15 +322,19 @@ struct interface* interface_read(const uint8_t* bytes, size_t length, const char
     }
     for (uint32_t i = 0; i < model->input_count && !from.why; i++)
         refuse(&from, model->batched && model->client_inputs[i].rank == 0, "an input has no rows");
-    for (uint32_t v = 1; v < model->variant_count && !from.why; v++)
+    for (uint32_t v = 1; v < model->variant_count && !from.why; v++) {
+        uint32_t shorter = model->variants[v - 1].length, longer = model->variants[v].length;
+        refuse(&from, shorter || longer ? shorter == 0 || shorter >= longer : false, "lengths do not ascend");
         for (uint32_t i = 0; i < model->input_count + model->output_count && !from.why; i++) {
             bool is_input = i < model->input_count;
             uint32_t at = is_input ? i : i - model->input_count;
             const struct variant *one = &model->variants[v], *first = &model->variants[0];
             const struct tensor* mine = is_input ? &one->inputs[at] : &one->outputs[at];
             const struct tensor* its = is_input ? &first->inputs[at] : &first->outputs[at];
-            refuse(&from, mine->type != its->type || mine->rank != its->rank, "variants differ in more than extents");
+            refuse(&from, mine->type != its->type || mine->rank != its->rank || mine->padded_axis != its->padded_axis,
+                   "variants differ in more than extents");
         }
+    }
     *why = from.why;
     if (!from.why) return model;
     free_interface(model);
@@ -312,12 +347,14 @@ void interface_drop(struct interface* model) {
     if (model && atomic_fetch_sub(&model->users, 1) == 1) free_interface(model);
 }
 
-uint64_t tensor_bytes(const struct tensor* tensor, uint64_t rows) {
-    return tensor->batch_axis < 0 ? tensor->row_bytes : tensor->row_bytes * rows;
+uint64_t tensor_bytes(const struct tensor* tensor, uint64_t rows, uint64_t length) {
+    uint64_t bytes = tensor->row_bytes;
+    if (tensor->padded_axis >= 0) bytes = bytes / (uint64_t)tensor->dims[tensor->padded_axis] * length;
+    return tensor->batch_axis < 0 ? bytes : bytes * rows;
 }
 
-uint64_t block_bytes(const struct tensor* tensors, uint32_t count, uint64_t rows) {
+uint64_t block_bytes(const struct tensor* tensors, uint32_t count, uint64_t rows, uint64_t length) {
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < count; i++) bytes += aligned(tensor_bytes(&tensors[i], rows));
+    for (uint32_t i = 0; i < count; i++) bytes += aligned(tensor_bytes(&tensors[i], rows, length));
     return bytes;
 }

@@ -10,33 +10,14 @@
 
 #define MAX_ID 200
 #define MAX_VALUE 50
+#define MAX_KEY 80
 // Input buffers of one tensor are copied one after the other; a tensor's shape is copied when it is checked.
-static const char UNKNOWN_INPUT[] = "the request has an input that the model does not have";
 
 // --- failures -------------------------------------------------------------------------------------------------------
 
-static const struct { const char* name; int code; bool tagged; } STATUS[STATUSES] = {
-    [OK] = {"OK", 0, false},
-    [INVALID] = {"INVALID", CODE_INVALID_ARG, false},
-    [NOT_FOUND] = {"NOT_FOUND", CODE_NOT_FOUND, false},
-    [QUEUE_FULL] = {"QUEUE_FULL", CODE_UNAVAILABLE, true},
-    [DEADLINE] = {"DEADLINE", CODE_UNAVAILABLE, true},
-    [CANCELLED] = {"CANCELLED", CODE_CANCELLED, false},
-    [RUNTIME_DOWN] = {"RUNTIME_DOWN", CODE_UNAVAILABLE, true},
-    [NOT_RESIDENT] = {"NOT_RESIDENT", CODE_UNAVAILABLE, true},
-    [INTERNAL] = {"INTERNAL", CODE_INTERNAL, false},
-    [PAUSED] = {"PAUSED", CODE_UNAVAILABLE, true},
-    [SEQUENCE_LOST] = {"SEQUENCE_LOST", CODE_NOT_FOUND, true},
-};
+static const struct { const char* name; int code; bool tagged; } STATUS[STATUSES] = {STATUS_ROWS};
 
 const char* status_name(enum status status) { return STATUS[status].name; }
-
-static struct text* begin_failure(struct pending* one, enum status status) {
-    one->status = status;
-    if (!one->failure) one->failure = malloc(sizeof *one->failure);
-    if (one->failure) text_clear(one->failure);
-    return one->failure;
-}
 
 void request_fail(struct pending* one, enum status status, const char* format, ...) {
     char buffer[TEXT_BYTES];
@@ -44,8 +25,18 @@ void request_fail(struct pending* one, enum status status, const char* format, .
     va_start(values, format);
     vsnprintf(buffer, sizeof buffer, format, values);
     va_end(values);
-    struct text* text = begin_failure(one, status);
-    if (text) text_add_bytes(text, buffer, strlen(buffer));
+    one->status = status;
+    if (!one->failure) one->failure = malloc(sizeof *one->failure);
+    if (!one->failure) return;
+    text_clear(one->failure);
+    text_add_bytes(one->failure, buffer, strlen(buffer));
+}
+
+static struct text quoted(const char* from, size_t most) {
+    struct text text;
+    text_clear(&text);
+    text_add_quoted(&text, from, most);
+    return text;
 }
 
 // Triton's functions fail only for arguments that are wrong, or for lack of memory.
@@ -53,7 +44,7 @@ static bool worked(struct pending* one, TRITONSERVER_Error* error) {
     if (!error) return true;
     log_line(LOG_ERROR, NULL, "Triton refuses a call: %s", TRITONSERVER_ErrorMessage(error));
     TRITONSERVER_ErrorDelete(error);
-    if (one) request_fail(one, INTERNAL, "the request could not be handled; the server's log says why");
+    if (one) request_fail(one, INTERNAL, NOT_HANDLED);
     return false;
 }
 
@@ -79,16 +70,15 @@ static void add_value(struct text* text, int type, const void* value) {
     }
 }
 
-// Reads an integer from `first` below `limit`, both as they are shown; a negative `first` admits all numbers.
+// Reads an integer from `first` to `last`, which are the texts for an error. A negative `first` admits all numbers.
 static bool read_integer(struct pending* one, const char* key, int type, const void* value, const char* first,
-                         const char* limit, int64_t most, int64_t* number) {
+                         const char* last, int64_t most, int64_t* number) {
     *number = type == PARAMETER_INT ? *(const int64_t*)value : -1;
     if (type == PARAMETER_INT && (*first == '-' || (*number >= 0 && *number <= most))) return true;
-    struct text* text = begin_failure(one, INVALID);
-    if (text) {
-        text_add(text, "parameter %s must be an integer from %s below %s, got ", key, first, limit);
-        add_value(text, type, value);
-    }
+    struct text got;
+    text_clear(&got);
+    add_value(&got, type, value);
+    request_fail(one, INVALID, NO_INTEGER, key, first, last, got.bytes);
     return false;
 }
 
@@ -103,7 +93,7 @@ static bool read_run(struct pending* one, int type, const void* value) {
     for (size_t i = 0; i < length; i++) number = number * 10 + (unsigned)(digits[i] - '0');
     one->run = (uint64_t)number;
     if (length > 0 && length <= 20 && digits[length] == 0 && number <= UINT64_MAX) return true;
-    request_fail(one, INVALID, "parameter rsrv_run is for sub-calls of meta models");
+    request_fail(one, INVALID, NO_RUN, "rsrv_run");
     return false;
 }
 
@@ -116,23 +106,26 @@ static void limit_to(struct pending* one, __int128 ns) {
 static bool read_parameter(struct pending* one, const char* key, int type, const void* value) {
     int64_t number;
     if (!is_utf8(key) || (type == PARAMETER_STRING && !is_utf8(value))) {
-        request_fail(one, INVALID, "the request's id and parameters must be UTF-8");
+        request_fail(one, INVALID, NOT_UTF8);
         return false;
     }
     if (strcmp(key, "rsrv_run") == 0) return read_run(one, type, value);
     if (strcmp(key, "rsrv_priority") == 0) {
-        if (!read_integer(one, key, type, value, "0", "65535", 65534, &number)) return false;
+        if (!read_integer(one, key, type, value, "0", "65534", 65534, &number)) return false;
         one->priority = (uint16_t)number;
     } else if (strcmp(key, "rsrv_deadline_unix_ns") == 0) {
         struct timespec now;
-        if (!read_integer(one, key, type, value, "0", "9223372036854775808", INT64_MAX, &number)) return false;
+        if (!read_integer(one, key, type, value, "0", "9223372036854775807", INT64_MAX, &number)) return false;
         // Only here does a deadline depend on the calendar, which may change.
         clock_gettime(CLOCK_REALTIME, &now);
         if (number) limit_to(one, (__int128)number - (now.tv_sec * NS_PER_S + now.tv_nsec) + one->begun_ns);
     } else if (strcmp(key, "reactant_timeout_ns") == 0) {
-        if (!read_integer(one, key, type, value, "-9223372036854775808", "9223372036854775808", INT64_MAX, &number))
+        if (!read_integer(one, key, type, value, "-9223372036854775808", "9223372036854775807", INT64_MAX, &number))
             return false;
         if (number > 0) limit_to(one, (__int128)one->begun_ns + number);
+    } else if (strncmp(key, "rsrv_", 5) == 0 && strcmp(key, "rsrv_device") != 0 && strcmp(key, "rsrv_sticky") != 0) {
+        request_fail(one, INVALID, UNKNOWN_PARAMETER, quoted(key, MAX_KEY).bytes);
+        return false;
     }
     return true;
 }
@@ -148,7 +141,7 @@ bool request_read_parameters(struct pending* one) {
         !worked(one, TRITONBACKEND_RequestParameterCount(one->request, &count)))
         return false;
     if (!is_utf8(id)) {
-        request_fail(one, INVALID, "the request's id and parameters must be UTF-8");
+        request_fail(one, INVALID, NOT_UTF8);
         return false;
     }
     one->tag = request_tag(id);
@@ -170,10 +163,11 @@ struct shape {
     uint32_t rank;
 };
 
-static bool fits(const int64_t* dims, uint32_t rank, struct shape shape) {
-    if (rank != shape.rank) return false;
-    for (uint32_t i = 0; i < rank; i++)
-        if (dims[i] != -1 && dims[i] != shape.dims[i]) return false;
+// The padded axis fits: `find_length` has checked it.
+static bool fits(const struct tensor* tensor, struct shape shape) {
+    if (tensor->rank != shape.rank) return false;
+    for (uint32_t i = 0; i < tensor->rank; i++)
+        if (tensor->dims[i] != -1 && (int32_t)i != tensor->padded_axis && tensor->dims[i] != shape.dims[i]) return false;
     return true;
 }
 
@@ -183,72 +177,90 @@ static void add_dims(struct text* text, const int64_t* dims, uint32_t rank) {
     text_add(text, "]");
 }
 
-static void add_sizes(struct text* text, const struct variant* variant) {
-    for (uint32_t i = 0; i < variant->size_count; i++)
-        text_add(text, "%s%" PRIu32, i ? ", " : "", variant->sizes[i]);
-}
-
-static void fail_shape(struct pending* one, const char* name, const struct tensor* expected, int64_t axis, struct shape got) {
-    struct text* text = begin_failure(one, INVALID);
-    if (!text) return;
-    text_add(text, "input ");
-    text_add_quoted(text, name, TEXT_BYTES);
-    text_add(text, ": expected shape ");
-    add_dims(text, expected->dims, expected->rank);
-    if (axis >= 0) text_add(text, " (axis %" PRId64 " is the batch)", axis);
-    text_add(text, ", got ");
-    add_dims(text, got.dims, got.rank);
+static void fail_shape(struct pending* one, const char* name, const struct tensor* tensor, int axis, struct shape shape) {
+    struct text expected, got;
+    char batch[sizeof BATCH_AXIS + 12] = "";
+    text_clear(&expected);
+    add_dims(&expected, tensor->dims, tensor->rank);
+    text_clear(&got);
+    add_dims(&got, shape.dims, shape.rank);
+    if (axis >= 0) snprintf(batch, sizeof batch, BATCH_AXIS, axis);
+    request_fail(one, INVALID, WRONG_SHAPE, quoted(name, TEXT_BYTES).bytes, expected.bytes, batch, got.bytes);
 }
 
 static void fail_variants(struct pending* one, const struct interface* model, const struct shape* shapes) {
     const struct tensor* first = model->variants[0].inputs;
     if (model->variant_count == 1) {
         for (uint32_t i = 0; i < model->input_count; i++)
-            if (!fits(first[i].dims, first[i].rank, shapes[i])) {
+            if (!fits(&first[i], shapes[i])) {
                 fail_shape(one, first[i].name, &first[i], first[i].batch_axis, shapes[i]);
                 return;
             }
     }
-    struct text* text = begin_failure(one, INVALID);
-    if (!text) return;
-    text_add(text, "no module is compiled for ");
+    struct text got, compiled;
+    text_clear(&got);
     for (uint32_t i = 0; i < model->input_count; i++) {
-        text_add(text, "%s%s ", i ? ", " : "", first[i].name);
-        add_dims(text, shapes[i].dims, shapes[i].rank);
+        text_add(&got, "%s%s ", i ? ", " : "", first[i].name);
+        add_dims(&got, shapes[i].dims, shapes[i].rank);
     }
-    text_add(text, "; compiled are ");
+    text_clear(&compiled);
     for (uint32_t v = 0; v < model->variant_count; v++)
         for (uint32_t i = 0; i < model->input_count; i++) {
             const struct tensor* tensor = &model->variants[v].inputs[i];
-            text_add(text, "%s%s ", i ? ", " : v ? "; " : "", tensor->name);
-            add_dims(text, tensor->dims, tensor->rank);
+            text_add(&compiled, "%s%s ", i ? ", " : v ? "; " : "", tensor->name);
+            add_dims(&compiled, tensor->dims, tensor->rank);
         }
-    text_add(text, " (-1 is the batch)");
+    request_fail(one, INVALID, NO_VARIANT, got.bytes, compiled.bytes);
 }
 
 static bool check_rows(struct pending* one, const struct interface* model, const struct variant* variant, int64_t rows) {
     uint32_t largest = variant->sizes[variant->size_count - 1];
     bool compiled = false;
     for (uint32_t i = 0; i < variant->size_count; i++) compiled |= variant->sizes[i] == rows;
-    if (rows <= largest && (compiled || !model->exact)) return true;
-    struct text* text = begin_failure(one, INVALID);
-    if (!text) return false;
-    text_add(text, "%" PRId64 " rows", rows);
-    text_add(text, "%s", rows > largest ? " exceed the largest compiled batch size; compiled are "
-                                        : ": this model runs at its compiled batch sizes only: ");
-    add_sizes(text, variant);
-    if (rows > largest) text_add(text, ". Send fewer rows a request");
+    // Triton limits the rows of a request only if it batches the model.
+    if (rows <= largest ? compiled || !model->exact : model->batched && !model->exact && !one->large) return true;
+    struct text sizes;
+    text_clear(&sizes);
+    for (uint32_t i = 0; i < variant->size_count; i++)
+        text_add(&sizes, "%s%" PRIu32, i ? ", " : "", variant->sizes[i]);
+    request_fail(one, INVALID, rows > largest ? TOO_MANY_ROWS : OTHER_SIZE, rows, sizes.bytes);
+    return false;
+}
+
+// Sets the length of a request along the padded axis; 0 if there is none.
+static bool find_length(struct pending* one, const struct shape* shapes) {
+    const struct interface* model = one->interface;
+    const struct tensor* inputs = model->variants[0].inputs;
+    int64_t longest = model->variants[model->variant_count - 1].length, least = INT64_MAX, most = -1;
+    one->length = 0;
+    if (!longest) return true;
+    for (uint32_t i = 0; i < model->input_count; i++) {
+        if (inputs[i].padded_axis < 0 || inputs[i].padded_axis >= (int32_t)shapes[i].rank) continue;
+        int64_t length = shapes[i].dims[inputs[i].padded_axis];
+        least = length < least ? length : least;
+        most = length > most ? length : most;
+    }
+    if (least == most && most > 0 && most <= longest) {
+        one->length = (uint32_t)most;
+        return true;
+    }
+    struct text lengths;
+    text_clear(&lengths);
+    add_dims(&lengths, (const int64_t[]){least, most}, least < most ? 2 : 1);
+    request_fail(one, INVALID, WRONG_LENGTH, lengths.bytes, (long)longest);
     return false;
 }
 
 // Sets the variant and the number of rows, which is the extent of the batch axes; 1 if there is none.
 static bool resolve(struct pending* one, const struct shape* shapes) {
     const struct interface* model = one->interface;
+    if (!find_length(one, shapes)) return false;
     for (uint32_t v = 0; v < model->variant_count; v++) {
         const struct variant* variant = &model->variants[v];
+        if (variant->length < one->length) continue;
         int64_t rows = -1, least = -1, most = -1;
         uint32_t i = 0;
-        while (i < model->input_count && fits(variant->inputs[i].dims, variant->inputs[i].rank, shapes[i])) i++;
+        while (i < model->input_count && fits(&variant->inputs[i], shapes[i])) i++;
         if (i < model->input_count) continue;
         for (i = 0; i < model->input_count; i++) {
             if (variant->inputs[i].batch_axis < 0) continue;
@@ -257,15 +269,18 @@ static bool resolve(struct pending* one, const struct shape* shapes) {
             most = rows > most ? rows : most;
         }
         if (least != most) {
-            request_fail(one, INVALID, "the inputs disagree on the number of rows: [%" PRId64 ", %" PRId64 "]", least, most);
+            struct text counts;
+            text_clear(&counts);
+            add_dims(&counts, (const int64_t[]){least, most}, 2);
+            request_fail(one, INVALID, ROWS_DIFFER, counts.bytes);
             return false;
         }
-        rows = rows < 0 ? 1 : rows;
+        rows = one->large ? one->rows : rows < 0 ? 1 : rows;
         if (!check_rows(one, model, variant, rows)) return false;
         one->variant = v;
         one->rows = (uint32_t)rows;
-        one->input_bytes = block_bytes(variant->inputs, model->input_count, (uint64_t)rows);
-        one->output_bytes = block_bytes(variant->outputs, model->output_count, (uint64_t)rows);
+        one->input_bytes = block_bytes(variant->inputs, model->input_count, (uint64_t)rows, one->length);
+        one->output_bytes = block_bytes(variant->outputs, model->output_count, (uint64_t)rows, one->length);
         return true;
     }
     fail_variants(one, model, shapes);
@@ -288,7 +303,7 @@ static bool find_inputs(struct pending* one, TRITONBACKEND_Input** found, struct
             return false;
         while (at < model->input_count && strcmp(name, model->variants[0].inputs[at].name) != 0) at++;
         if (at == model->input_count) {
-            request_fail(one, INVALID, "%s", UNKNOWN_INPUT);
+            request_fail(one, INVALID, UNKNOWN_INPUT);
             return false;
         }
         const struct tensor* expected = &model->client_inputs[model->input_of[at]];
@@ -299,7 +314,7 @@ static bool find_inputs(struct pending* one, TRITONBACKEND_Input** found, struct
             return false;
         }
         if (type != expected->type) {
-            request_fail(one, INVALID, "the request has '%s' of another type", name);
+            request_fail(one, INVALID, THE_REQUEST "has %s with another type", quoted(name, TEXT_BYTES).bytes);
             return false;
         }
         found[at] = input;
@@ -307,7 +322,7 @@ static bool find_inputs(struct pending* one, TRITONBACKEND_Input** found, struct
     }
     for (uint32_t i = 0; i < model->input_count; i++)
         if (!found[i]) {
-            request_fail(one, INVALID, "the request has no tensor '%s'", model->variants[0].inputs[i].name);
+            request_fail(one, INVALID, THE_REQUEST NO_INPUT, quoted(model->variants[0].inputs[i].name, TEXT_BYTES).bytes);
             return false;
         }
     return true;
@@ -340,14 +355,20 @@ bool request_read(struct pending* one, struct interface* model) {
     TRITONBACKEND_Input** inputs = calloc(model->input_count, sizeof *inputs);
     struct shape* shapes = calloc(model->input_count, sizeof *shapes);
     bool read = inputs && shapes;
-    if (!read) request_fail(one, QUEUE_FULL, "the server has no memory for this request; try again later");
+    if (!read) request_fail(one, QUEUE_FULL, NO_MEMORY);
     read = read && find_inputs(one, inputs, shapes) && resolve(one, shapes);
     free(inputs);
     free(shapes);
     return read;
 }
 
+bool request_is_large(const struct pending* one) {
+    const struct variant* variant = &one->interface->variants[one->variant];
+    return one->rows > variant->sizes[variant->size_count - 1];
+}
+
 uint64_t request_input_bytes(const struct pending* one) {
+    if (one->large) return one->input_bytes;
     uint32_t count = 0;
     uint64_t bytes, sum = 0;
     if (!worked(NULL, TRITONBACKEND_RequestInputCount(one->request, &count))) return 0;
@@ -364,7 +385,9 @@ uint64_t request_input_bytes(const struct pending* one) {
 // --- shared memory --------------------------------------------------------------------------------------------------
 
 static bool write_input(struct pending* one, TRITONBACKEND_Input* input, const struct tensor* tensor, uint8_t* to) {
-    uint64_t expected = tensor_bytes(tensor, one->rows), copied = 0, bytes;
+    uint64_t expected = tensor_bytes(tensor, one->rows, one->length), copied = 0, bytes;
+    // Only a part begins behind other rows. All of its tensors have rows.
+    uint64_t before = one->large ? tensor_bytes(tensor, one->first, one->length) : 0;
     uint32_t buffers = 0;
     if (!worked(one, TRITONBACKEND_InputProperties(input, NULL, NULL, NULL, NULL, NULL, &buffers))) return false;
     for (uint32_t i = 0; i < buffers; i++) {
@@ -376,8 +399,14 @@ static bool write_input(struct pending* one, TRITONBACKEND_Input* input, const s
             request_fail(one, INVALID, "input '%s' is in a GPU's memory, and the native front reads the host's", tensor->name);
             return false;
         }
-        if (bytes > expected - copied) break;
-        memcpy(to + copied, buffer, bytes);
+        uint64_t skipped = bytes < before ? bytes : before;
+        before -= skipped;
+        bytes -= skipped;
+        if (bytes > expected - copied) {
+            if (!one->large) break;
+            bytes = expected - copied;
+        }
+        memcpy(to + copied, (const uint8_t*)buffer + skipped, bytes);
         copied += bytes;
     }
     if (copied == expected) return true;
@@ -399,7 +428,9 @@ void request_write(struct pending* one) {
                 !worked(one, TRITONBACKEND_InputProperties(input, &name, NULL, NULL, NULL, NULL, NULL)))
                 return;
         if (!write_input(one, input, &tensors[i], at)) return;
-        at += aligned(tensor_bytes(&tensors[i], one->rows));
+        uint64_t bytes = tensor_bytes(&tensors[i], one->rows, one->length);
+        memset(at + bytes, 0, aligned(bytes) - bytes);  // for request_digest
+        at += aligned(bytes);
     }
     // The runtime sets it when it gives the request to its device.
     if (one->output_bytes) one->place.memory[one->input_bytes] = 0;
@@ -409,23 +440,40 @@ bool request_launched(const struct pending* one) {
     return one->output_bytes == 0 || one->place.memory[one->input_bytes] != 0;
 }
 
-void request_submission(const struct pending* one, uint8_t entry[ENTRY_BYTES]) {
-    memset(entry, 0, ENTRY_BYTES);
+void request_digest(const struct pending* one, uint8_t digest[DIGEST_BYTES]) {
+    uint64_t shape = (uint64_t)(one->length ? one->length : one->variant) << 32 | one->rows, head;
+    digest_bytes(one->place.memory, one->input_bytes, digest, DIGEST_BYTES);
+    memcpy(&head, digest, sizeof head);
+    head ^= shape;
+    memcpy(digest, &head, sizeof head);
+}
+
+void request_submission(const struct pending* one, uint8_t entry[SUBMISSION_BYTES]) {
+    memset(entry, 0, SUBMISSION_BYTES);
     put_u64(entry, one->id);
     put_u64(entry + 8, (uint64_t)one->deadline_ns);
     put_u32(entry + 16, one->rows);
     put_u16(entry + 20, (uint16_t)one->variant);
     put_u16(entry + 22, one->priority);
     put_u32(entry + 24, one->place.segment);
-    put_u32(entry + 28, (one->deaths ? ALONE : 0) | (one->retry_until_ns ? WAITED : 0));
+    put_u32(entry + 28, (one->deaths ? ALONE : 0) | (one->retry_until_ns || one->admitted ? WAITED : 0));
     put_u64(entry + 32, one->place.offset);
     put_u64(entry + 40, one->place.offset + one->input_bytes);
     put_u64(entry + 48, one->run);
     put_u64(entry + 56, one->tag);
-    // entry + 64, the sequence, stays 0: stateful models have a Python front.
+    put_u64(entry + 64, one->whole);  // stateful models, whose requests have sequences, have a Python front
+    put_u64(entry + 72, one->length);
 }
 
 // --- the answer -----------------------------------------------------------------------------------------------------
+
+// Returns where the runtime has left the client's output `index`.
+static const uint8_t* output_at(const struct pending* one, uint32_t index) {
+    const struct tensor* tensors = one->interface->variants[one->variant].outputs;
+    const uint8_t* at = one->place.memory + one->input_bytes;
+    for (uint32_t k = 0; k < one->interface->output_of[index]; k++) at += aligned(tensor_bytes(&tensors[k], one->rows, one->length));
+    return at;
+}
 
 static bool is_wanted(struct pending* one, const char* name) {
     uint32_t count = 0;
@@ -438,46 +486,67 @@ static bool is_wanted(struct pending* one, const char* name) {
     return false;
 }
 
-static bool add_output(struct pending* one, TRITONBACKEND_Response* response, const struct tensor* tensor, const uint8_t* from) {
+// Adds an output to the response. NULL: the request has failed.
+static uint8_t* add_output(struct pending* one, TRITONBACKEND_Response* response, const struct tensor* tensor) {
     int64_t shape[MAX_RANK + 1];
     uint32_t rank = tensor->rank;
-    uint64_t bytes = tensor_bytes(tensor, one->rows);
+    uint64_t bytes = tensor_bytes(tensor, one->rows, one->length);
     TRITONBACKEND_Output* output;
     void* buffer;
     int memory = MEMORY_CPU;
     int64_t memory_id = 0;
     memcpy(shape, tensor->dims, rank * sizeof *shape);
     if (tensor->batch_axis >= 0) shape[tensor->batch_axis] = one->rows;
+    if (tensor->padded_axis >= 0) shape[tensor->padded_axis] = one->length;
     if (rank == (one->interface->batched ? 1u : 0u)) shape[rank++] = 1;  // as config.pbtxt has it
     if (!worked(one, TRITONBACKEND_ResponseOutput(response, &output, tensor->name, tensor->type, shape, rank)) ||
         !worked(one, TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &memory_id)))
-        return false;
+        return NULL;
     if (memory != MEMORY_CPU && memory != MEMORY_CPU_PINNED) {
         request_fail(one, INVALID, "output '%s' is wanted in a GPU's memory, and the native front writes the host's", tensor->name);
-        return false;
+        return NULL;
     }
-    if (bytes) memcpy(buffer, from, bytes);
-    return true;
+    // Triton has no buffer for an output without elements.
+    static uint8_t nothing;
+    return bytes ? buffer : &nothing;
 }
 
-// Makes the response of a request that the runtime has answered. NULL: it has failed since.
-static TRITONBACKEND_Response* make_response(struct pending* one) {
+// Makes the response of a request that the runtime has answered, or only its buffers, by output. NULL: it has failed since.
+static TRITONBACKEND_Response* make_response(struct pending* one, uint8_t** buffers) {
     const struct interface* model = one->interface;
     const struct tensor* tensors = model->variants[one->variant].outputs;
     TRITONBACKEND_Response* response;
     if (!worked(one, TRITONBACKEND_ResponseNew(&response, one->request))) return NULL;
     for (uint32_t i = 0; i < model->output_count; i++) {
-        const uint8_t* from = one->place.memory + one->input_bytes;
-        if (!is_wanted(one, model->client_outputs[i].name)) {
-            if (one->status == OK) continue;
-        } else {
-            for (uint32_t k = 0; k < model->output_of[i]; k++) from += aligned(tensor_bytes(&tensors[k], one->rows));
-            if (add_output(one, response, &tensors[model->output_of[i]], from)) continue;
+        const struct tensor* tensor = &tensors[model->output_of[i]];
+        uint8_t* to = NULL;
+        if (is_wanted(one, model->client_outputs[i].name)) to = add_output(one, response, tensor);
+        if (one->status != OK) {
+            worked(NULL, TRITONBACKEND_ResponseDelete(response));
+            return NULL;
         }
-        worked(NULL, TRITONBACKEND_ResponseDelete(response));
-        return NULL;
+        if (buffers)
+            buffers[i] = to;
+        else if (to)
+            memcpy(to, output_at(one, i), tensor_bytes(tensor, one->rows, one->length));
     }
     return response;
+}
+
+bool request_open_response(struct pending* one, uint8_t** buffers) {
+    one->response = make_response(one, buffers);
+    if (!one->response && one->status == OK) request_fail(one, INTERNAL, NOT_HANDLED);
+    return one->response;
+}
+
+void request_copy_outputs(const struct pending* part, uint8_t* const* buffers) {
+    const struct interface* model = part->interface;
+    for (uint32_t i = 0; i < model->output_count; i++) {
+        const struct tensor* tensor = &model->variants[part->variant].outputs[model->output_of[i]];
+        if (!buffers[i]) continue;
+        uint64_t before = tensor_bytes(tensor, part->first, part->length), bytes = tensor_bytes(tensor, part->rows, part->length);
+        memcpy(buffers[i] + before, output_at(part, i), bytes);
+    }
 }
 
 static void log_failure(struct pending* one, struct link* link, const char* text) {
@@ -487,23 +556,28 @@ static void log_failure(struct pending* one, struct link* link, const char* text
     if (!link_logs(link, one->status, &left_out)) return;
     worked(NULL, TRITONBACKEND_RequestId(one->request, &id));
     text_clear(&line);
-    text_add_quoted(&line, id, MAX_ID);
+    text_add(&line, *id ? "request " : NAMELESS);
+    if (*id) text_add_quoted(&line, id, MAX_ID);
     bool is_clients = one->status == INVALID || one->status == NOT_FOUND || one->status == CANCELLED;
     int level = one->status == INTERNAL ? LOG_ERROR : is_clients ? LOG_INFO : LOG_WARN;
-    if (left_out)
-        log_line(level, link_model(link), "request %s: %s: %.500s (%u more since the last such line)", line.bytes,
-                 status_name(one->status), text, left_out);
-    else
-        log_line(level, link_model(link), "request %s: %s: %.500s", line.bytes, status_name(one->status), text);
+    text_add(&line, ": %s: %.500s", status_name(one->status), text);
+    if (left_out) text_add(&line, MORE, left_out);
+    log_line(level, link_model(link), "%s", line.bytes);
 }
 
 void request_answer(struct pending* one, struct link* link) {
     if (!one->request) return;
+    if (one->suspect) resubmission_ended(link, one);
+    if (one->large) {
+        large_take(one, link);
+        return;
+    }
     int64_t done_ns = now_ns();
-    TRITONBACKEND_Response* response = one->status == OK ? make_response(one) : NULL;
+    TRITONBACKEND_Response* response = one->response;
+    if (one->status == OK && !response) response = make_response(one, NULL);
     TRITONSERVER_Error* error = NULL;
     if (one->status != OK) {
-        const char* text = one->failure ? one->failure->bytes : "the server has no memory";
+        const char* text = one->failure ? one->failure->bytes : NO_MEMORY;
         struct text message;
         text_clear(&message);
         // A sub-call comes through Triton, which makes every code INTERNAL.
@@ -511,10 +585,10 @@ void request_answer(struct pending* one, struct link* link) {
         text_add_bytes(&message, text, strlen(text));
         error = TRITONSERVER_ErrorNew(STATUS[one->status].code, message.bytes);
         log_failure(one, link, text);
+        if (response) worked(NULL, TRITONBACKEND_ResponseDelete(response));
         if (!worked(NULL, TRITONBACKEND_ResponseNew(&response, one->request))) response = NULL;
     }
     if (one->trace && one->interface) trace_end(link, one);
-    if (one->suspect) resubmission_ended(link, one);
     // Before the answer: its client may ask for the figures.
     link_measure(link, one->status, one->begun_ns);
     if (response) worked(NULL, TRITONBACKEND_ResponseSend(response, RESPONSE_FINAL, error));

@@ -1,39 +1,17 @@
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "link.h"
 
-// A model's requests without a runtime: those that a death has left, those that come while there is none, and those for a
-// cold model, which they start. Inference has no side effects, and Triton keeps a request's inputs until its answer; so a
-// death costs time, not answers. The inputs are copied again, to memory that the dead runtime does not have.
-
-// Requests of a model that wait at most, and the bytes of their inputs.
-#define MAX_REQUESTS 1000u
-#define MAX_BYTES (256ull << 20)
-// Deaths of runtimes that executed a request, after which it is not tried again: it may be their cause.
-#define MAX_DEATHS 2u
-#define TICK_NS (20 * 1000000ll)
-#define CANCELLED_EACH_NS (50 * 1000000ll)
-
-static const char SUSPECT[] =
-    "two runtimes ended while they executed this request, so it is not tried again. Send other inputs; the server's log has "
-    "the stacks of the crash, or says that the execution hung";
-
-static const char CROWDED[] =
-    "the model is starting, and no more requests may wait for it. Send it again later, or start the model ahead with "
-    "`rsrv prefetch --warm`";
-
-static const char TOO_LONG[] =
-    "the model is starting; this request has waited %.1f s for it, and requests wait %g s at most. Send it again later, with "
-    "a later deadline, or start the model ahead with `rsrv prefetch --warm`";
-
-static const char TOO_SOON[] =
-    "the model is starting, which takes %.1f s more, and this request's deadline is before that. The start goes on: send it "
-    "again later, with a later deadline, or start the model ahead with `rsrv prefetch --warm`";
+// A model's requests without a runtime: requests whose runtime has died, requests that arrive while there is no runtime, and
+// requests that start a cold model. Inference has no side effects, and Triton keeps a request's inputs until it is answered, so
+// a death costs time, not answers. The inputs are copied again, to memory that the dead runtime does not have.
 
 // Guards what waits, of all models; taken before a link's lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed;
 static struct replicas* models;  // with waiting requests, which keep them loaded
+static struct queue parts;       // of large requests, for the thread that copies their inputs
 
 static void append(struct queue* queue, struct pending* one) {
     one->next = NULL;
@@ -41,61 +19,44 @@ static void append(struct queue* queue, struct pending* one) {
     queue->last = one;
 }
 
-// Why a model has no runtime.
-struct outage {
-    bool is_down;  // false: it has one
-    bool starts;   // it was cold, or its device sleeps
-    int64_t limit_ns;  // that requests wait for this reason
-    int64_t ready_at_ns;
-    struct text why;  // for clients; empty: there may be a runtime soon
-};
-
-static void read_outage(struct replicas* all, struct outage* outage) {
-    outage->is_down = replicas_down(all, &outage->why, &outage->starts, &outage->ready_at_ns);
-    // No runtime has said how long a start takes if it ended before its last frame was read.
-    outage->limit_ns = outage->starts ? atomic_load(&all->start_timeout_ns) : 0;
-    if (!outage->limit_ns) outage->limit_ns = atomic_load(&all->retry_ns);
-}
-
 // Fails a request that cannot wait longer.
 static bool is_over(struct pending* one, const struct outage* outage, int64_t now) {
-    bool starts = outage->is_down && outage->starts, is_late = starts && one->deadline_ns && one->deadline_ns <= now;
-    if (!one->waiting_since_ns) one->waiting_since_ns = now;
-    // A death may be followed by a sleep, and a start by a death.
-    int64_t until_ns = one->waiting_since_ns + outage->limit_ns;
-    if (one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
-    if (one->deaths >= MAX_DEATHS)
-        request_fail(one, INTERNAL, "%s", SUSPECT);
-    else if (outage->is_down && one->deadline_ns > now && one->deadline_ns < outage->ready_at_ns)
-        request_fail(one, DEADLINE, TOO_SOON, (double)(outage->ready_at_ns - now) / NS_PER_S);
-    else if (is_late || (starts && now >= one->retry_until_ns))
-        request_fail(one, is_late ? DEADLINE : RUNTIME_DOWN, TOO_LONG,
-                     (double)(now - one->waiting_since_ns) / NS_PER_S, (double)outage->limit_ns / NS_PER_S);
+    struct text text;
+    enum status status;
+    if (refuse_waiting(one, outage, now, &status, &text))
+        request_fail(one, status, "%s", text.bytes);
     else if (waiting_is_late(one, now))
-        request_fail(one, DEADLINE, "%s", LATE);
-    else if (now >= one->retry_until_ns && (outage->is_down || !one->deaths))
-        // A suspect, for which there is a runtime, only waits for its turn.
-        request_fail(one, RUNTIME_DOWN, "%s", LINK_DOWN);
-    else if (outage->is_down && outage->why.length)
-        request_fail(one, RUNTIME_DOWN, "%s", outage->why.bytes);
+        request_fail(one, DEADLINE, LATE);
     else
         return false;
     return true;
 }
 
 static bool is_cancelled(struct pending* one, int64_t now) {
-    bool cancelled = false;
-    if (now - one->checked_ns < CANCELLED_EACH_NS) return false;
+    bool cancelled = one->large && large_has_ended(one->large);
+    if (cancelled) request_fail(one, CANCELLED, CLIENT_CANCELLED);
+    if (cancelled || now - one->checked_ns < CHECK_PERIOD_NS) return cancelled;
     one->checked_ns = now;
     TRITONSERVER_Error* error = TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
     if (error) TRITONSERVER_ErrorDelete(error);
-    if (cancelled) request_fail(one, CANCELLED, "the request was cancelled");
+    if (cancelled) request_fail(one, CANCELLED, CLIENT_CANCELLED);
     return cancelled;
+}
+
+// Returns true if the request changes the demand that the runtimes must know.
+static bool add_to_demand(struct demand* demand, const struct pending* one) {
+    int64_t first_ns = demand->first_deadline_ns;
+    bool is_first = !demand->waits, is_earlier = one->deadline_ns && (!first_ns || one->deadline_ns < first_ns);
+    demand->waits = true;
+    if (is_earlier) demand->first_deadline_ns = one->deadline_ns;
+    return is_first || is_earlier;
 }
 
 void resubmission_add(struct link* link, struct pending* one) {
     struct replicas* all = link->owner;
     struct outage outage;
+    struct text text;
+    enum status status;
     int64_t now = now_ns();
     pthread_mutex_lock(&link->lock);
     arena_give(&one->place);
@@ -105,18 +66,14 @@ void resubmission_add(struct link* link, struct pending* one) {
     one->cancelling = false;
     one->checked_ns = now;
     one->waiting_bytes = request_input_bytes(one);
-    read_outage(all, &outage);
+    replicas_read_outage(all, &outage, now);
     bool is_read = request_read_parameters(one), waits = false;
     pthread_mutex_lock(&lock);
     if (one->suspect) one->suspect = all->has_suspect = false;
-    // First: a request that has ended two runtimes gets that reason, however many wait.
-    waits = is_read && !is_over(one, &outage, now);
-    bool has_run = one->run && !outage.starts;
-    if (waits && (has_run || all->waiting_count >= MAX_REQUESTS || all->waiting_bytes + one->waiting_bytes > MAX_BYTES)) {
-        // Only the runtime that is gone knows the run of a sub-call.
-        request_fail(one, outage.starts ? QUEUE_FULL : RUNTIME_DOWN, "%s", outage.starts ? CROWDED : LINK_DOWN);
-        waits = false;
-    }
+    if (is_read && refuse_arrival(one, &outage, all->waiting_count, all->waiting_bytes, now, &status, &text))
+        request_fail(one, status, "%s", text.bytes);
+    else
+        waits = is_read;
     if (waits) {
         if (!all->waiting.first) {
             all->next_waiting = models;
@@ -126,9 +83,46 @@ void resubmission_add(struct link* link, struct pending* one) {
         append(&all->waiting, one);
         all->waiting_count++;
         all->waiting_bytes += one->waiting_bytes;
+        // This comes before the next attempt of the link that has just lost the request.
+        if (add_to_demand(&all->demand, one)) replicas_tell(all, all->demand);
     }
     pthread_mutex_unlock(&lock);
     if (!waits) waiting_finish(link, one);
+}
+
+void resubmission_add_part(struct link* link, struct pending* part) {
+    part->next = NULL;
+    part->link = link;
+    pthread_mutex_lock(&lock);
+    append(&parts, part);
+    pthread_cond_signal(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+void resubmission_record(struct link* link, const struct pending* one, uint32_t deaths) {
+    struct replicas* all = link->owner;
+    uint8_t digest[DIGEST_BYTES];
+    int64_t now = now_ns();
+    request_digest(one, digest);
+    pthread_mutex_lock(&lock);
+    if (!all->killers) all->killers = calloc(1, sizeof *all->killers);
+    if (all->killers) killers_record(all->killers, digest, deaths, now);
+    if (all->killers && deaths) atomic_store(&all->killers_until_ns, now + DIGEST_COUNTS_NS);
+    pthread_mutex_unlock(&lock);
+}
+
+void resubmission_check(struct link* link, struct pending* one) {
+    struct replicas* all = link->owner;
+    uint8_t digest[DIGEST_BYTES];
+    int64_t until_ns = atomic_load(&all->killers_until_ns), now = until_ns ? now_ns() : 0;
+    // If no such inputs are recorded, nothing is hashed.
+    if (now >= until_ns) return;
+    request_digest(one, digest);
+    pthread_mutex_lock(&lock);
+    uint32_t deaths = killers_deaths(all->killers, digest, now);
+    pthread_mutex_unlock(&lock);
+    if (deaths > one->deaths) one->deaths = deaths;
+    if (deaths >= MAX_DEATHS) request_fail(one, INTERNAL, EQUAL);
 }
 
 void resubmission_ended(struct link* link, struct pending* one) {
@@ -148,9 +142,10 @@ void resubmission_wake(void) {
 // the one that ends the next runtime has no company of the same model. Under the lock.
 static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
-    read_outage(all, &outage);
+    struct demand demand = {0};
+    if (all->waiting.first) replicas_start(all, now);
+    replicas_read_outage(all, &outage, now);
     bool reads = !outage.is_down && replicas_soonest(all);
-    int64_t first_deadline_ns = 0;
     struct pending *one = all->waiting.first, *next;
     all->waiting = (struct queue){0};
     for (; one; one = next) {
@@ -158,8 +153,7 @@ static void look(struct replicas* all, int64_t now, struct queue* failed, struct
         bool ends = is_over(one, &outage, now) || is_cancelled(one, now);
         if (!ends && (!reads || (one->deaths && all->has_suspect))) {
             append(&all->waiting, one);
-            if (one->deadline_ns && (!first_deadline_ns || one->deadline_ns < first_deadline_ns))
-                first_deadline_ns = one->deadline_ns;
+            add_to_demand(&demand, one);
             continue;
         }
         if (!ends && one->deaths) one->suspect = all->has_suspect = true;
@@ -167,7 +161,8 @@ static void look(struct replicas* all, int64_t now, struct queue* failed, struct
         all->waiting_bytes -= one->waiting_bytes;
         append(ends ? failed : ready, one);
     }
-    if (outage.is_down) replicas_ask(all, all->waiting.first, first_deadline_ns);
+    all->demand = demand;
+    replicas_tell(all, demand);
 }
 
 // The model may be unloaded as soon as its last request is answered; the link lives until it is dropped.
@@ -188,6 +183,13 @@ static void resubmit(struct pending* one) {
     link_drop(link);
 }
 
+static void submit_part(struct pending* part) {
+    if (is_cancelled(part, now_ns()))
+        answer(part);
+    else
+        resubmit(part);
+}
+
 static void each(struct queue* queue, void (*act)(struct pending*)) {
     for (struct pending *one = queue->first, *next; one; one = next) {
         next = one->next;
@@ -196,29 +198,38 @@ static void each(struct queue* queue, void (*act)(struct pending*)) {
     }
 }
 
+// Submits parts, and ends the wait of requests that have a runtime, or cannot wait longer.
+static void look_at_all(void) {
+    struct queue failed = {0}, ready = {0}, submitted;
+    int64_t now = now_ns();
+    pthread_mutex_lock(&lock);
+    submitted = parts;
+    parts = (struct queue){0};
+    for (struct replicas **at = &models, *all; (all = *at);) {
+        look(all, now, &failed, &ready);
+        if (all->waiting.first)
+            at = &all->next_waiting;
+        else
+            *at = all->next_waiting;
+    }
+    pthread_mutex_unlock(&lock);
+    each(&submitted, submit_part);
+    each(&failed, answer);
+    each(&ready, resubmit);
+}
+
 static void* resubmit_all(void* nothing) {
     (void)nothing;
-    pthread_mutex_lock(&lock);
     for (;;) {
-        struct queue failed = {0}, ready = {0};
-        int64_t now = now_ns();
-        for (struct replicas **at = &models, *all; (all = *at);) {
-            look(all, now, &failed, &ready);
-            if (all->waiting.first)
-                at = &all->next_waiting;
-            else
-                *at = all->next_waiting;
-        }
-        pthread_mutex_unlock(&lock);
-        each(&failed, answer);
-        each(&ready, resubmit);
+        look_at_all();
         pthread_mutex_lock(&lock);
         int64_t until_ns = now_ns() + TICK_NS;
         struct timespec until = {until_ns / NS_PER_S, until_ns % NS_PER_S};
-        if (models)
+        if (models && !parts.first)
             pthread_cond_timedwait(&changed, &lock, &until);
-        else
+        else if (!parts.first)
             pthread_cond_wait(&changed, &lock);
+        pthread_mutex_unlock(&lock);
     }
     return NULL;
 }

@@ -5,6 +5,8 @@
 
 #include "native.h"
 
+const char OUT_OF_DESCRIPTORS[] = "tritonserver " NO_DESCRIPTORS;
+
 int64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -169,12 +171,12 @@ static void compress(uint64_t h[8], const uint8_t block[128], uint64_t total, bo
     for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
 }
 
-void text_digest(const char* from, uint8_t* digest, size_t length) {
-    size_t left = strlen(from);
+void digest_bytes(const void* bytes, size_t left, uint8_t* digest, size_t length) {
+    const uint8_t* from = bytes;
     uint64_t h[8], total = 0;
     memcpy(h, IV, sizeof h);
     h[0] ^= 0x01010000 ^ length;
-    for (; left > 128; from += 128, left -= 128) compress(h, (const uint8_t*)from, total += 128, false);
+    for (; left > 128; from += 128, left -= 128) compress(h, from, total += 128, false);
     uint8_t block[128] = {0};
     memcpy(block, from, left);
     compress(h, block, total + left, true);
@@ -183,6 +185,6 @@ void text_digest(const char* from, uint8_t* digest, size_t length) {
 
 uint64_t request_tag(const char* id) {
     uint64_t tag = 0;
-    if (*id) text_digest(id, (uint8_t*)&tag, sizeof tag);
+    if (*id) digest_bytes(id, strlen(id), (uint8_t*)&tag, sizeof tag);
     return tag;
 }

@@ -7,10 +7,8 @@
 
 #include "link.h"
 
-// Ended spans that wait to be reported: of one link, and of one frame.
+// Ended spans of one link that wait to be reported.
 #define MAX_WAITING 4096u
-#define FRAME_SPANS 32u
-#define SHOWN_BYTES 200  // of a text; at least as many as characters
 
 struct span {
     struct span* next;
@@ -100,7 +98,7 @@ static void add_short(struct text* text, const char* prefix, const char* from, s
     struct text shown;
     text_clear(&shown);
     text_add(&shown, "%s", prefix);
-    size_t room = SHOWN_BYTES - shown.length;
+    size_t room = MAX_SPAN_TEXT - shown.length;
     // A character that is cut becomes one of three bytes.
     text_add_bytes(&shown, from, length < room ? length : room);
     text_add_json(text, shown.bytes);
@@ -158,9 +156,9 @@ void trace_report(struct link* link) {
         struct span* span = link->first_span;
         size_t length = HEADER_BYTES;
         uint32_t count = 0;
-        put_header((uint8_t*)frame, SPANS, 0);
+        put_header((uint8_t*)frame, FRAME_SPANS, 0);
         length += (size_t)snprintf(frame + length, MAX_FRAME - length, "{\"dropped\":%u,\"spans\":[", link->dropped_spans);
-        for (; span && count < FRAME_SPANS && length + span->length + 3 < MAX_FRAME; span = span->next, count++) {
+        for (; span && count < MAX_SPANS && length + span->length + 3 < MAX_FRAME; span = span->next, count++) {
             if (count) frame[length++] = ',';
             memcpy(frame + length, span->json, span->length);
             length += span->length;

@@ -2,11 +2,15 @@
 // no library of Triton is needed to build it. Names and values are those of tritonbackend.h and tritonserver.h, API 1.
 #pragma once
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct TRITONSERVER_Error TRITONSERVER_Error;
 typedef struct TRITONSERVER_InferenceTrace TRITONSERVER_InferenceTrace;
+typedef struct TRITONSERVER_InferenceRequest TRITONSERVER_InferenceRequest;
+typedef struct TRITONSERVER_Message TRITONSERVER_Message;
 typedef struct TRITONBACKEND_Backend TRITONBACKEND_Backend;
+typedef struct TRITONBACKEND_Batcher TRITONBACKEND_Batcher;
 typedef struct TRITONBACKEND_Model TRITONBACKEND_Model;
 typedef struct TRITONBACKEND_ModelInstance TRITONBACKEND_ModelInstance;
 typedef struct TRITONBACKEND_Request TRITONBACKEND_Request;
@@ -35,6 +39,9 @@ TRITONSERVER_Error* TRITONBACKEND_ApiVersion(uint32_t* major, uint32_t* minor);
 TRITONSERVER_Error* TRITONBACKEND_ModelName(TRITONBACKEND_Model*, const char** name);
 TRITONSERVER_Error* TRITONBACKEND_ModelVersion(TRITONBACKEND_Model*, uint64_t* version);
 TRITONSERVER_Error* TRITONBACKEND_ModelRepository(TRITONBACKEND_Model*, int* artifact, const char** location);
+TRITONSERVER_Error* TRITONBACKEND_ModelConfig(TRITONBACKEND_Model*, uint32_t version, TRITONSERVER_Message**);
+TRITONSERVER_Error* TRITONSERVER_MessageSerializeToJson(TRITONSERVER_Message*, const char** base, size_t* bytes);
+TRITONSERVER_Error* TRITONSERVER_MessageDelete(TRITONSERVER_Message*);
 TRITONSERVER_Error* TRITONBACKEND_ModelState(TRITONBACKEND_Model*, void** state);
 TRITONSERVER_Error* TRITONBACKEND_ModelSetState(TRITONBACKEND_Model*, void* state);
 TRITONSERVER_Error* TRITONBACKEND_ModelInstanceModel(TRITONBACKEND_ModelInstance*, TRITONBACKEND_Model**);
@@ -72,3 +79,11 @@ TRITONSERVER_Error* TRITONBACKEND_ResponseOutput(
 TRITONSERVER_Error* TRITONBACKEND_OutputBuffer(
     TRITONBACKEND_Output*, void** buffer, uint64_t bytes, int* memory, int64_t* memory_id);
 TRITONSERVER_Error* TRITONBACKEND_ResponseSend(TRITONBACKEND_Response*, uint32_t flags, TRITONSERVER_Error*);
+
+// Triton's two names of a request stand for one object in all releases of API 1.
+TRITONSERVER_Error* TRITONSERVER_InferenceRequestCancel(TRITONSERVER_InferenceRequest*);
+TRITONSERVER_Error* TRITONSERVER_InferenceRequestRemoveAllInputData(TRITONSERVER_InferenceRequest*, const char* name);
+TRITONSERVER_Error* TRITONSERVER_InferenceRequestAppendInputData(
+    TRITONSERVER_InferenceRequest*, const char* name, const void* base, size_t bytes, int memory, int64_t memory_id);
+TRITONSERVER_Error* TRITONSERVER_InferenceRequestSetStringParameter(
+    TRITONSERVER_InferenceRequest*, const char* key, const char* value);

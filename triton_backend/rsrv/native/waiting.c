@@ -4,20 +4,10 @@
 
 #include "link.h"
 
-// Requests may wait this long for a runtime that does not read.
-#define SEND_MS 100
-#define DEADLINE_GRACE_NS (100 * 1000000ll)
+#define SEND_MS ((int)(SEND_NS / NS_PER_MS))
 #define FRAME_ENTRIES 64u
 
-static const char STUCK[] = "the model runtime takes no requests at the moment; try again later";
-const char LATE[] = "the deadline passed before the answer was there";
-static const char NO_MEMORY[] = "the server has no memory for this request; try again later";
-
-// Bounds of the histogram of docs/protocol.md, in nanoseconds.
-static const int64_t BOUNDS[] = {
-    100000,    250000,    500000,     1000000,    2500000,    5000000,    10000000,    25000000,    50000000,
-    100000000, 250000000, 500000000, 1000000000, 2500000000, 5000000000, 10000000000, 30000000000, 60000000000,
-};
+static const int64_t BOUNDS[] = HISTOGRAM_NS;
 _Static_assert(sizeof BOUNDS / sizeof *BOUNDS + 1 == INTERVALS, "each bound ends an interval");
 
 // --- figures -----------------------------------------------------------------------------------------------------
@@ -69,7 +59,7 @@ void waiting_report(struct link* link, int64_t now) {
     }
     text_add(&text, "},\"hooks\":{}}");
     trace_report(link);
-    if (frame_send_json(link->fd, REPORT, text.bytes) <= 0) return;
+    if (frame_send_json(link->fd, FRAME_REPORT, text.bytes) <= 0) return;
     memset(link->durations, 0, sizeof link->durations);
     memset(link->responses, 0, sizeof link->responses);
     link->duration_ns = 0;
@@ -116,11 +106,11 @@ struct pending* waiting_take_all(struct link* link) {
     return list;
 }
 
-// Waiting for a processor makes single executions seem far longer; none is shorter than the work itself.
+// No execution is shorter than the work itself.
 static void learn(struct link* link, uint64_t ns) {
-    uint64_t known = link->execution_ns, most = known > UINT64_MAX / 4 ? UINT64_MAX : 4 * known;
+    uint64_t known = link->execution_ns, most = known > UINT64_MAX / LONGER_CAP ? UINT64_MAX : LONGER_CAP * known;
     if (ns < known) link->execution_ns = ns;
-    if (ns > known) link->execution_ns += ((ns < most ? ns : most) - known) / 100;
+    if (ns > known) link->execution_ns += (uint64_t)(LONGER_WEIGHT * (double)((ns < most ? ns : most) - known));
 }
 
 struct pending* waiting_take_done(struct link* link, const struct frame* frame) {
@@ -146,8 +136,8 @@ void waiting_finish(struct link* link, struct pending* list) {
     pthread_mutex_lock(&link->lock);
     for (struct pending* one = list; one; one = one->next) arena_give(&one->place);
     uint32_t segment;
-    while (link->state == READY && arena_dropped(link->arena, &segment)) {
-        if (frame_send_id(link->fd, DROP_SEGMENT, segment) <= 0) break;
+    while (link->device.state == STATE_READY && arena_dropped(link->arena, &segment)) {
+        if (frame_send_id(link->fd, FRAME_DROP_SEGMENT, segment) <= 0) break;
         arena_forget(link->arena);
     }
     pthread_mutex_unlock(&link->lock);
@@ -180,12 +170,13 @@ struct pending* waiting_check(struct link* link, int64_t now) {
             one->suspect = false;
             copy->next = late;
             late = copy;
-            request_fail(copy, DEADLINE, "%s", LATE);
+            request_fail(copy, DEADLINE, LATE);
             continue;
         }
-        TRITONSERVER_Error* error = one->cancelling ? NULL : TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
+        if (one->large) cancelled = large_has_ended(one->large);
+        TRITONSERVER_Error* error = one->cancelling || cancelled ? NULL : TRITONBACKEND_RequestIsCancelled(one->request, &cancelled);
         if (error) TRITONSERVER_ErrorDelete(error);
-        if (cancelled) one->cancelling = frame_send_id(link->fd, CANCEL, one->id) > 0;
+        if (cancelled && !one->cancelling) one->cancelling = frame_send_id(link->fd, FRAME_CANCEL, one->id) > 0;
     }
     return late;
 }
@@ -207,14 +198,14 @@ static void send_marks(struct link* link, struct pending** some, uint32_t count)
     uint32_t marked = 0;
     for (uint32_t i = 0; i < count; i++)
         if (some[i]->trace) trace_mark(some[i]->trace, some[i]->id, frame + HEADER_BYTES + marked++ * MARK_BYTES);
-    put_header(frame, TRACE, marked);
+    put_header(frame, FRAME_TRACE, marked);
     if (marked) send_one(link, frame, HEADER_BYTES + marked * MARK_BYTES, -1, 0);
 }
 
 // Tells the runtime of new segments, and submits requests that have their places; under the lock. Returns how many were
 // submitted, which the reader ends, also if the link is over; the others could not be sent.
 static uint32_t send_all(struct link* link, struct pending** ready, uint32_t count) {
-    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * ENTRY_BYTES];
+    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * SUBMISSION_BYTES];
     uint32_t segment;
     int fd, sent = 1;
     uint64_t word = atomic_load(&link->board[0]);
@@ -223,7 +214,7 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
         link->unnoticed_ns = ready[0]->sent_ns;
     }
     while (arena_fresh(link->arena, &segment, &fd)) {
-        put_header(frame, SEGMENT, 1);
+        put_header(frame, FRAME_SEGMENT, 1);
         put_u64(frame + HEADER_BYTES, segment);
         if ((sent = send_one(link, frame, HEADER_BYTES + 8, fd, SEND_MS)) == 0) return 0;
         if (sent < 0) break;
@@ -231,13 +222,13 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
     }
     for (uint32_t at = 0; at < count; at += FRAME_ENTRIES) {
         uint32_t some = count - at < FRAME_ENTRIES ? count - at : FRAME_ENTRIES;
-        put_header(frame, SUBMIT, some);
+        put_header(frame, FRAME_SUBMIT, some);
         for (uint32_t i = 0; i < some; i++) {
             add_pending(link, ready[at + i]);
-            request_submission(ready[at + i], frame + HEADER_BYTES + i * ENTRY_BYTES);
+            request_submission(ready[at + i], frame + HEADER_BYTES + i * SUBMISSION_BYTES);
         }
         if (sent > 0) send_marks(link, ready + at, some);
-        if (sent > 0) sent = send_one(link, frame, HEADER_BYTES + some * ENTRY_BYTES, -1, at ? 0 : SEND_MS);
+        if (sent > 0) sent = send_one(link, frame, HEADER_BYTES + some * SUBMISSION_BYTES, -1, at ? 0 : SEND_MS);
         if (sent == 0) {
             for (uint32_t i = 0; i < some; i++) remove_pending(link, ready[at + i]);
             return at;
@@ -266,23 +257,28 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     for (uint32_t i = 0; i < count; i++) bytes += request_bytes(some[i]);
     // Side by side: the runtime gathers requests that lie at equal distances in one copy.
     pthread_mutex_lock(&link->lock);
-    bool same = link->state == READY && link->interface == interface;
+    bool same = link->device.state == STATE_READY && link->interface == interface;
     if (same && arena_take(link->arena, bytes, &all))
         while (placed < count) {
             some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
             placed++;
         }
+    bool lacks_descriptors = same && placed < count && arena_lacks_descriptors(link->arena);
     pthread_mutex_unlock(&link->lock);
     if (!same) {
         for (uint32_t i = 0; i < count; i++) resubmission_add(link, some[i]);
         return;
     }
     for (uint32_t i = placed; i < count; i++) {
-        request_fail(some[i], QUEUE_FULL, "%s", NO_MEMORY);
+        if (lacks_descriptors)
+            request_fail(some[i], INTERNAL, "%s", OUT_OF_DESCRIPTORS);
+        else
+            request_fail(some[i], QUEUE_FULL, NO_MEMORY);
         prepend(&failed, some[i]);
     }
     for (uint32_t i = 0; i < placed; i++) {
         request_write(some[i]);
+        if (some[i]->status == OK) resubmission_check(link, some[i]);
         // Without rows there is nothing to compute.
         if (some[i]->status != OK || some[i]->rows == 0)
             prepend(&failed, some[i]);
@@ -293,12 +289,12 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
     pthread_mutex_lock(&link->lock);
     // The places are of the connection at hand, unless the runtime was lost meanwhile.
-    same = link->state == READY && link->arena == (written ? some[0]->place.arena : NULL);
+    same = link->device.state == STATE_READY && link->arena == (written ? some[0]->place.arena : NULL);
     uint32_t sent = same ? send_all(link, some, written) : 0;
     pthread_mutex_unlock(&link->lock);
     for (uint32_t i = sent; i < written; i++) {
         if (same && !some[i]->retry_until_ns) {
-            request_fail(some[i], QUEUE_FULL, "%s", STUCK);
+            request_fail(some[i], QUEUE_FULL, STUCK);
             prepend(&failed, some[i]);
         } else
             resubmission_add(link, some[i]);
@@ -309,7 +305,7 @@ static void submit(struct link* link, struct interface* interface, struct pendin
 // Returns the model's description, held. NULL: no runtime serves the model.
 static struct interface* hold_interface(struct link* link) {
     pthread_mutex_lock(&link->lock);
-    struct interface* interface = link->state == READY ? link->interface : NULL;
+    struct interface* interface = link->device.state == STATE_READY ? link->interface : NULL;
     if (interface) interface_hold(interface);
     pthread_mutex_unlock(&link->lock);
     return interface;
@@ -319,7 +315,9 @@ void link_resubmit(struct link* link, struct pending* one) {
     struct interface* interface = hold_interface(link);
     if (!interface)
         resubmission_add(link, one);
-    else if (request_read(one, interface))
+    else if (request_read(one, interface) && !one->large && request_is_large(one))
+        large_begin(link, one);
+    else if (one->status == OK)
         submit(link, interface, &one, 1);
     else
         waiting_finish(link, one);
@@ -347,7 +345,9 @@ void link_submit(
         one->begun_ns = now;
         if (!interface)
             resubmission_add(link, one);
-        else if (request_read(one, interface))
+        else if (request_read(one, interface) && request_is_large(one))
+            large_begin(link, one);
+        else if (one->status == OK)
             some[ready++] = one;
         else
             prepend(&failed, one);

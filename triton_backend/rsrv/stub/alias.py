@@ -20,7 +20,6 @@ from itertools import accumulate
 from typing import Any
 
 from rsrv.hooks.loader import HookError
-from rsrv.stub.cold import ColdModel
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.model import ModelStub, Setup, import_hooks, serve_model
 from rsrv.stub.replica import StubProcess
@@ -42,9 +41,6 @@ SHADOW = "shadow"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 #: in config.pbtxt: the shares by target, as a JSON object
 _PARAMETER = "rsrv_alias"
-
-#: a model behind an alias
-Target = Replicas | ColdModel
 
 
 class TargetResponses(Responses):
@@ -110,7 +106,7 @@ class Alias:
     """
 
     def __init__(
-        self, split: Split, load: Callable[[str], tuple[Target, Shadow | None]], responses: Responses
+        self, split: Split, load: Callable[[str], tuple[Replicas, Shadow | None]], responses: Responses
     ) -> None:
         """`load` returns a target, with the copies for it if it is a shadow, or raises any error."""
         self._responses = responses
@@ -118,7 +114,7 @@ class Alias:
         self._load = load
         self._lock = threading.Lock()
         self._closed = False
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, Replicas] = {}
         self._shadows: tuple[Shadow, ...] = ()
         #: for requests whose target has not loaded
         self._instead = split
@@ -137,7 +133,7 @@ class Alias:
                 self._add(name, target, shadow)
         return failures
 
-    def _add(self, name: str, target: Target, shadow: Shadow | None) -> None:
+    def _add(self, name: str, target: Replicas, shadow: Shadow | None) -> None:
         with self._lock:
             if not self._closed:
                 self._targets[name] = target
@@ -189,11 +185,6 @@ class Alias:
         name = self._split.choose(request)
         return name if name in self._targets else self._instead.choose(request)
 
-    @property
-    def ready(self) -> bool:
-        """Tell whether a target takes requests."""
-        return any(self._targets[name].ready for name in self._split.names if name in self._targets)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -215,7 +206,7 @@ class AliasStub(ModelStub):
         # An import that hangs cannot be ended: each further attempt waits for the same one.
         imports = {target: import_hooks(folder / target) for target in shares}
 
-        def load(target: str) -> tuple[Target, Shadow | None]:
+        def load(target: str) -> tuple[Replicas, Shadow | None]:
             copies = shares[target] == SHADOW
             where = f"alias {alias!r}, model {target!r}"
             own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)

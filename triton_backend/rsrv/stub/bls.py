@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rsrv.logs import TEXT, of_request, shorten
+from rsrv.front.rules import UNLOADED
+from rsrv.logs import TEXT, of_request, request_name, shorten
 from rsrv.stub.calls import Callee, Keep, Results, check_inputs, check_keep
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.replies import RequestFailure, invalid, untag
+from rsrv.stub.replies import RequestFailure, invalid, status_of, untag
 from rsrv.stub.request import RUN, RUN_DEVICE
-from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors, as_array, strings_encoded
 from rsrv.stub.tracing import TRACEPARENT, OpenSpan, end_call
 from rsrv.triton_command_line import Options, read_command_line
@@ -82,15 +82,20 @@ def read_pool_size(server_pid: int) -> int:
 _NOISE = re.compile(
     r"Failed to process the request\(s\) for model '[^']*', message: |\[request id: [^\]]*\] "
 )
+#: Triton's words for a callee that it has not loaded. From 26.01 on, it also uses them if the callee's process has ended.
+_ABSENT = re.compile(
+    r"(Failed for execute the inference request\. )?Model '[^']*' is not ready\.|"
+    r"Request for unknown model: '[^']*' (has no available versions|is not found)\.?"
+)
 _PATH = re.compile(r"(?<![\w/])/[\w.-]+(?:/[\w.-]+)+")
 
 
-def failure_of(model: str, message: str) -> RequestFailure:
-    """Return the failure of a call of `model` that ended with Triton's `message`.
+def failure_of(model: str, message: str, status: Status = Status.INTERNAL) -> RequestFailure:
+    """Return the failure of a call of `model` that ended with Triton's `message`, and the code of `status`.
 
-    The code beside the message is always INTERNAL. So failures of rsrv's stubs are known by their tags, Triton's by
-    their words, and all others stay INTERNAL, without the places in the callee's code that Triton adds to an
-    exception.
+    Up to release 25.03, Triton makes every code INTERNAL. So tags identify failures of rsrv's stubs, and their words identify
+    Triton's own failures. Other failures keep their code. The places in the callee's code, which Triton adds to an exception,
+    are removed from the text.
     """
     tagged = untag(message)
     if tagged is not None:
@@ -98,17 +103,18 @@ def failure_of(model: str, message: str) -> RequestFailure:
     before = f"Model {model} - Error when running inference: "
     text = _PATH.sub("(path)", _NOISE.sub("", message.removeprefix(before).partition("\n\nAt:")[0]))
     text = " ".join(text.split())
+    if _ABSENT.fullmatch(text):
+        return RequestFailure(Status.NOT_FOUND, f"model {model!r} is not loaded, or its process has ended")
     if message.startswith(before):  # Triton refused the request
-        if text.endswith("is not ready."):
-            return RequestFailure(Status.NOT_FOUND, f"model {model!r} is not loaded")
         if text.endswith("Exceeds maximum queue size"):
             return RequestFailure(Status.QUEUE_FULL, f"the queue of model {model!r} is full; try again later")
-        return invalid(f"model {model!r} cannot be called like this: {text}")
+        if status in (Status.INTERNAL, Status.INVALID):
+            return invalid(f"model {model!r} cannot be called like this: {text}")
     if text.startswith("Stub process ") and text.endswith("is not healthy."):
         return RequestFailure(
             Status.INTERNAL, f"the process of model {model!r} has ended; the model must be loaded again"
         )
-    return RequestFailure(Status.INTERNAL, text)
+    return RequestFailure(status, text)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------
@@ -310,7 +316,7 @@ class Bls:
     def _watch(self) -> None:
         while late := self._sleep():
             for call, failure in late:
-                log.warning("request %r: %s", call.client_id, failure.text, extra=_about(call))
+                log.warning("%s: %s", request_name(call.client_id), failure.text, extra=_about(call))
                 _settle(call.future, failure)
             del late, call, failure
 
@@ -328,7 +334,9 @@ class Bls:
             # A copy: the traceback would keep the call's arrays alive.
             outcome = failure.copy()
         except Exception:
-            log.exception("request %r: calling model %r", call.client_id, call.model, extra=_about(call))
+            log.exception(
+                "%s: calling model %r", request_name(call.client_id), call.model, extra=_about(call)
+            )
             outcome = RequestFailure(
                 Status.INTERNAL, f"model {call.model!r} could not be called; the server's log says why"
             )
@@ -340,12 +348,17 @@ class Bls:
     def _execute(self, call: _BlsCall) -> Arrays | RequestFailure:
         response = self._request(call).exec()
         if response.has_error():
-            message = response.error().message()
-            failure = failure_of(call.model, message)
+            error = response.error()
+            message = error.message()
+            failure = failure_of(call.model, message, status_of(self._pb, error))
             if failure.status is Status.INTERNAL:
                 text = shorten(message, 4 * TEXT)  # including places in the callee's code
                 log.error(
-                    "request %r: calling model %r: %s", call.client_id, call.model, text, extra=_about(call)
+                    "%s: calling model %r: %s",
+                    request_name(call.client_id),
+                    call.model,
+                    text,
+                    extra=_about(call),
                 )
             return failure
         # Copies: a response that is held keeps Triton's shared memory from being used again, and that memory
@@ -384,8 +397,10 @@ class Bls:
         try:
             return self._tensors.make(name, array, call.dtypes.get(name))
         except Exception:
-            text = "request %r: calling model %r: input %r of %s"
-            log.exception(text, call.client_id, call.model, name, array.dtype, extra=_about(call))
+            text = "%s: calling model %r: input %r of %s"
+            log.exception(
+                text, request_name(call.client_id), call.model, name, array.dtype, extra=_about(call)
+            )
             raise invalid(
                 f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's"
             ) from None

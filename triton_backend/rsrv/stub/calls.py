@@ -7,6 +7,7 @@ A sub-call goes straight to the runtime (`direct`) or through Triton (`bls`), an
 import asyncio
 import selectors
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.front.parts import Parts, RowRange
 from rsrv.hooks.loader import Hooks
-from rsrv.stub.endpoint import Elsewhere, Endpoint, fits
+from rsrv.stub.endpoint import Elsewhere, Endpoint, ExecutionPlan, fits, rows_of
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
@@ -59,6 +61,59 @@ class Callees(Protocol):
         """Return a context in which the run waits for its calls, which is not its own time."""
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
+
+
+class LargeCallError(Exception):
+    """A sub-call has more rows than the largest compiled size."""
+
+    def __init__(self, inputs: Mapping[str, Array], plan: ExecutionPlan) -> None:
+        super().__init__(f"{plan.rows} rows")
+        self.inputs = inputs
+        self.plan = plan
+
+
+class LargeCall:
+    """A sub-call in parts, with the interface of `Pending`. The limit of parts in progress is that of clients' requests."""
+
+    def __init__(self, large: LargeCallError, start: Callable[[Mapping[str, Array]], Pending]) -> None:
+        """`start` starts the call of a part. Raises RequestFailure."""
+        self._inputs, self._plan = large.inputs, large.plan
+        self._start = start
+        self._parts = Parts(large.plan.rows, large.plan.largest)
+        self._under_way: deque[tuple[RowRange, Pending]] = deque()
+        self._results: Results = {
+            planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in large.plan.outputs
+        }
+        self._start_next()
+        if large.plan.rows > len(self._under_way) * large.plan.largest:
+            # The run may fill its buffers again, as after every start of a call.
+            self._inputs = {name: array.copy() for name, array in large.inputs.items()}
+
+    def wait(self, until_ns: int) -> Results:
+        while self._under_way:
+            part, pending = self._under_way.popleft()
+            self._take(part, pending.wait(until_ns))
+        return self._results
+
+    async def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Results:
+        while self._under_way:
+            part, pending = self._under_way.popleft()
+            self._take(part, await pending.when_done(loop, until_ns))
+        return self._results
+
+    def _take(self, part: RowRange, results: Results) -> None:
+        for planned in self._plan.outputs:
+            self._results[planned.tensor.name][rows_of(planned, part)] = results[planned.tensor.name]
+        self._parts.end(answered=True)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        for part in self._parts.take():
+            inputs = {
+                planned.tensor.name: self._inputs[planned.tensor.name][rows_of(planned, part)]
+                for planned in self._plan.inputs
+            }
+            self._under_way.append((part, self._start(inputs)))
 
 
 class _Calls:
@@ -218,7 +273,14 @@ def make_callees(
         remote.name: Callee(
             index,
             remote,
-            Endpoint(remote.interface, hooks[remote.name], guard, partial(meters.hook, remote.name)),
+            Endpoint(
+                remote.interface,
+                hooks[remote.name],
+                guard,
+                partial(meters.hook, remote.name),
+                # The hooks of a callee must see all rows of a call.
+                splits=not (hooks[remote.name].preprocess or hooks[remote.name].postprocess),
+            ),
         )
         for index, remote in enumerate(remotes)
     }

@@ -16,6 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
+from rsrv.front.rules import DOES_NOT_READ, GREETING_TIMEOUT_S, NO_BOARD, NOT_ACCEPTED, SEND_S
 from rsrv.limits import spare_memory
 from rsrv.stub.tensors import Array
 from rsrv.wire import frames
@@ -34,11 +35,7 @@ from rsrv.wire.memory import SILENT_S, Arena, Bytes, Place, read_board, read_doc
 from rsrv.wire.socket import Closed, Receiver, send
 from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
 
-#: seconds for a frame's answer that needs no work
-_GREETING_TIMEOUT_S = 60.0
-#: seconds that requests may wait for a runtime that does not read: execute() waits with them
-_SEND_S = 0.1
-#: the same for frames of a meta model's run on its own connection, which is broken after that
+#: SEND_S for frames of a meta model's run on its own connection, which is broken after that
 _RUN_SEND_S = 1.0
 
 
@@ -87,7 +84,7 @@ def greet(sock: socket.socket) -> Greeted:
 
     Raises LaunchError, Closed, ProtocolError or OSError, and closes the socket.
     """
-    sock.settimeout(_GREETING_TIMEOUT_S)
+    sock.settimeout(GREETING_TIMEOUT_S)
     try:
         send(sock, hello())
         receiver = Receiver(sock)
@@ -96,19 +93,14 @@ def greet(sock: socket.socket) -> Greeted:
             check_hello(frame)
             devices = frames.unpack_json(frame).get("devices")
             if len(fds) != 1 or not isinstance(devices, int):
-                raise ProtocolError(
-                    "the runtime's greeting comes without its board, or the number of devices"
-                )
+                raise ProtocolError(NO_BOARD)
             board = read_board(fds[0])
         finally:
             for fd in fds:
                 os.close(fd)
     except TimeoutError:
         sock.close()
-        raise LaunchError(
-            f"the runtime accepted no connection within {_GREETING_TIMEOUT_S:.0f} s: it is stopped, or there are as many as its limit "
-            "of open files allows, which the server's log says; raise that (ulimit -Hn, a container's --ulimit nofile)"
-        ) from None
+        raise LaunchError(NOT_ACCEPTED % GREETING_TIMEOUT_S) from None
     except BaseException:
         sock.close()
         raise
@@ -163,14 +155,16 @@ class RuntimeConnection:
     # --- registration -------------------------------------------------------------------------------------
 
     def register(
-        self, registration: dict[str, Any], starting: Callable[[float], object] = lambda seconds: None
+        self,
+        registration: dict[str, Any],
+        starting: Callable[[frames.StartProgress], object] = lambda progress: None,
     ) -> dict[str, Any]:
         """Register, and wait until the model is ready, however long compiling takes. Raises Cold, Rejected, Closed, ProtocolError.
 
-        `starting` is called if the runtime says how many seconds the start takes at least.
+        `starting` is called with each step of the start.
         """
         if not self._send(frames.pack_json(Kind.REGISTER, registration), _RUN_SEND_S):
-            raise Closed("the runtime does not read")
+            raise Closed(DOES_NOT_READ)
         self._demand = {key: registration[key] for key in ("asked", "deadline_ns") if registration.get(key)}
         while True:
             self._readable.poll()
@@ -178,7 +172,7 @@ class RuntimeConnection:
             try:
                 kind, _ = frames.read_header(frame)
                 if kind is Kind.STARTING:
-                    starting(float(frames.unpack_json(frame).get("start_s", 0.0)))
+                    starting(frames.unpack_starting(frame))
                     continue
                 self._demand = None
                 if kind is Kind.REJECTED:
@@ -203,13 +197,13 @@ class RuntimeConnection:
                 if self._send(frames.pack_json(Kind.DEMAND, {"asked": False, **demand}), 0):
                     self._demand = demand
 
-    def report(self, report: dict[str, Any], patience: float) -> dict[str, Any]:
-        """Report measurements on a connection for nothing else, and return the runtime's answer.
+    def report(self, report: dict[str, Any], patience: float) -> None:
+        """Report measurements and wait until the runtime has taken them. Only for a connection that carries nothing else.
 
-        Raises TimeoutError if there is none for `patience` seconds, Closed, ProtocolError.
+        Raises TimeoutError if the runtime does not answer for `patience` seconds, Closed, ProtocolError.
         """
         if not self._send(frames.pack_json(Kind.REPORT, report), patience):
-            raise TimeoutError("the runtime does not read")
+            raise TimeoutError(DOES_NOT_READ)
         while True:
             if not self._readable.poll(patience * 1e3):
                 raise TimeoutError("the runtime does not answer")
@@ -218,14 +212,14 @@ class RuntimeConnection:
                 os.close(fd)
             kind, _ = frames.read_header(frame)
             if kind is Kind.REPORTED:
-                return frames.unpack_json(frame)
+                return
             if kind is not Kind.COLD:  # which the connection for answers obeys
                 raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
     def report_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
         """Report ended spans, on a connection for reports. Raises TimeoutError, Closed."""
         if not all(self._send(frame, patience) for frame in pack_spans(spans, dropped)):
-            raise TimeoutError("the runtime does not read")
+            raise TimeoutError(DOES_NOT_READ)
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -296,10 +290,10 @@ class RuntimeConnection:
         with self._lock:
             if (word := self._board[0]) != self._word_at_send:
                 self._word_at_send, self._sent_at = word, time.monotonic()
-            if (self._arena.fresh or self._arena.dropped) and not self._announce(_SEND_S):
+            if (self._arena.fresh or self._arena.dropped) and not self._announce(SEND_S):
                 return 0
             for at in range(0, len(entries), frames.MAX_ENTRIES):
-                if not self._send(pack(entries[at : at + frames.MAX_ENTRIES]), _SEND_S):
+                if not self._send(pack(entries[at : at + frames.MAX_ENTRIES]), SEND_S):
                     return at
             return len(entries)
 
@@ -319,13 +313,13 @@ class RuntimeConnection:
                 self._send(frame, _RUN_SEND_S) for frame in (*_pack_releases(releases), pack_calls(calls))
             )
         if not sent:
-            raise Closed("the runtime does not read")
+            raise Closed(DOES_NOT_READ)
 
     def leave(self, leaving: RunExit, patience: float = _RUN_SEND_S) -> None:
         """End a run. Raises Closed, also if the runtime does not read within `patience` seconds."""
         with self._lock:
             if not self._send(pack_leavings([leaving]), patience):
-                raise Closed("the runtime does not read")
+                raise Closed(DOES_NOT_READ)
 
     def cancel(self, ids: Sequence[int]) -> bool:
         """Ask to cancel requests. Returns False if the runtime does not read now. Raises Closed."""

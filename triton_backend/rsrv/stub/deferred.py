@@ -15,31 +15,45 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from rsrv.front.rules import (
+    CHECK_PERIOD_S,
+    DEADLINE_GRACE_S,
+    LATE,
+    NO_DESCRIPTORS,
+    NO_MEMORY,
+    STUCK,
+    UNLOADED,
+)
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.replies import Reply, RequestFailure, Responses
 from rsrv.stub.request import ClientRequest
-from rsrv.stub.session import UNLOADED, Attachment, Session
+from rsrv.stub.session import Attachment
 from rsrv.wire.frames import Completion, ProtocolError, Status
-from rsrv.wire.socket import Closed
+from rsrv.wire.socket import Closed, lacks_descriptors
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds between two checks of a request for cancellation; each costs up to 0.2 ms, so few are made per round
-CHECK_PERIOD_S = 0.05
+#: Most checks for cancellation in a round: each costs up to 0.2 ms.
 MAX_CHECKS = 16
-#: nanoseconds after a deadline until it is enforced here: a healthy runtime enforces it before
-_DEADLINE_GRACE_NS = 100_000_000
 #: late answers per round, as each takes this thread some tenths of a millisecond
 _MAX_LATE_ANSWERS = 64
 
 #: threads that send deferred replies and run slow hooks: four keep a slow hook from holding up the replies behind it
 SENDER_THREADS = 4
 
-LATE = "the deadline passed before the answer was there"
-STUCK = "the model runtime takes no requests at the moment; try again later"
-NO_MEMORY = "the server has no memory for this request; try again later"
+#: Client's text if this process may open no further file.
+OUT_OF_DESCRIPTORS = f"the model's process {NO_DESCRIPTORS}"
+
+
+def no_room(error: OSError) -> RequestFailure:
+    """Return the failure of a request for which shared memory cannot be allocated."""
+    if lacks_descriptors(error):
+        return RequestFailure(Status.INTERNAL, OUT_OF_DESCRIPTORS)
+    return RequestFailure(Status.QUEUE_FULL, NO_MEMORY)
+
+
 _BROKEN = "the model's process cannot go on; it is being restarted"
 
 
@@ -76,35 +90,40 @@ class DeferredRequest:
 
 
 W = TypeVar("W", bound=DeferredRequest)
+W_contra = TypeVar("W_contra", bound=DeferredRequest, contravariant=True)
+
+
+class Owner(Protocol[W_contra]):
+    """The replica whose requests are answered here."""
+
+    def pack(self, entries: Sequence[Any]) -> bytes:
+        """Make the frame that submits requests."""
+
+    def respond(self, one: W_contra) -> Any:
+        """Return the Triton response of a request whose outcome is known. This never raises."""
+
+    def rescue(self, one: W_contra) -> None:
+        """Take over a request whose runtime has ended."""
+
+    def take_token(self, one: W_contra, token: int) -> None:
+        """Take a token of an answer, on the reading thread."""
+
+    def lost(self, attachment: Attachment, why: object) -> None:
+        """Handle the end of an attachment's runtime. This may be called repeatedly."""
+
+    def dismissed(self, attachment: Attachment, start_timeout_s: float) -> None:
+        """Handle the runtime's wish that the model leave. `start_timeout_s` limits how long requests wait for a later start."""
+
+    def end(self, text: str) -> None:
+        """End the process after a fault that it cannot survive."""
 
 
 class DeferredReplies(Generic[W]):
-    """Requests that wait for the runtime, and the threads that answer them.
+    """Requests that wait for the runtime, and the threads that answer them."""
 
-    `pack` makes the frame that submits requests. `respond` makes a Triton response of a finished request, and must not
-    raise. `end` ends the process if it cannot go on.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        responses: Responses,
-        pack: Callable[[Sequence[Any]], bytes],
-        respond: Callable[[W], Any],
-        threads: int,
-        end: Callable[[str], object],
-    ) -> None:
-        self._session = session
+    def __init__(self, owner: Owner[W], responses: Responses, threads: int) -> None:
+        self._owner = owner
         self._responses = responses
-        self._end = end
-        #: called with the attachment when its runtime asks to be left, and with the seconds that a later start may take
-        self.dismissed: Callable[[Attachment, float], object] = lambda attachment, seconds: None
-        #: takes a request whose runtime is gone
-        self.rescue: Callable[[W], object] = lambda one: None
-        #: takes a token of an answer, on the reading thread
-        self.on_token: Callable[[W, int], object] = lambda one, token: None
-        self._pack = pack
-        self._respond = respond
         self._threads = threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
@@ -167,7 +186,7 @@ class DeferredReplies(Generic[W]):
         try:
             if pending is None:
                 raise Closed("the runtime was lost")
-            sent = attachment.deferred.submit(submissions, self._pack)
+            sent = attachment.deferred.submit(submissions, self._owner.pack)
         except (Closed, OSError) as error:
             self.lose(attachment, error)
             # `lose` fails pending requests; if the runtime was lost before, these were not among them.
@@ -186,7 +205,7 @@ class DeferredReplies(Generic[W]):
             log.error(
                 "the connection to the runtime was closed by other code of this process: does model.py close all files?"
             )
-            self._end(_BROKEN)
+            self._owner.end(_BROKEN)
         with self._lock:
             handed_over = attachment.direct in self._connections
             requests = [
@@ -194,7 +213,7 @@ class DeferredReplies(Generic[W]):
                 for connection in (attachment.deferred, attachment.direct)
                 for one in self._forget(connection).values()
             ]
-        self._session.lost(attachment, why)
+        self._owner.lost(attachment, why)
         attachment.deferred.close()
         if handed_over:
             attachment.direct.close()
@@ -204,14 +223,17 @@ class DeferredReplies(Generic[W]):
         """Leave a runtime that the model needs no longer. A request that comes at the same time starts the model again."""
         with self._lock:
             requests = self._forget(attachment.deferred)
-        self._session.fall_back(attachment)
+        for connection in (attachment.direct, attachment.deferred):
+            connection.leave_runtime()
         attachment.deferred.close()
+        # The runtime sees the end of the connection only after the reading thread has stopped polling it.
+        os.eventfd_write(self._wake, 1)
         self.rescue_all(requests.values())
 
     def rescue_all(self, requests: Iterable[W]) -> None:
         """Have requests, whose runtime is gone, wait for another one; all of them have replies."""
         for one in requests:
-            self.rescue(one)
+            self._owner.rescue(one)
 
     @property
     def idle(self) -> bool:
@@ -238,7 +260,7 @@ class DeferredReplies(Generic[W]):
             self._started += 1
         except RuntimeError:
             if not self._started:
-                self._end(_BROKEN)
+                self._owner.end(_BROKEN)
 
     def finish(self, deferred: W) -> None:
         """Answer a request whose outcome is known, on a sender thread."""
@@ -265,7 +287,7 @@ class DeferredReplies(Generic[W]):
                 self._round()
         except Exception:
             log.exception("the runtime's answers cannot be read any more")
-            self._end(_BROKEN)
+            self._owner.end(_BROKEN)
 
     def _round(self) -> None:
         # Set before the check: a reply that is added in between wakes the thread.
@@ -310,7 +332,7 @@ class DeferredReplies(Generic[W]):
                 idle = self._when_idle.pop(connection)
                 self._forget(connection)
         for one, token in tokens:
-            self.on_token(one, token)
+            self._owner.take_token(one, token)
         for one, done in requests:
             one.finish(done)
             self.finish(one)
@@ -318,7 +340,7 @@ class DeferredReplies(Generic[W]):
             idle()
         if connection.dismissed is not None:
             seconds, connection.dismissed = connection.dismissed, None
-            self.dismissed(attachment, seconds)
+            self._owner.dismissed(attachment, seconds)
 
     def _fail_late(self) -> None:
         """Fail requests whose deadline passed long ago. Their executions go on, with their memory, without an answer."""
@@ -326,7 +348,7 @@ class DeferredReplies(Generic[W]):
         if now - self._late_checked < CHECK_PERIOD_S:
             return
         self._late_checked = now
-        until_ns = time.monotonic_ns() - _DEADLINE_GRACE_NS
+        until_ns = time.monotonic_ns() - int(1e9 * DEADLINE_GRACE_S)
         late = [reply for reply in self._responses.owed() if 0 < reply.deadline_ns < until_ns]
         for reply in late[:_MAX_LATE_ANSWERS]:
             reply.send_failure(Status.DEADLINE, LATE)
@@ -378,11 +400,11 @@ class DeferredReplies(Generic[W]):
                 del work  # a request must not live on here: its reply answers when dropped
         except Exception:  # noqa: BLE001
             # There is no memory even for the log.
-            self._end(_BROKEN)
+            self._owner.end(_BROKEN)
 
     def _answer(self, deferred: W) -> None:
         assert deferred.request.reply is not None
         try:
-            deferred.request.reply.send(deferred.response or self._respond(deferred), deferred.nbytes)
+            deferred.request.reply.send(deferred.response or self._owner.respond(deferred), deferred.nbytes)
         finally:
             deferred.release()

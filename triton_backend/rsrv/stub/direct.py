@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rsrv.stub.calls import GRACE_NS, Callee, Keep, Results, check_inputs, check_keep
+from rsrv.front.rules import DOWN, STUCK
+from rsrv.stub.calls import GRACE_NS, Callee, Keep, LargeCallError, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import NO_MEMORY, STUCK
+from rsrv.stub.deferred import no_room
 from rsrv.stub.endpoint import Elsewhere, ExecutionPlan, PlannedTensor, hook_failed
 from rsrv.stub.replies import RequestFailure, invalid
-from rsrv.stub.session import DOWN
 from rsrv.stub.tensors import Array
 from rsrv.stub.tracing import OpenSpan, end_call
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
@@ -212,12 +212,16 @@ class DirectRun:
     # --- calls --------------------------------------------------------------------------------------------
 
     def start(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep) -> DirectCall:
-        """Send a call; one that a lost runtime does not get ends at once. Raises RequestFailure."""
+        """Send a call. It fails at once if the runtime is lost. Raises RequestFailure and LargeCallError."""
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         try:
             arrays = check_inputs(callee, inputs)
             kept = check_keep(callee, keep)
             values, plan = callee.endpoint.prepare(arrays, self._client_id, span)
+            if plan.rows > plan.largest:
+                if kept or any(isinstance(value, DeviceTensor) for value in values):
+                    raise callee.endpoint.refuse_rows(plan)
+                raise LargeCallError(arrays, plan)
             rows = arrays[callee.remote.inputs[0].name].shape[0] if callee.remote.batched else None
             return self._send(DirectCall(self, callee, plan, rows, list(values), kept, {}, since, span))
         except RequestFailure as failure:
@@ -247,8 +251,8 @@ class DirectRun:
                 for index, planned in enumerate(plan.inputs)
             ]
             targets = [self._target(planned, plan.rows, call) for planned in plan.outputs]
-        except OSError:
-            raise RequestFailure(Status.QUEUE_FULL, NO_MEMORY) from None
+        except OSError as error:
+            raise no_room(error) from None
         if not plan.rows:
             call.end(self._results(call))
             return call
@@ -272,8 +276,8 @@ class DirectRun:
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         try:
             return self._connection.array(shape, dtype)
-        except OSError:
-            raise RequestFailure(Status.QUEUE_FULL, NO_MEMORY) from None
+        except OSError as error:
+            raise no_room(error) from None
 
     def _releases(self) -> list[Release]:
         return [Release(self.token, self.released.popleft()) for _ in range(len(self.released))]

@@ -4,16 +4,30 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rsrv.front.parts import RowRange
+from rsrv.front.rules import (
+    BATCH_AXIS,
+    LONGER_CAP,
+    NO_INPUT,
+    NO_VARIANT,
+    OTHER_SIZE,
+    ROWS_DIFFER,
+    THE_REQUEST,
+    TOO_MANY_ROWS,
+    UNKNOWN_INPUT,
+    WRONG_LENGTH,
+    WRONG_SHAPE,
+)
 from rsrv.hooks import BadInput
 from rsrv.hooks.loader import Hook, Hooks
-from rsrv.logs import of_request, shorten
+from rsrv.logs import of_request, request_name, shorten
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import CallError, RequestFailure, invalid
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, Tensors, as_array, encode_strings
@@ -75,7 +89,7 @@ class LearnedDuration:
     #: weights of a shorter and of a longer measurement
     fall: float
     rise: float
-    cap: float = 4.0
+    cap: float = LONGER_CAP
 
     def learn(self, seconds: float) -> None:
         weight = self.fall if seconds < self.seconds else self.rise
@@ -101,10 +115,21 @@ class ExecutionPlan:
 
     variant: int
     rows: int
+    #: The largest compiled size. Requests with more rows are submitted in parts.
+    largest: int
     inputs: tuple[PlannedTensor, ...]
     outputs: tuple[PlannedTensor, ...]
     input_bytes: int
     output_bytes: int
+    #: Length of the request's tensors along the padded axis. 0: the model has no padded axis.
+    length: int
+
+
+def rows_of(planned: PlannedTensor, part: RowRange) -> tuple[slice, ...]:
+    """Return the index of a part's rows in a tensor of the whole request."""
+    axis = planned.tensor.batch_axis
+    assert axis is not None, "a request is submitted in parts only if each tensor has rows"
+    return (*[slice(None)] * axis, slice(part.first, part.first + part.rows))
 
 
 class BadShape(Exception):
@@ -115,12 +140,15 @@ class WrongAxis(BadShape):
     """An axis that the model fixes differs; neither the number of rows nor a choice among variants is at fault."""
 
 
-def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> ExecutionPlan:
+def resolve(
+    interface: Interface, shapes: Sequence[tuple[int, ...]], *, splits: bool = False
+) -> ExecutionPlan:
     """Return the plan for the shapes of the module's inputs, in the order of registration. Raises BadShape.
 
-    Rows are the extent of the batch axis, the same in every input; 1 if no input has one.
+    Rows are the extent of the batch axis, the same in every input; 1 if no input has one. `splits` is True if there may be
+    more rows than the largest compiled size has.
     """
-    for index, variant in enumerate(interface.variants):
+    for index, variant in _variants(interface, shapes):
         if all(fits(t.dims, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
             rows = {
                 s[t.batch_axis]
@@ -128,17 +156,34 @@ def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> Executio
                 if t.batch_axis is not None
             }
             if len(rows) > 1:
-                raise BadShape(f"the inputs disagree on the number of rows: {sorted(rows)}")
+                raise BadShape(ROWS_DIFFER % sorted(rows))
             count = rows.pop() if rows else 1
-            _check_rows(count, variant.sizes, interface.exact)
+            _check_rows(count, variant.sizes, interface.exact, splits=splits)
             return _plan(index, variant, count)
     raise _mismatch(interface, shapes)
+
+
+def _variants(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> Iterable[tuple[int, Variant]]:
+    """Return the variants that requests of these shapes may match, with their indices."""
+    if not interface.longest:
+        return enumerate(interface.variants)
+    axes = [tensor.padded_axis for tensor in interface.variants[0].inputs.tensors]
+    lengths = {
+        shape[axis]
+        for shape, axis in zip(shapes, axes, strict=True)
+        if axis is not None and axis < len(shape)
+    }
+    if len(lengths) != 1 or not 0 < max(lengths) <= interface.longest:
+        raise BadShape(WRONG_LENGTH % (sorted(lengths), interface.longest))
+    return [interface.at_length(lengths.pop())]
 
 
 def _plan(index: int, variant: Variant, rows: int) -> ExecutionPlan:
     inputs, input_bytes = _planned(variant.inputs, rows)
     outputs, output_bytes = _planned(variant.outputs, rows)
-    return ExecutionPlan(index, rows, inputs, outputs, input_bytes, output_bytes)
+    return ExecutionPlan(
+        index, rows, variant.sizes[-1], inputs, outputs, input_bytes, output_bytes, variant.length
+    )
 
 
 def _planned(block: Block, rows: int) -> tuple[tuple[PlannedTensor, ...], int]:
@@ -147,14 +192,12 @@ def _planned(block: Block, rows: int) -> tuple[tuple[PlannedTensor, ...], int]:
     return tuple(PlannedTensor(t, t.shape(rows), NUMPY[t.dtype], offset) for t, offset in tensors), nbytes
 
 
-def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool) -> None:
+def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool, *, splits: bool) -> None:
     compiled = ", ".join(map(str, sizes))
-    if rows > sizes[-1]:
-        raise BadShape(
-            f"{rows} rows exceed the largest compiled batch size; compiled are {compiled}. Send fewer rows a request"
-        )
+    if rows > sizes[-1] and (exact or not splits):
+        raise BadShape(TOO_MANY_ROWS % (rows, compiled))
     if exact and rows not in sizes:
-        raise BadShape(f"{rows} rows: this model runs at its compiled batch sizes only: {compiled}")
+        raise BadShape(OTHER_SIZE % (rows, compiled))
 
 
 def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadShape:
@@ -165,13 +208,11 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
         came = ", ".join(
             f"{t.name} {list(s)}" for t, s in zip(interface.variants[0].inputs.tensors, shapes, strict=True)
         )
-        return BadShape(f"no module is compiled for {came}; compiled are {compiled} (-1 is the batch)")
+        return BadShape(NO_VARIANT % (came, compiled))
     for tensor, shape in zip(interface.variants[0].inputs.tensors, shapes, strict=True):
         if not fits(tensor.dims, shape):
-            batch = "" if tensor.batch_axis is None else f" (axis {tensor.batch_axis} is the batch)"
-            return WrongAxis(
-                f"input {tensor.name!r}: expected shape {list(tensor.dims)}{batch}, got {list(shape)}"
-            )
+            batch = "" if tensor.batch_axis is None else BATCH_AXIS % tensor.batch_axis
+            return WrongAxis(WRONG_SHAPE % (repr(tensor.name), list(tensor.dims), batch, list(shape)))
     raise AssertionError("called for shapes that fit")
 
 
@@ -185,10 +226,17 @@ class Endpoint:
     """
 
     def __init__(
-        self, interface: Interface, hooks: Hooks, guard: HookGuard, measure: Callable[[str, float], None]
+        self,
+        interface: Interface,
+        hooks: Hooks,
+        guard: HookGuard,
+        measure: Callable[[str, float], None],
+        *,
+        splits: bool = False,
     ) -> None:
-        """`measure` takes a hook's name in metrics and the seconds of one call."""
+        """`measure` takes a hook's name in metrics and the seconds of one call. `splits` is as in `resolve`."""
         self.hooks = hooks
+        self._splits = splits
         self._measure = measure
         self._guard = guard
         self._interface = interface
@@ -199,9 +247,16 @@ class Endpoint:
         )
 
     def prepare(
-        self, arrays: Mapping[str, Array | Elsewhere], client_id: str, span: OpenSpan | None = None
+        self,
+        arrays: Mapping[str, Array | Elsewhere],
+        client_id: str,
+        span: OpenSpan | None = None,
+        rows: int | None = None,
     ) -> tuple[list[Any], ExecutionPlan]:
-        """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure."""
+        """Return the module's inputs, in its order, and their plan; hooks become children of `span`. Raises RequestFailure.
+
+        `rows` is the number of rows of each tensor of the client, if all have the same.
+        """
         if self.hooks.preprocess is not None:
             hook = partial(_on_copies, self.hooks.preprocess)
             arrays, seconds = self._run("preprocess", "pre", hook, arrays, client_id, span)
@@ -211,7 +266,7 @@ class Endpoint:
         for spec in self._interface.variants[0].inputs.tensors:
             array = arrays.get(spec.name)
             if array is None:
-                raise self._wrong_input(f"has no tensor {spec.name!r}", client_id)
+                raise self._wrong_input(NO_INPUT % repr(spec.name), client_id)
             if array.dtype != NUMPY[spec.dtype]:
                 raise self._wrong_input(
                     f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}", client_id
@@ -219,11 +274,27 @@ class Endpoint:
             inputs.append(array)
             extents.append(array.shape)
         shapes = tuple(extents)
-        return inputs, self._plans.get(shapes) or self._resolve(shapes, client_id)
+        plan = self._plans.get(shapes) or self._resolve(shapes, client_id)
+        # A postprocess may restore the number of rows.
+        if rows not in (None, plan.rows) and self.hooks.preprocess and not self.hooks.postprocess:
+            raise self._wrong_input(f"has {plan.rows} rows for a request of {rows}", client_id)
+        return inputs, plan
+
+    def refuse_rows(self, plan: ExecutionPlan) -> RequestFailure:
+        """Return the failure of a request with more rows than the largest compiled size."""
+        sizes = self._interface.variants[plan.variant].sizes
+        return invalid(TOO_MANY_ROWS % (plan.rows, ", ".join(map(str, sizes))))
+
+    def plan_part(self, inputs: Sequence[Array], client_id: str) -> ExecutionPlan:
+        """Return the plan for a part of the module's inputs. Raises RequestFailure if the compiled sizes have changed."""
+        plan = self._resolve(tuple(array.shape for array in inputs), client_id)
+        if plan.rows > plan.largest:
+            raise self.refuse_rows(plan)
+        return plan
 
     def _resolve(self, shapes: tuple[tuple[int, ...], ...], client_id: str) -> ExecutionPlan:
         try:
-            plan = resolve(self._interface, shapes)
+            plan = resolve(self._interface, shapes, splits=self._splits)
         except BadShape as error:
             if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
                 raise self._wrong_input(f"does not fit: {error}", client_id) from None
@@ -234,7 +305,7 @@ class Endpoint:
 
     def _wrong_input(self, what: str, client_id: str) -> RequestFailure:
         if self.hooks.preprocess is None:
-            return invalid(f"the request {what}")
+            return invalid(THE_REQUEST + what)
         return hook_failed("preprocess", f"its result {what}", client_id)
 
     def results(
@@ -285,7 +356,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
             name = tensor.name()
             wire = wires[name]
         except (UnicodeDecodeError, KeyError):
-            raise invalid("the request has an input that the model does not have") from None
+            raise invalid(UNKNOWN_INPUT) from None
         try:
             array = tensors.read(tensor, wire.dtype)
         except ValueError as error:
@@ -295,7 +366,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
             array = array.reshape(array.shape[:-1])
         # Triton has checked, but not for a product of extents beyond 64 bits.
         if array.ndim != len(wire.dims):
-            raise invalid(f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}")
+            raise invalid(WRONG_SHAPE % (repr(name), list(wire.dims), "", list(array.shape)))
         arrays[name] = array
     return arrays
 
@@ -347,7 +418,9 @@ def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 def hook_failed(hook: str, why: str, client_id: str) -> RequestFailure:
     """Log a hook's fault, and return the failure of the request `client_id`."""
-    log.error("request %r: model.py: %s: %s", client_id, hook, why, extra=of_request(client_id, hook=hook))
+    log.error(
+        "%s: model.py: %s: %s", request_name(client_id), hook, why, extra=of_request(client_id, hook=hook)
+    )
     text = f"the model's {hook} hook failed; the server's log says why"
     return RequestFailure(Status.INTERNAL, text, f"{hook}: {why}")
 
@@ -380,14 +453,27 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(
-            "request %r: model.py: %s wants more memory than it may have (stub.memory_limit_bytes): %s",
-            client_id,
+            "%s: model.py: %s wants more memory than it may have (stub.memory_limit_bytes): %s",
+            request_name(client_id),
             name,
             error,
             extra=of_request(client_id, hook=name),
         )
         return RequestFailure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
-    log.exception("request %r: model.py: %s raised", client_id, name, extra=of_request(client_id, hook=name))
+    if guard.out_of_descriptors(error):
+        log.error(
+            "%s: model.py: %s opens more files than its process may have (ulimit -n): %s",
+            request_name(client_id),
+            name,
+            error,
+            extra=of_request(client_id, hook=name),
+        )
+        return RequestFailure(
+            Status.INTERNAL, f"the model's {name} hook opens more files than its process may have (ulimit -n)"
+        )
+    log.exception(
+        "%s: model.py: %s raised", request_name(client_id), name, extra=of_request(client_id, hook=name)
+    )
     # Not the error's own text: it may have the request's contents.
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename.endswith("/model.py")]

@@ -7,7 +7,7 @@ from the runtime, which starves a device on long executions. So execute() waits 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.front.rules import DOWN, LATE, LONGER_WEIGHT, STUCK
 from rsrv.hooks.loader import Hooks
 from rsrv.logs import of_request
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.connection import RuntimeConnection, Slab
-from rsrv.stub.deferred import LATE, NO_MEMORY, SENDER_THREADS, STUCK, DeferredRequest
+from rsrv.stub.deferred import SENDER_THREADS, DeferredRequest, no_room
 from rsrv.stub.endpoint import (
     SLOW_HOOK_S,
     Endpoint,
@@ -29,11 +30,12 @@ from rsrv.stub.endpoint import (
     WireTensor,
     read_inputs,
 )
+from rsrv.stub.large_request import LargeRequest, PartRequest
 from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
-from rsrv.stub.replies import RequestFailure, invalid
+from rsrv.stub.replies import NUMBER, RequestFailure, invalid
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.sequences import LOST, SequenceStep, read_step
-from rsrv.stub.session import DOWN, Attachment, Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.frames import ALONE, WAITED, Completion, ProtocolError, Status, Submission, pack_submissions
 from rsrv.wire.socket import Closed
@@ -42,8 +44,8 @@ log = logging.getLogger("rsrv.stub")
 
 #: execute() waits only if the device is free within this many times `stub.in_place_ms`
 _QUEUE_FACTOR = 5
-#: weight of a longer execution in the learned length
-_RISE = 0.01
+#: An answer that took at least this many seconds carries the request's number, for `rsrv why`.
+_SLOW_S = 0.1
 #: bytes of the slab for answers in place: the least, and how much of it stays after a large batch
 _MIN_SLAB_BYTES, _KEEP_SLAB_BYTES = 64 << 10, 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
@@ -65,6 +67,10 @@ class ModelRequest(DeferredRequest):
     outputs_at: int = 0
     execute_ns: int = 0  # of the execution that it was part of
     answer_bytes: int = 0
+    #: Parts of the request that are to be submitted; None: there are none, or they were submitted.
+    large: LargeRequest | None = None
+    #: Outputs that the parts have left; None: the request was not submitted in parts.
+    collected: Mapping[str, Array] | None = None
 
     def write(self) -> Submission:
         """Copy the inputs to shared memory, and return the submission to send."""
@@ -79,7 +85,9 @@ class ModelRequest(DeferredRequest):
         self.inputs = ()
         self.request.number = self.id
         deadline_ns, priority, run, _ = self.request.params
-        flags = (ALONE if self.request.deaths else 0) | (WAITED if self.request.retry_until else 0)
+        flags = (ALONE if self.request.deaths else 0) | (
+            WAITED if self.request.retry_until or self.request.admitted else 0
+        )
         return Submission(
             self.id,
             deadline_ns,
@@ -92,7 +100,8 @@ class ModelRequest(DeferredRequest):
             self.outputs_at,
             run,
             self.request.tag,
-            0 if self.step is None else self.step.sequence,
+            self.request.whole if self.step is None else self.step.sequence,
+            plan.length,
         )
 
     def written(self) -> dict[str, Array]:
@@ -100,8 +109,10 @@ class ModelRequest(DeferredRequest):
         assert self.plan is not None
         return self._arrays(self.plan.inputs, self.inputs_at)
 
-    def outputs(self) -> dict[str, Array]:
-        """Return the module's outputs, where they lie in shared memory."""
+    def outputs(self) -> Mapping[str, Array]:
+        """Return the module's outputs, where they lie in shared memory, or where the parts have left them."""
+        if self.collected is not None:
+            return self.collected
         assert self.plan is not None
         return self._arrays(self.plan.outputs, self.outputs_at)
 
@@ -143,6 +154,7 @@ class Engine(ModelReplica[ModelRequest]):
     def __init__(
         self,
         session: Session,
+        attachment: Attachment,
         process: StubProcess,
         hooks: Hooks,
         outputs: Sequence[WireTensor],
@@ -150,8 +162,7 @@ class Engine(ModelReplica[ModelRequest]):
         *,
         internal: bool = False,
     ) -> None:
-        attachment = process.begin(session)
-        super().__init__(session, process, pack_submissions, SENDER_THREADS)
+        super().__init__(session, process, SENDER_THREADS)
         self._hooks = hooks
         self._hook_threads = SENDER_THREADS if hooks.preprocess or hooks.postprocess else 0
         self._outputs = outputs
@@ -165,8 +176,7 @@ class Engine(ModelReplica[ModelRequest]):
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
         self._attachment = self._latest = attachment
-        session.on_attach = self._use
-        self._use(attachment)
+        self.use(attachment)
         self._switch(attachment)
 
     def _switch(self, attachment: Attachment) -> None:
@@ -175,7 +185,7 @@ class Engine(ModelReplica[ModelRequest]):
             self._direct.close()
         self._attachment, self._direct, self._slab = attachment, attachment.direct, None
 
-    def _use(self, attachment: Attachment) -> None:
+    def use(self, attachment: Attachment) -> None:
         if self._latest is not self._attachment:
             self._latest.direct.close()  # its runtime died before execute() came to use it
         self._latest = attachment
@@ -186,13 +196,23 @@ class Engine(ModelReplica[ModelRequest]):
         self._largest = model.interface.variants[0].sizes[-1]
         self._stateful = model.stateful
         measure = partial(self.meters.hook, model.name)
-        self._endpoint = Endpoint(model.interface, self._hooks, self._process.guard, measure)
-        self._execution = LearnedDuration(min(map(min, model.costs)), fall=1.0, rise=_RISE)
+        # Triton limits the rows of a request only if it batches the model.
+        self._endpoint = Endpoint(
+            model.interface,
+            self._hooks,
+            self._process.guard,
+            measure,
+            splits=self._batched and not model.stateful,
+        )
+        self._execution = LearnedDuration(min(map(min, model.costs)), fall=1.0, rise=LONGER_WEIGHT)
         self._costs = [
             ExecutionCosts(variant.sizes, seconds)
             for variant, seconds in zip(model.interface.variants, model.costs, strict=True)
         ]
-        super()._use(attachment)
+        super().use(attachment)
+
+    def pack(self, entries: Sequence[Any]) -> bytes:
+        return pack_submissions(entries)
 
     def _answers_in_s(self, attachment: Attachment) -> float:
         return attachment.begins_in_s() + self._execution.seconds
@@ -246,6 +266,8 @@ class Engine(ModelReplica[ModelRequest]):
         batch = self._receive(connection, requests)
         waiting = self._place(batch, connection, self._take_direct)
         placed = list(waiting.values())
+        # The others have failed, have no rows, or are large. With a large request, the answers cannot be one list.
+        has_large = len(placed) < len(batch) and any(one.large is not None for one in batch)
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
@@ -258,13 +280,16 @@ class Engine(ModelReplica[ModelRequest]):
                     for one in placed[at + sent :]:
                         waiting.pop(one.id).fail(Status.QUEUE_FULL, STUCK)
                     break
+            if has_large:
+                self._hand_over(attachment, connection, batch, waiting)
+                return None
             while waiting:
                 completions = connection.receive(until - time.monotonic())
                 for done in completions:
                     waiting[done.request].finish(done)
                 for done in completions:
                     one = waiting.pop(done.request)
-                    one.response = self._respond(one)
+                    one.response = self.respond(one)
         except TimeoutError:
             self._hand_over(attachment, connection, batch, waiting)
             return None
@@ -273,7 +298,7 @@ class Engine(ModelReplica[ModelRequest]):
             self._defer(batch, waiting)
             self._deferred.rescue_all(waiting.values())
             return None
-        return [one.response or self._respond(one) for one in batch]
+        return [one.response or self.respond(one) for one in batch]
 
     def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
         """Return the direct connection's one slab, another one if it is too small, or far too large to keep."""
@@ -293,7 +318,10 @@ class Engine(ModelReplica[ModelRequest]):
         batch: list[ModelRequest],
         waiting: dict[int, ModelRequest],
     ) -> None:
-        """Answer the batch later, for it takes longer than predicted. The connection and its memory go with it."""
+        """Answer the batch after execute() returned. The connection and its memory go with the requests that wait."""
+        if not waiting:
+            self._defer(batch, waiting)
+            return
         self._direct = self._slab = None
         self._defer(batch, waiting)
 
@@ -309,7 +337,16 @@ class Engine(ModelReplica[ModelRequest]):
             self._deferred.reply(one.request)
         for one in batch:
             if one.id not in waiting:
-                self._deferred.finish(one)
+                self._begin_or_finish(one)
+
+    def _begin_or_finish(self, one: ModelRequest) -> None:
+        """Submit the first parts of a large request, or answer a request that has failed or has no rows."""
+        if one.large is not None:
+            # The parts have the request now. Without a cycle of references, its tensors are free as soon as it is answered.
+            large, one.large = one.large, None
+            large.begin()
+        else:
+            self._deferred.finish(one)
 
     def _answer_later(self, attachment: Attachment, requests: list[ClientRequest]) -> None:
         batch = self._receive(attachment.deferred, requests)
@@ -331,12 +368,13 @@ class Engine(ModelReplica[ModelRequest]):
             return
         for one in batch:
             if one.id not in placed:
-                self._deferred.finish(one)
-        self._deferred.submit(attachment, list(placed.values()))
+                self._begin_or_finish(one)
+        if placed:
+            self._deferred.submit(attachment, list(placed.values()))
 
     # --- after a runtime's death --------------------------------------------------------------------------
 
-    def _rescue(self, one: ModelRequest) -> None:
+    def rescue(self, one: ModelRequest) -> None:
         request = one.request
         if one.step is not None and not one.step.start:  # no other runtime has the state of its sequence
             one.fail(Status.SEQUENCE_LOST, LOST)
@@ -347,24 +385,64 @@ class Engine(ModelReplica[ModelRequest]):
             self._remember(request.deaths, one)
         # The dead runtime may still write to this memory, so the request gets other memory.
         one.release()
-        self._process.resubmission.add(request, self._outcomes)
+        self._process.front.add(
+            request, request.large if isinstance(request, PartRequest) else self._outcomes
+        )
 
     def _remember(self, deaths: int, one: ModelRequest) -> None:
-        """Count the deaths that a request has seen against its inputs, as `Resubmission.remember`."""
+        """Count the deaths that a request has seen against its inputs, as `FrontLoop.record`."""
         with suppress(Exception):
             try:
                 arrays = read_inputs(self._tensors, one.request.triton, self._inputs)
             except Exception:  # noqa: BLE001 - an answered request has no inputs any more
                 arrays = one.written()
-            self._process.resubmission.remember(deaths, arrays)
+            self._process.front.record(deaths, arrays)
+
+    def _submit_parts(self, parts: Sequence[PartRequest]) -> None:
+        """Submit parts of a large request to the device that answers first, or to the device of its run."""
+        model = self._process.model
+        replica = self if parts[0].params.run or model is None else model.live()
+        attachment = None if replica is None else replica.session.attachment
+        if replica is not None and attachment is not None:
+            replica._take_over_all(attachment, parts)
+            return
+        for part in parts:
+            self._process.front.add(part, part.large)
+
+    def _outcome_of_part(self, one: ModelRequest) -> RequestFailure | Mapping[str, Array]:
+        """Return the outputs of a part, which lie in shared memory until the part is released, or its failure."""
+        request = one.request
+        if isinstance(request, PartRequest) and request.part.first == 0:
+            # `rsrv why` finds the request by its first part.
+            request.large.request.number = one.id
+        if request.failure is not None:
+            return request.failure
+        if one.execute_ns:
+            self._execution.learn(one.execute_ns / 1e9)
+        if request.deaths:
+            self._remember(0, one)
+        return one.outputs()
+
+    def _finish_large(
+        self, one: ModelRequest, failure: RequestFailure | None, outputs: Mapping[str, Array]
+    ) -> None:
+        """Answer a large request, on a sender thread."""
+        one.request.failure, one.collected = failure, outputs
+        self._deferred.finish(one)
 
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
-        batch = self._receive(attachment.deferred, [request])
+        self._take_over_all(attachment, [request])
+
+    def _take_over_all(self, attachment: Attachment, requests: Sequence[ClientRequest]) -> None:
+        """Submit requests together, so that they reach the runtime in their order."""
+        batch = self._receive(attachment.deferred, requests)
         self._deferred.run(partial(self._submit_later, attachment, batch))
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _receive(self, connection: RuntimeConnection, requests: list[ClientRequest]) -> list[ModelRequest]:
+    def _receive(
+        self, connection: RuntimeConnection, requests: Sequence[ClientRequest]
+    ) -> list[ModelRequest]:
         """Number the requests of a batch; some of them have failed."""
         batch = []
         for id, request in zip(connection.next_ids(len(requests)), requests, strict=True):
@@ -396,15 +474,18 @@ class Engine(ModelReplica[ModelRequest]):
             except Exception as error:  # noqa: BLE001 - logged by failure_for
                 one.request.failure = one.request.failure_for(error)
             else:
-                prepared.append(one)
+                if one.large is None:
+                    prepared.append(one)
         if not prepared:
             return {}
         try:
             slab = take(connection, nbytes, len(prepared))
-        except OSError:
-            log.exception("no memory for %d bytes of requests", nbytes, extra=of_request(""))
+        except OSError as error:
+            log.exception("no room for %d bytes of requests", nbytes, extra=of_request(""))
+            failure = no_room(error)
             for one in prepared:
-                one.fail(Status.QUEUE_FULL, NO_MEMORY)
+                one.fail(failure.status, failure.text)
+            self._process.guard.out_of_descriptors(error)
             return {}
         placed = {}
         marks = []
@@ -425,22 +506,40 @@ class Engine(ModelReplica[ModelRequest]):
         request = one.request
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
-        if self._stateful:
-            one.step = self._read_step(request.triton)
-        arrays = read_inputs(self._tensors, request.triton, self._inputs)
-        request.deaths = max(request.deaths, self._process.resubmission.check(arrays))
-        if self._batched:
-            one.client_rows = len(next(iter(arrays.values())))
-        one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span)
-        if one.step is not None and plan.rows != 1:
-            text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
-            raise invalid(text)
+        if request.is_part and isinstance(request, PartRequest):
+            one.inputs, plan = self._plan_part(request)
+        else:
+            if self._stateful:
+                one.step = self._read_step(request.triton)
+            arrays = read_inputs(self._tensors, request.triton, self._inputs)
+            request.deaths = max(request.deaths, self._process.front.check(arrays))
+            if self._batched:
+                one.client_rows = len(next(iter(arrays.values())))
+            rows = one.client_rows if self._batched else None
+            one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span, rows)
+            if one.step is not None and plan.rows != 1:
+                text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
+                raise invalid(text)
         one.plan = plan
         self._variant = plan.variant
         request.rows = plan.rows
+        if plan.rows > plan.largest:
+            finish = partial(self._finish_large, one)
+            one.large = LargeRequest(request, one.inputs, plan, self._submit_parts, finish)
+            return 0
         one.inputs_at = at
         one.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
+
+    def _plan_part(self, request: PartRequest) -> tuple[list[Array], ExecutionPlan]:
+        """Return the inputs of a part and their plan. Raises RequestFailure."""
+        inputs = request.large.inputs(request.part)
+        plan = self._endpoint.plan_part(inputs, request.id)
+        names = (planned.tensor.name for planned in plan.inputs)
+        arrays = dict(zip(names, inputs, strict=True))
+        request.deaths = max(request.deaths, self._process.front.check(arrays))
+        request.nbytes = plan.input_bytes
+        return inputs, plan
 
     def _read_step(self, triton: Any) -> SequenceStep:
         """Read what a request says of its sequence. Raises RequestFailure, also if its state ended with a runtime."""
@@ -451,8 +550,10 @@ class Engine(ModelReplica[ModelRequest]):
             raise RequestFailure(Status.SEQUENCE_LOST, LOST)
         return step
 
-    def _respond(self, one: ModelRequest) -> Any:
+    def respond(self, one: ModelRequest) -> Any:
         request = one.request
+        if request.is_part:
+            return self._outcome_of_part(one)
         if request.failure is None and request.reply is not None and request.reply.sent:
             one.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
@@ -468,7 +569,8 @@ class Engine(ModelReplica[ModelRequest]):
                 self._tensors.make(wire.name, array, wire.dtype)
                 for wire, array in zip(self._outputs, results, strict=True)
             ]
-            response = self._responses.answer(made)
+            slow = time.perf_counter() - request.since >= _SLOW_S
+            response = self._responses.answer(made, {NUMBER: request.number} if slow else None)
             self._outcomes.ended(request, Status.OK)
             if request.deaths:
                 self._remember(0, one)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.front.rules import LATE
 from rsrv.hooks.text import PromptTokeniser, TextStream
-from rsrv.stub.deferred import LATE, SENDER_THREADS, DeferredRequest
+from rsrv.stub.deferred import SENDER_THREADS, DeferredRequest
 from rsrv.stub.generation_params import GenerationParams, read_generation_params
 from rsrv.stub.replica import ModelReplica, StubProcess
-from rsrv.stub.replies import RequestFailure, invalid
+from rsrv.stub.replies import Reply, RequestFailure, invalid
 from rsrv.stub.request import ClientRequest, parse_parameters
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Array
@@ -66,7 +67,7 @@ class AnswerStream(DeferredRequest):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The prompt, as `Resubmission` remembers inputs."""
+        """The prompt, as `FrontLoop.record` takes inputs."""
         return {"prompt": np.asarray(self.prompt, np.int32)}
 
     def finish(self, done: Completion) -> None:
@@ -79,20 +80,23 @@ class AnswerStream(DeferredRequest):
 class GenerationEngine(ModelReplica[AnswerStream]):
     """Answers the requests of one model that generates, on one device, and never in place."""
 
-    def __init__(self, session: Session, process: StubProcess, prompts: PromptTokeniser | None) -> None:
+    def __init__(
+        self, session: Session, attachment: Attachment, process: StubProcess, prompts: PromptTokeniser | None
+    ) -> None:
         """`prompts` is None for clients that send and get tokens."""
-        attachment = process.begin(session)
-        super().__init__(session, process, _pack, SENDER_THREADS)
+        super().__init__(session, process, SENDER_THREADS)
         self._prompts = prompts
-        self._deferred.on_token = self._feed
-        session.on_attach = self._use
-        self._use(attachment)
+        self.use(attachment)
 
-    def _use(self, attachment: Attachment) -> None:
+    def use(self, attachment: Attachment) -> None:
         (model,) = attachment.models
         assert model.generate is not None
         self._context, self._stop = model.generate["context"], model.generate["stop"]
-        super()._use(attachment)
+        super().use(attachment)
+
+    def pack(self, entries: Sequence[bytes]) -> bytes:
+        (frame,) = entries
+        return frame
 
     def _answers_in_s(self, attachment: Attachment) -> float:
         # Between two steps a device looks free, so answers under way count besides.
@@ -114,7 +118,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
 
     def _begin(self, attachment: Attachment, request: ClientRequest) -> None:
         connection = attachment.deferred
-        if not request.params.deadline_ns and request.reply is not None:
+        if not request.params.deadline_ns and isinstance(request.reply, Reply):
             until_ns = time.monotonic_ns() + int(1e9 * _DEADLINE_S)
             request.params = request.params._replace(deadline_ns=until_ns)
             request.reply.deadline_ns = until_ns
@@ -146,7 +150,8 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         if self._prompts is None:
             one.prompt, one.kept = _read_tokens(self._tensors.read(tensor, "i32")), []
         else:
-            one.prompt = self._prompts.encode(_read_text(tensor.as_numpy(), context))
+            text = _read_text(tensor.as_numpy(), context)
+            one.prompt = self._prompts.encode_chat(text) if one.params.chat else self._prompts.encode(text)
             one.text = TextStream(self._prompts.decode, one.params.stop_texts)
         if not 0 < len(one.prompt) < context:
             text = (
@@ -154,7 +159,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
                 "prompt and answer together"
             )
             raise invalid(text)
-        request.deaths = max(request.deaths, self._process.resubmission.check(one.arrays))
+        request.deaths = max(request.deaths, self._process.front.check(one.arrays))
         sampling = one.params[:5]  # max_tokens to seed
         times = request.params.deadline_ns, request.params.priority
         try:
@@ -176,7 +181,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             raise invalid(text) from None
         request.rows = 1
 
-    def _rescue(self, one: AnswerStream) -> None:
+    def rescue(self, one: AnswerStream) -> None:
         """Have an answer of which nothing is sent begin again in another runtime; end one that has begun."""
         request = one.request
         with one.lock:
@@ -189,12 +194,12 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             return
         if one.connection.ended_by(self._key):
             request.deaths += 1
-            self._process.resubmission.remember(request.deaths, one.arrays)
-        self._process.resubmission.add(request, self._outcomes)
+            self._process.front.record(request.deaths, one.arrays)
+        self._process.front.add(request, self._outcomes)
 
     # --- tokens -------------------------------------------------------------------------------------------
 
-    def _feed(self, one: AnswerStream, token: int) -> None:
+    def take_token(self, one: AnswerStream, token: int) -> None:
         """Take a token from the reading thread."""
         one.latest_at = time.perf_counter()
         one.first_at = one.first_at or one.latest_at
@@ -212,7 +217,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             try:
                 self._take(one)
                 ended = one.text is not None and one.text.stopped
-                if one.kept and one.params.stream and one.request.reply is not None:
+                if one.kept and one.params.stream and isinstance(one.request.reply, Reply):
                     piece, one.kept = one.kept, one.kept[:0]
                     one.parts += 1
                     one.request.reply.send_part(self._responses.answer([self._piece(piece)]))
@@ -235,7 +240,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         one.count += len(tokens)
         one.kept += tokens if one.text is None else one.text.feed(tokens)
 
-    def _respond(self, one: AnswerStream) -> Any:
+    def respond(self, one: AnswerStream) -> Any:
         """Return the last response of an answer; None: it was sent before."""
         with one.lock:
             return None if one.over else self._last(one)
@@ -252,12 +257,19 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             self._take(one)
             if one.text is not None:
                 one.kept += one.text.finish()
-            response = self._responses.answer([self._piece(one.kept), *self._usage(one)])
+            response = self._responses.answer(
+                [self._piece(one.kept), *self._usage(one)],
+                {
+                    "finish_reason": one.finish_reason,
+                    "prompt_tokens": len(one.prompt),
+                    "completion_tokens": one.count,
+                },
+            )
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             return self._outcomes.failed(request, request.failure_for(error))
         self._outcomes.ended(request, Status.OK)
         if request.deaths:
-            self._process.resubmission.remember(0, one.arrays)
+            self._process.front.record(0, one.arrays)
         return response
 
     def _piece(self, piece: Any) -> Any:
@@ -279,11 +291,6 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         if self._tensors.carries_text:
             made.append(self._tensors.make("finish_reason", _text_array(one.finish_reason)))
         return made
-
-
-def _pack(frames: Sequence[bytes]) -> bytes:
-    (frame,) = frames
-    return frame
 
 
 def _text_array(text: str) -> Array:

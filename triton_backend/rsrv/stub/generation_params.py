@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rsrv.stub.replies import invalid
+from rsrv.stub.request import OURS
 from rsrv.text import nearest
 
 #: limits of a client's stop texts or tokens
@@ -16,7 +17,7 @@ _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
 _MAX_RATE = 1000.0
 #: parameters of any request, which are read elsewhere; `id` is a field of `generate` that Triton takes for a parameter
-_OTHERS = ("id", "rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "rsrv_device", "reactant_timeout_ns")
+_OTHERS = ("id", *OURS, "reactant_timeout_ns")
 #: headers of one word that Triton may forward; the others have a hyphen or a capital letter
 _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
 
@@ -34,6 +35,8 @@ class GenerationParams(NamedTuple):
     tokens_per_s: float = 0.0  # 0: no rate is asked for
     #: a response for each piece; otherwise one for the whole answer
     stream: bool = True
+    #: The text is a whole chat, with marks around contents (rsrv.hooks.text).
+    chat: bool = False
 
 
 #: parameter -> how its number is read
@@ -45,7 +48,8 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "seed": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 below 2^24"),
     "tokens_per_s": (float, lambda value: 0 < value <= _MAX_RATE, "a number above 0, at most 1000"),
 }
-_KNOWN = (*_NUMBERS, "stop", "stream")
+_FLAGS = frozenset({"chat", "stream"})
+_KNOWN = (*_NUMBERS, "stop", *_FLAGS)
 
 
 def read_generation_params(
@@ -67,10 +71,10 @@ def read_generation_params(
             found[name] = value
     if found.get("max_tokens", 0) > context:
         raise invalid(f"parameter max_tokens must be at most this model's context, {context} tokens")
-    if "stream" in parameters:
-        found["stream"] = parameters["stream"]
-        if not isinstance(found["stream"], bool):
-            raise invalid(f"parameter stream must be true or false, got {parameters['stream']!r:.50}")
+    for name in parameters.keys() & _FLAGS:
+        found[name] = parameters[name]
+        if not isinstance(found[name], bool):
+            raise invalid(f"parameter {name} must be true or false, got {parameters[name]!r:.50}")
     if "stop" in parameters:
         if text:
             found["stop_texts"] = _stop_texts(parameters["stop"])

@@ -10,6 +10,8 @@ without answers; it is put off at each check while there are hooks to check.
 A hook that allocates without bound. It gets MemoryError, and its request fails. If its memory is not freed, the
 process ends.
 
+A hook that keeps all file descriptors. Its request fails, and the process ends, because it could not reach a runtime again.
+
 A hook that forks. The child must neither answer requests nor keep the runtime from seeing the end of this process.
 """
 
@@ -27,10 +29,12 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Protocol
 
+from rsrv import logs
 from rsrv.limits import can_have, lift_limit, limit_private_bytes, stack_bytes, total_memory
-from rsrv.logs import fields
+from rsrv.logs import fields, request_name
 from rsrv.stub.replies import Responses
 from rsrv.wire.frames import Status
+from rsrv.wire.socket import lacks_descriptors, may_open
 
 log = logging.getLogger("rsrv.stub")
 
@@ -43,10 +47,17 @@ BACKSTOP_TIMEOUTS = 2.0
 #: share of the hooks' memory that must be free again after a hook got MemoryError
 _MIN_FREE_SHARE = 1 / 8
 
-#: threads that may start at any time: the one here, the backstop's, the log's, the session's that reconnects
+#: Descriptors that a stub needs to reach a runtime.
+FREE_DESCRIPTORS = 8
+#: Text for clients of a process whose hooks keep all descriptors.
+KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process may have (ulimit -n); the model is being restarted"
+
+#: threads that may start at any time: the one here, the backstop's, the log's, an attempt's to reach a runtime
 _MORE_THREADS = 5
 #: seconds that a process which drains may take to answer all requests
 _DRAIN_S = 5.0
+#: Seconds that the interpreter's exit may take after the model was unloaded.
+_EXIT_S = 5.0
 
 
 class Backstop(Protocol):
@@ -82,7 +93,7 @@ class Faulthandler:
             faulthandler.cancel_dump_traceback_later()
             return
         left = max(_MIN_CHECK_PERIOD_S, min(self._ends.values()) - time.monotonic())
-        with suppress(RuntimeError):  # a hook has taken the memory for the thread
+        with suppress(RuntimeError):  # a hook has left no memory for the thread
             faulthandler.dump_traceback_later(left, exit=True, file=2)
 
 
@@ -124,6 +135,31 @@ class DrainAndExit:
         finally:
             log.critical("this process ends: %s", text)
             self._leave(1)
+
+
+def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | None = None) -> None:
+    """Limit the time of the interpreter's exit, which begins next. Triton waits for it without a limit.
+
+    The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. If one
+    of them never returned, the process and its memory would stay for ever.
+    """
+    lift_limit()
+    # The thread below cannot run while code holds the interpreter's lock.
+    (backstop or Faulthandler()).put_off(_EXIT_S + 1)
+
+    def end() -> None:
+        time.sleep(_EXIT_S)
+        log.warning(
+            "the model was unloaded %g s ago, and exit handlers or threads of its model.py still run. This process ends now, "
+            "and they end with it. All threads:",
+            _EXIT_S,
+        )
+        logs.flush()
+        faulthandler.dump_traceback(file=2)
+        leave(0)
+
+    with suppress(RuntimeError):  # a hook has left no memory for the thread
+        threading.Thread(target=end, name="exit", daemon=True).start()
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +240,15 @@ class HookGuard:
         if self._allowance and not can_have(int(_MIN_FREE_SHARE * self._allowance)):
             self._end("the model's hooks keep all memory that they may have; the model is being restarted")
 
+    def out_of_descriptors(self, error: BaseException) -> bool:
+        """Return True if `error` is a lack of file descriptors. End the process if its hooks keep them."""
+        if not lacks_descriptors(error):
+            return False
+        traceback.clear_frames(error.__traceback__)
+        if not may_open(FREE_DESCRIPTORS):
+            self._end(KEPT_DESCRIPTORS)
+        return True
+
     # --- limits of hooks ----------------------------------------------------------------------------------
 
     def start(
@@ -259,8 +304,8 @@ class HookGuard:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it has ended)"
         del frame
         log.error(
-            "request %r: model.py: %s has not returned for %g s (stub.hook_timeout_s). It is here:\n%s",
-            interval.request,
+            "%s: model.py: %s has not returned for %g s (stub.hook_timeout_s). It is here:\n%s",
+            request_name(interval.request),
             interval.hook,
             self._timeout,
             stack,

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rsrv.front.rules import DOWN
 from rsrv.hooks.loader import Hooks
-from rsrv.logs import of_request
+from rsrv.logs import of_request, request_name
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
 from rsrv.stub.bls import MAX_CALLS, Bls, ThroughTriton
 from rsrv.stub.calls import AsyncCall, Callee, SyncCall, grace, make_callees, run_async
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import SENDER_THREADS
+from rsrv.stub.deferred import OUT_OF_DESCRIPTORS, SENDER_THREADS
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import LearnedDuration, WireTensor, check_results, read_inputs, run_hook
 from rsrv.stub.meta_run import CallRouter, MetaRequest, PlacedRun, RunPlace
 from rsrv.stub.replica import MAX_BLOCK_S, ModelReplica, StubProcess
 from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import ClientRequest
-from rsrv.stub.session import DOWN, UNREACHABLE, Attachment, Session
+from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.stub.tensors import Array
 from rsrv.stub.tracing import OpenSpan
 from rsrv.wire.calls import RunExit, pack_entrances
@@ -65,11 +66,11 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def __init__(
         self,
         session: Session,
+        attachment: Attachment,
         process: StubProcess,
         model: MetaModel,
         make_bls: Callable[[dict[str, Any]], Bls],
     ) -> None:
-        attachment = process.begin(session)
         settings = attachment.settings["meta"]
         self._concurrency = settings["concurrency"]
         self._through_triton = settings["transport"] == "bls"
@@ -78,7 +79,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._gated = bool(model.hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
-        super().__init__(session, process, pack_entrances, threads)
+        super().__init__(session, process, threads)
         self._model = model
         #: length of a run; execute() does not wait for the first ones
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
@@ -90,17 +91,19 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._connections: list[RuntimeConnection] = []
         self._attachment: Attachment | None = None
         self._callees: dict[str, Callee] = {}
-        session.on_attach = self._use
-        self._use(attachment)
+        self.use(attachment)
 
-    def _use(self, attachment: Attachment) -> None:
+    def use(self, attachment: Attachment) -> None:
         callees = make_callees(attachment.models, self._model.hooks, self._process.guard, self.meters)
         with self._lock:
             old, self._connections = self._connections, [attachment.direct]
             self._attachment, self._callees = attachment, callees
         for connection in old:
             connection.close()
-        super()._use(attachment)
+        super().use(attachment)
+
+    def pack(self, entries: Sequence[Any]) -> bytes:
+        return pack_entrances(entries)
 
     def _answers_in_s(self, attachment: Attachment) -> float:
         return self._begins_in_s(attachment) + self._run_length.seconds
@@ -127,12 +130,14 @@ class MetaEngine(ModelReplica[MetaRequest]):
         for connection in self._take_connections():
             connection.close()
 
-    def _leave(self, attachment: Attachment) -> None:
-        if not self._running:
-            connections = self._take_connections()
-            super()._leave(attachment)
-            for connection in connections:
-                connection.close()
+    def _leave(self, attachment: Attachment) -> bool:
+        if self._running:
+            return False
+        connections = self._take_connections()
+        super()._leave(attachment)
+        for connection in connections:
+            connection.close()
+        return True
 
     def _take_connections(self) -> list[RuntimeConnection]:
         """Return the connections that no run uses, to be closed; the others are closed when their runs end."""
@@ -199,9 +204,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
         if ended:
             self._deferred.finish(one)
 
-    def _rescue(self, one: MetaRequest) -> None:
+    def rescue(self, one: MetaRequest) -> None:
         # Its run was not admitted before the runtime died.
-        self._process.resubmission.add(one.request, self._outcomes)
+        self._process.front.add(one.request, self._outcomes)
 
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         (id,) = attachment.deferred.next_ids(1)
@@ -222,7 +227,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             reply.send(response, one.nbytes)
             one.release()
 
-    def _respond(self, one: MetaRequest) -> Any:
+    def respond(self, one: MetaRequest) -> Any:
         """Return the response of a request that was admitted or refused."""
         if one.request.failure is not None:
             return self._failed(one)
@@ -251,9 +256,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _execute_run(self, one: MetaRequest) -> list[Any]:
         span = None if one.request.span is None else one.request.span.child()
-        run = PlacedRun(
-            one, partial(self._enter_again, one, span), self._process.resubmission, self._process.guard
-        )
+        run = PlacedRun(one, partial(self._enter_again, one, span), self._process.front, self._process.guard)
         status = Status.INTERNAL
         try:
             run.begin(self._try_to_enter(one, span))
@@ -274,11 +277,12 @@ class MetaEngine(ModelReplica[MetaRequest]):
             run.end(status)
             if deaths := one.request.deaths:
                 with suppress(Exception):  # an answered request has no inputs any more
-                    self._process.resubmission.remember(0 if status is Status.OK else deaths, self._read(one))
+                    self._process.front.record(0 if status is Status.OK else deaths, self._read(one))
 
     def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
-        engine: MetaEngine | None = self._process.live()
+        model = self._process.model
+        engine: MetaEngine | None = None if model is None else model.live()
         attachment = None if engine is None else engine.session.attachment
         if engine is None or attachment is None:
             return None
@@ -293,7 +297,10 @@ class MetaEngine(ModelReplica[MetaRequest]):
         place = RunPlace(one.request.params.deadline_ns)
         try:
             self._join(place, one, span)
-            engines = self._process.stages(self.session.device) if self._process.devices > 1 else {}
+            model = self._process.model
+            engines = (
+                model.stages(self.session.device) if model is not None and self._process.devices > 1 else {}
+            )
             if engines:
                 self._join_stages(place, one, span, engines)
             return place
@@ -327,7 +334,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         for device, engine in sorted(others.items()):
             attachment = engine.session.attachment
             if attachment is None:
-                raise RequestFailure(Status.RUNTIME_DOWN, engine.session.down)
+                raise RequestFailure(Status.RUNTIME_DOWN, DOWN)
             further = _request(attachment, one.request)
             further.token = one.token
             mine = place.callees.copy()
@@ -341,7 +348,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
         arrays, outputs = self._read(one), self._model.outputs
-        one.request.deaths = max(one.request.deaths, self._process.resubmission.check(arrays))
+        one.request.deaths = max(one.request.deaths, self._process.front.check(arrays))
         rows = len(next(iter(arrays.values()))) if self._model.batched else None
         results = self._call_user(one, run, arrays, span)
         one.results = check_results(results, outputs, rows, "run", one.request.id)
@@ -395,9 +402,14 @@ class MetaEngine(ModelReplica[MetaRequest]):
         except UNREACHABLE as error:
             client_id = one.request.id
             log.error(
-                "request %r: no connection for its run: %s", client_id, error, extra=of_request(client_id)
+                "%s: no connection for its run: %s",
+                request_name(client_id),
+                error,
+                extra=of_request(client_id),
             )
             self._withdraw(one, Status.RUNTIME_DOWN)
+            if self._process.guard.out_of_descriptors(error):
+                raise RequestFailure(Status.INTERNAL, OUT_OF_DESCRIPTORS) from None
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def _withdraw(self, one: MetaRequest, status: Status) -> None:

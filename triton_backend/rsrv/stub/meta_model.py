@@ -12,6 +12,7 @@ from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.model import ModelStub, ServedModel, Setup, check_strings
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replies import Responses
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 
 
@@ -50,12 +51,11 @@ class MetaModelStub(ModelStub):
         file = setup.bundle / "model.py"
         model = HookImport(file, load, more=[path / "model.py" for path in callees])
 
-        def make(device: int) -> MetaEngine:
-            calls = {path.name: str(path) for path in callees}
-            with setup.session(process, device, calls) as (session, attachment):
-                return MetaEngine(session, process, model.result(session, attachment), make_bls)
+        def make(session: Session, attachment: Attachment) -> MetaEngine:
+            return MetaEngine(session, attachment, process, model.result(session, attachment), make_bls)
 
-        return setup.serve(make, process, pb_utils, [path.name for path in callees])
+        calls = {path.name: str(path) for path in callees}
+        return setup.serve(make, process, calls, calls)
 
 
 def _make_bls(

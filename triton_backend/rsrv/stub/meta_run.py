@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.logs import of_request
+from rsrv.front.rules import CHECK_PERIOD_S, CLIENT_CANCELLED, DOWN, TICK_S
+from rsrv.logs import of_request, request_name
 from rsrv.stub.bls import ThroughTriton
-from rsrv.stub.calls import Callee, Keep, Pending, Results, check_keep, grace
-from rsrv.stub.deferred import CHECK_PERIOD_S, DeferredRequest
+from rsrv.stub.calls import Callee, Keep, LargeCall, LargeCallError, Pending, Results, check_keep, grace
+from rsrv.stub.deferred import DeferredRequest
 from rsrv.stub.direct import DirectCall, DirectRun
+from rsrv.stub.front_loop import FrontLoop
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.resubmission import TICK_S, Resubmission
-from rsrv.stub.session import DOWN, Attachment
+from rsrv.stub.session import Attachment
 from rsrv.stub.tensors import Array, size_of
 from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Completion, Status
@@ -76,7 +77,7 @@ class MetaRequest(DeferredRequest):
         if reply is not None and now - self.checked > CHECK_PERIOD_S:
             self.checked = now
             if reply.cancelled():
-                raise RequestFailure(Status.CANCELLED, "the request was cancelled")
+                raise RequestFailure(Status.CANCELLED, CLIENT_CANCELLED)
 
 
 class RunPlace:
@@ -143,12 +144,12 @@ class PlacedRun:
         self,
         one: MetaRequest,
         enter: Callable[[], RunPlace | None],
-        resubmission: Resubmission,
+        front: FrontLoop,
         guard: HookGuard,
     ) -> None:
         self._one = one
         self._enter = enter
-        self._resubmission = resubmission
+        self._front = front
         self.guard = guard
         self._place: RunPlace | None = None
         self._abandoned = False
@@ -196,7 +197,7 @@ class PlacedRun:
             with self.guard.waiting():
                 lost.abandon()
         self._one.check()
-        if not self._resubmission.may_go_on(request):
+        if not self._front.may_go_on(request):
             return None
         if not is_lost:
             return lost
@@ -204,7 +205,9 @@ class PlacedRun:
             found = self._enter()
         if found is not None:
             log.info(
-                "request %r: its run goes on at another runtime", request.id, extra=of_request(request.id)
+                "%s: its run goes on at another runtime",
+                request_name(request.id),
+                extra=of_request(request.id),
             )
             if lost is not None:
                 lost.release(Status.RUNTIME_DOWN)
@@ -341,7 +344,13 @@ class CallRouter:
             keep = False
         if self._through_triton:
             return RepeatedCall(self._run, name, partial(self._send_through, inputs, keep))
-        run, callee = place.callees[name]
+        try:
+            return self._send(name, inputs, keep)
+        except LargeCallError as large:
+            return LargeCall(large, lambda part: self._send(name, part, keep=False))
+
+    def _send(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> RepeatedCall:
+        run, callee = self._run.place.callees[name]
         return RepeatedCall(self._run, name, run.start(callee, inputs, keep))
 
     def waiting(self) -> AbstractContextManager[None]:

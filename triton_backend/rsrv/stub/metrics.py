@@ -1,29 +1,22 @@
-"""Measurements of a stub, their reports to the runtime, and the runtime's counts in Triton's own metrics."""
+"""Measurements of a stub, and their reports to the runtime."""
 
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from heapq import heappush, heapreplace
-from math import isfinite
 from typing import Any
 
+from rsrv.front.rules import REPORT_PERIOD_S
 from rsrv.histogram import SECONDS, Histogram
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.session import UNREACHABLE, Attachment, Session
 from rsrv.stub.tracing import Spans
-from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.frames import REASON_CHARACTERS, Status
 
 log = logging.getLogger("rsrv.stub")
 
 Report = dict[str, Any]
-#: outcomes of requests in Triton's metrics
-_OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
-#: seconds between two reports, at least; and between two queries of counts that did not change, as only other models'
-#: requests can change them
-_REPORT_PERIOD_S, _IDLE_PERIOD_S = 1.0, 10.0
 #: requests of a report that took longest
 _SLOWEST = 32
 #: seconds that the runtime may take to answer
@@ -120,38 +113,19 @@ class Meters:
 # --- reporting to the runtime -------------------------------------------------------------------------------
 
 
-#: shows the runtime's counts, in the form of REPORTED (docs/protocol.md), elsewhere; None: there is no runtime
-Show = Callable[[Mapping[str, Any] | None], object]
-
-
 class Reporting:
-    """A thread that reports until `close`, and shows the runtime's counts by `show` if there is one, which never raises.
+    """A thread that reports until `close`.
 
-    It has a connection of its own, so its failures cost counts, and no request.
+    It has its own connection, so its failures lose counts but no requests.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        meters: Meters,
-        show: Show | None,
-        *,
-        period: float = _REPORT_PERIOD_S,
-        idle_period: float = _IDLE_PERIOD_S,
-    ) -> None:
+    def __init__(self, session: Session, meters: Meters, *, period: float = REPORT_PERIOD_S) -> None:
         self._session = session
         self._meters = meters
-        self._show = show
-        self._period, self._idle_period = period, idle_period
+        self._period = period
         self._attachment: Attachment | None = None
         self._connection: RuntimeConnection | None = None
         self._closed = threading.Event()
-        #: the counts that were shown last
-        self._shown: Mapping[str, Any] | None = None
-        if show is not None:
-            # Before the first request: the counts up to now are not this stub's.
-            self._exchange()
-        session.on_change = meters.some.set
         self._thread = threading.Thread(target=self._run, name="reporting", daemon=True)
         self._thread.start()
 
@@ -159,53 +133,37 @@ class Reporting:
         self._closed.set()
         self._meters.some.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            return  # it may be showing counts
-        self._drop()
-        if self._show is not None:
-            self._show(None)
+        if not self._thread.is_alive():
+            self._drop()
 
     def _run(self) -> None:
-        timeout = None if self._show is None else self._period
         while True:
-            self._meters.some.wait(timeout)
+            self._meters.some.wait()
             if self._closed.is_set():
                 return
-            changed = self._exchange()
-            if self._show is not None:
-                timeout = self._period if changed else self._idle_period
+            try:
+                self._report(self._meters.take())
+            except Exception:
+                log.exception("reporting measurements failed")
+                self._drop()  # an answer that was not read must not be taken for the next one
             if self._closed.wait(self._period):
                 return
 
-    def _exchange(self) -> bool:
-        """Report, and show the counts. Returns whether they have changed."""
-        try:
-            figures = self._report(self._meters.take())
-            if self._show is not None:
-                self._show(figures)
-        except Exception:
-            log.exception("reporting measurements failed")
-            self._drop()  # an answer that was not read must not be taken for the next one
-            return False
-        changed, self._shown = figures != self._shown, figures
-        return changed
-
-    def _report(self, report: Report) -> dict[str, Any] | None:
-        """Send a report, and return the runtime's counts. None: the runtime does not answer, and the report is lost."""
+    def _report(self, report: Report) -> None:
+        """Send a report. It is lost if the runtime does not answer."""
         attachment = self._session.attachment
         if attachment is not self._attachment:
             self._drop()
         if attachment is None:
-            return None
+            return
         try:
             if self._connection is None:
                 self._connection, self._attachment = self._session.open_connection(attachment.key), attachment
             self._report_spans(self._connection)
-            return self._connection.report({**report, "figures": self._show is not None}, REPORT_TIMEOUT_S)
+            self._connection.report(report, REPORT_TIMEOUT_S)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
-            return None
 
     def _report_spans(self, connection: RuntimeConnection) -> None:
         while (taken := self._meters.spans.take()) != ([], 0):
@@ -220,99 +178,3 @@ class Reporting:
         connection, self._connection, self._attachment = self._connection, None, None
         if connection is not None:
             connection.close()
-
-
-# --- Triton's metrics ---------------------------------------------------------------------------------------
-#
-# A wrong call about a metric may crash the whole server (24.10): a counter that falls, a family made
-# twice with another kind, two threads at once. So each call is checked before it is made, and the first one that
-# fails is the last one. Triton never forgets a metric: counters go on with the model's next stub.
-
-
-def make_mirror(pb_utils: Any, server_pid: int, model: str, version: str) -> "TritonMirror | None":
-    """Make a mirror in Triton's metrics. Returns None if this Triton has none, or they are switched off."""
-    if not hasattr(pb_utils, "MetricFamily") or not _has_metrics(server_pid):
-        return None
-    try:
-        return TritonMirror(pb_utils, {"model": model, "version": version})
-    except Exception:
-        log.exception("the model has no metrics in Triton's")
-        return None
-
-
-def _has_metrics(server_pid: int) -> bool:
-    """Tell whether tritonserver has metrics; not if that is unknown, because asking a server without metrics may end it."""
-    words = read_command_line(server_pid)
-    return bool(words) and Options(words).is_on("allow-metrics", default=True)
-
-
-class TritonMirror:
-    """Shows the counts of a model's replicas, summed, in Triton's metrics. Made on the thread of `initialize`."""
-
-    def __init__(self, pb_utils: Any, labels: Mapping[str, str]) -> None:
-        family, kinds = pb_utils.MetricFamily, pb_utils.MetricFamily
-
-        def metric(name: str, kind: Any, text: str, **more: str) -> Any:
-            made = family(name=name, description=text, kind=kind)
-            self._families.append(made)
-            return made.Metric(labels={**labels, **more})
-
-        #: families must live as long as their metrics
-        self._families: list[Any] = []
-        counter, gauge = kinds.COUNTER, kinds.GAUGE
-        requests = "Requests that are over, as rsrv's runtime saw them."
-        self._requests = {
-            outcome: metric("rsrv_requests_total", counter, requests, outcome=outcome)
-            for outcome in _OUTCOMES
-        }
-        self._device_seconds = metric(
-            "rsrv_device_seconds_total", counter, "Time that the model had the device."
-        )
-        self._queue_depth = metric("rsrv_queue_depth", gauge, "Requests that wait in rsrv's runtime.")
-        self._up = metric(
-            "rsrv_runtime_up", gauge, "1 while the model's process is connected to rsrv's runtime."
-        )
-        self._lock = threading.Lock()
-        #: by replica: the counts of its runtime at the last call of `show`, and its gauges
-        self._counted: dict[int, dict[str, float]] = {}
-        self._queued: dict[int, float] = {}
-        self._is_up: dict[int, float] = {}
-        self._gauges: dict[int, float] = {}
-        self._broken = False
-
-    def show(self, replica: int, figures: Mapping[str, Any] | None) -> None:
-        """Show the counts of one replica, as `Show`. Thread-safe; never raises."""
-        with self._lock:
-            if self._broken:
-                return
-            try:
-                if figures is None:
-                    self._counted[replica] = {}
-                    self._queued[replica] = 0.0
-                elif figures:
-                    self._count(figures, replica)
-                    self._queued[replica] = float(figures["queued"])
-                self._is_up[replica] = float(figures is not None)
-                self._set(self._queue_depth, sum(self._queued.values()))
-                self._set(self._up, max(self._is_up.values()))
-            except Exception:
-                self._broken = True
-                log.exception("the model's metrics in Triton's stop")
-
-    def _count(self, figures: Mapping[str, Any], replica: int) -> None:
-        now = {outcome: float(figures["requests"].get(outcome, 0)) for outcome in _OUTCOMES}
-        now["seconds"] = float(figures["device_seconds"])
-        before, self._counted[replica] = self._counted.get(replica), now
-        if before is None:
-            return  # the stub's predecessor has shown the counts up to now
-        for name, metric in (*self._requests.items(), ("seconds", self._device_seconds)):
-            # Less than before: another runtime counts from 0.
-            more = now[name] - before.get(name, 0.0)
-            more = now[name] if more < 0 else more
-            if isfinite(more) and more > 0:
-                metric.increment(more)
-
-    def _set(self, gauge: Any, value: float) -> None:
-        if isfinite(value) and self._gauges.get(id(gauge)) != value:
-            gauge.set(value)
-            self._gauges[id(gauge)] = value

@@ -2,33 +2,36 @@
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost the first request 25 ms
 import json
+import locale
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol
 
 from rsrv import logs
 from rsrv.hooks.loader import HookError, Hooks, load_hooks
 from rsrv.hooks.text import PromptTokeniser
-from rsrv.stub.cold import ColdModel, begin_model
 from rsrv.stub.connection import LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.generation import GenerationEngine
+from rsrv.stub.hook_guard import bound_exit
 from rsrv.stub.hook_import import HookImport
-from rsrv.stub.metrics import make_mirror
 from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
 from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import UNREACHABLE, Attachment, Launcher, Session, server_pid
 from rsrv.stub.tensors import BrokenPairing, Tensors
-from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory
+from rsrv.wire.paths import PLACEMENT, read_devices, runtime_directory, start_time
 from rsrv.wire.placement_table import PlacementReader
+from rsrv.wire.stub_process import StubCommand, remove_regions
 
 #: Triton's data types -> ours
 _DTYPES = {
@@ -39,7 +42,11 @@ _DTYPES = {
 
 
 class ModelStub:
-    """One model's stub; its work is done by `Engine` and the runtime."""
+    """One model's stub; its work is done by `Engine` and the runtime.
+
+    It has no `is_ready`, which Triton 26.03 and later would ask before each BLS call: requests wait here while the runtime
+    restarts, so the stub is ready as long as it lives.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Return when the model is ready, or cold: then its first request starts it.
@@ -48,11 +55,15 @@ class ModelStub:
         """
         import triton_python_backend_utils as pb_utils
 
-        setup = set_up(args, pb_utils)
         try:
-            self._served = self.serve(setup, pb_utils)
-        except (*UNREACHABLE, BrokenPairing, HookError) as error:
-            raise pb_utils.TritonModelException(f"{setup.name}: {error}") from None
+            setup = set_up(args, pb_utils)
+            try:
+                self._served = self.serve(setup, pb_utils)
+            except (*UNREACHABLE, BrokenPairing, HookError) as error:
+                raise pb_utils.TritonModelException(f"{setup.name}: {error}") from None
+        except BaseException:
+            end_if_orphaned(os.getpid())
+            raise
 
     def serve(self, setup: "Setup", pb_utils: Any) -> "ServedModel":
         """Return what answers Triton's requests. Raises one of UNREACHABLE, BrokenPairing, HookError."""
@@ -61,33 +72,37 @@ class ModelStub:
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._served.execute(requests)
 
-    def is_ready(self) -> bool:
-        """Tell Triton 26.03 and later whether the model is ready."""
-        return self._served.ready
-
     def finalize(self) -> None:
-        self._served.close()
-        logs.flush()
+        try:
+            self._served.close()
+            logs.flush()
+        finally:
+            bound_exit()
+
+
+def end_if_orphaned(pid: int, leave: Callable[[int], object] = os._exit) -> None:
+    """End this stub's process and remove its shared memory if its server has ended. Triton's code would wait for the server."""
+    command = StubCommand.read(pid)
+    if command is not None and not start_time(command.server):
+        remove_regions([command.region])
+        leave(1)
 
 
 class ServedModel(Protocol):
-    """A model on all of its devices, a cold one, or the targets of an alias."""
+    """A model on all of its devices, or the targets of an alias."""
 
     def execute(self, requests: Sequence[Any], /) -> list[Any] | None:
         """Answer Triton's requests, as `EntryPoint.execute`."""
-
-    @property
-    def ready(self) -> bool: ...
 
     def close(self) -> None: ...
 
 
 def serve_model(
     setup: "Setup", process: StubProcess, pb_utils: Any, hooks: HookImport[Hooks] | None = None
-) -> Replicas | ColdModel:
-    """Return the replicas of a model that is no meta model, or the model if it is cold.
+) -> Replicas:
+    """Return a model that is not a meta model. It is ready or cold.
 
-    `hooks` is the import of its `model.py`, for the attempts of a caller that makes several.
+    `hooks` is the import of its `model.py`. A caller that makes several attempts passes the same import to each.
 
     Raises one of UNREACHABLE, BrokenPairing, HookError.
     """
@@ -97,23 +112,24 @@ def serve_model(
     prompts = cache(setup.prompts)
     hooks = hooks or import_hooks(setup.bundle)
 
-    def make(device: int) -> ModelReplica[Any]:
-        with setup.session(process, device) as (session, attachment):
-            facts = attachment.models[0].generate
-            replica: Engine | GenerationEngine
-            if facts is not None:
-                made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
-                replica = GenerationEngine(session, process, made)
-            else:
-                # Those of a generation tell why it ended; they are made where numpy cannot carry text, too.
-                check_strings(setup.config["output"], process.tensors)
-                internal = "rsrv_internal" in setup.config["parameters"]
-                found = hooks.result(session, attachment)
-                replica = Engine(session, process, found, setup.outputs, setup.batched, internal=internal)
-            replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
-            return replica
+    def make(session: Session, attachment: Attachment) -> ModelReplica[Any]:
+        facts = attachment.models[0].generate
+        replica: Engine | GenerationEngine
+        if facts is not None:
+            made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
+            replica = GenerationEngine(session, attachment, process, made)
+        else:
+            # Those of a generation tell why it ended; they are made where numpy cannot carry text, too.
+            check_strings(setup.config["output"], process.tensors)
+            internal = "rsrv_internal" in setup.config["parameters"]
+            found = hooks.result(session, attachment)
+            replica = Engine(
+                session, attachment, process, found, setup.outputs, setup.batched, internal=internal
+            )
+        replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
+        return replica
 
-    return setup.serve(make, process, pb_utils)
+    return setup.serve(make, process)
 
 
 def check_strings(wires: Sequence[Mapping[str, Any]], tensors: Tensors) -> None:
@@ -155,40 +171,35 @@ class Setup:
 
     def serve(
         self,
-        make: Callable[[int], ModelReplica[Any]],
+        make: Callable[[Session, Attachment], ModelReplica[Any]],
         process: StubProcess,
-        pb_utils: Any,
         callees: Iterable[str] = (),
-    ) -> Replicas | ColdModel:
-        """Return the model's replicas, which `make` makes, or the model if it is cold. Raises one of UNREACHABLE."""
-        # The runtime must see the end of this process, also if a hook forks it.
-        os.register_at_fork(after_in_child=process.abandon)
-        placement = self.placement(callees)
+        calls: Mapping[str, str] | None = None,
+    ) -> Replicas:
+        """Return the model, ready or cold. `make` makes its replicas.
 
-        def begin(*, start: bool) -> Replicas:
-            replicas = Replicas(make, self.name, process, placement, self.devices, start=start)
-            self.start(replicas, pb_utils)
-            return replicas
-
-        return begin_model(begin, process)
-
-    @contextmanager
-    def session(
-        self, process: StubProcess, device: int, calls: Mapping[str, str] | None = None
-    ) -> Iterator[tuple[Session, Attachment]]:
-        """Attach a session to a device's runtime; an error closes it. Raises Cold, or one of UNREACHABLE.
-
-        `calls` are the bundles of a meta model's callees, by name. Hooks are not imported before: of a cold model they are
-        not needed.
+        `callees` are the models that a meta model calls, and `calls` are their bundles by name. Hooks are imported only in
+        `make`, because a cold model does not need them. Raises one of UNREACHABLE, and the errors of `make`.
         """
-        launcher = replace(self.launcher, device=str(device))
-        session = Session(launcher.open, self.name, str(self.bundle), calls, device)
-        try:
-            yield session, process.begin(session)
-        except BaseException:
-            session.close()
-            process.forget(session)
-            raise
+        os.register_at_fork(after_in_child=partial(_become_child, process))
+
+        def open_session(device: int) -> Session:
+            launcher = replace(self.launcher, device=str(device))
+            return Session(launcher.open, self.name, str(self.bundle), calls, device)
+
+        @cache
+        def set_up_logs(form: Any) -> None:
+            # Failed requests are logged, and they must not wait for the log from here on.
+            logs.setup(form, self.alias or self.name, aside=True)
+
+        def make_replica(session: Session, attachment: Attachment) -> ModelReplica[Any]:
+            set_up_logs(attachment.settings["logs"]["format"])
+            return make(session, attachment)
+
+        placement = self.placement(callees)
+        model = Replicas(open_session, make_replica, self.name, process, placement, self.devices)
+        model.load()
+        return model
 
     def placement(self, callees: Iterable[str] = ()) -> PlacementReader:
         """Return the reader of the model's and its callees' devices in the server's table."""
@@ -202,20 +213,31 @@ class Setup:
         except (OSError, ValueError):
             return 1
 
-    def start(self, replicas: Replicas, pb_utils: Any) -> None:
-        """Log and measure as the settings say, which the replicas have received from the runtime."""
-        attachment, mirror = replicas.session.attachment, None
-        if attachment is not None:
-            # Failed requests are logged: from here on they must not wait for the log.
-            logs.setup(attachment.settings["logs"]["format"], self.alias or self.name, aside=True)
-            # The counts are the model's: its own stub shows them.
-            if attachment.settings["metrics"]["triton"] and not self.alias:
-                mirror = make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
-        replicas.start(mirror)
+
+def _become_child(process: StubProcess) -> None:
+    """Prepare a process that a hook has forked, such as a worker of a Pool."""
+    # The runtime must see the end of the stub itself.
+    process.abandon()
+    # Triton's stub ignores these signals, but Python ends such workers with them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _use_utf8() -> None:
+    """Read and write text in UTF-8, as any Python 3 does. Triton starts the Python of its stubs in ASCII.
+
+    The encoding of file names stays ASCII: it is fixed when Python starts.
+    """
+    with suppress(locale.Error):
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     """Read `initialize`'s arguments, and begin to log. Raises TritonModelException."""
+    _use_utf8()
     # Imports of a hook must not leave .pyc files in the model's directory: Triton's poll mode takes them for a
     # change.
     sys.dont_write_bytecode = True

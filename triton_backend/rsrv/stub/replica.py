@@ -1,22 +1,27 @@
 """One replica of a model in its stub, on one device: what the engines of all kinds of models have in common."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from threading import Lock
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
+from rsrv.front.events import Dismissed, RuntimeLost, StartTimeoutKnown
+from rsrv.front.rules import LOST
 from rsrv.placement.batch_shares import Forecast
 from rsrv.stub.deferred import DeferredReplies, W
+from rsrv.stub.front_loop import FrontLoop
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import Answer, ClientRequest, EntryPoint, Outcomes
-from rsrv.stub.resubmission import Resubmission
 from rsrv.stub.sequences import SequenceHomes
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
+
+log = logging.getLogger("rsrv.stub")
 
 #: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
 #: whole server down, and the rest of Triton's queue stays hidden meanwhile
@@ -24,65 +29,29 @@ MAX_BLOCK_S = 0.2
 
 
 class StubProcess:
-    """Parts that a model's replicas share in its stub: ways to Triton, the guard of hooks, and the process's end."""
+    """Parts that a model's replicas share in its stub: ways to Triton, the front, the guard of hooks, and the process's end."""
 
     def __init__(self, tensors: Tensors, responses: Responses, guard: HookGuard | None = None) -> None:
         """`guard` is shared with the other models of the process; None: there is no other."""
         self.tensors = tensors
         self.responses = responses
         self.guard = guard or HookGuard()
-        #: those of all replicas
+        #: Decides about requests without a runtime.
+        self.front = FrontLoop()
+        #: Sessions of all devices.
         self.sessions: list[Session] = []
-        #: devices on which the model is to start although it is cold
-        self.wanted: set[int] = set()
+        #: The model on all of its devices.
+        self.model: Placed | None = None
         self.end = DrainAndExit(self._stop, responses)
-        #: replicas that the model is to have
+        #: Number of replicas that the model will have.
         self.devices = 1
-        #: requests that wait for a runtime
-        self.resubmission = Resubmission(self.sessions)
-        self.resubmission.place, self.resubmission.tell = self._place, self._tell
-        #: the replica that gets a request that waited; None without a runtime
-        self.live: Callable[[], Any] = lambda: None
-        #: the replicas on whose devices a run that begins on a device calls each model; {}: all of them there
-        self.stages: Callable[[int], Mapping[str, Any]] = lambda device: {}
-        #: of a stateful model
+        #: None for a model without state.
         self.homes: SequenceHomes | None = None
 
-    def begin(self, session: Session) -> Attachment:
-        """Attach a session, known from its first connection on: a hook may fork meanwhile.
-
-        Raises Cold, or one of UNREACHABLE.
-        """
-        if session.attachment is not None:
-            return session.attachment
-        self.sessions.append(session)
-        session.demand, session.wanted = self.resubmission.demand, session.device in self.wanted
-        session.starting = self.resubmission.starting
-        try:
-            return session.begin()
-        except BaseException:
-            self.sessions.remove(session)
-            raise
-
-    def forget(self, session: Session) -> None:
-        """Leave out a session that could not be used."""
-        if session in self.sessions:
-            self.sessions.remove(session)
-
-    def _place(self, request: ClientRequest) -> bool:
-        """Give a request that waits for a runtime to a replica; `Resubmission.place`."""
-        one = self.live()
-        return one is not None and bool(one.take_over(request))
-
-    def _tell(self, demand: Mapping[str, int]) -> None:
-        """Have the runtimes that start the model know which requests wait; `Resubmission.tell`."""
-        for session in list(self.sessions):
-            session.tell(demand)
-
     def _stop(self) -> None:
+        self.front.stop()
         for session in self.sessions:
-            session.stop()
-        self.resubmission.close()
+            session.attachment = None
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
         """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
@@ -94,16 +63,24 @@ class StubProcess:
             session.abandon()
 
 
+class Placed(Protocol):
+    """A model on all of its devices, as its replicas see it."""
+
+    def live(self) -> Any:
+        """Return the replica that gets a waiting request, or None if there is no runtime."""
+
+    def stages(self, device: int) -> Mapping[str, Any]:
+        """Return the replicas for the calls of a run that begins on `device`, by model. {}: all calls are on that device."""
+
+
 class ModelReplica(ABC, Generic[W]):
     """A model on one device: an `Engine`, a `MetaEngine` or a `GenerationEngine`."""
 
     #: threads that may start beside the model's own code, as in `HookGuard.start`; 0: it has no code of its own
     _hook_threads = 0
 
-    def __init__(
-        self, session: Session, process: StubProcess, pack: Callable[[Sequence[Any]], bytes], threads: int
-    ) -> None:
-        """`process` is shared with the model's other replicas; `pack` and `threads` are as in `DeferredReplies`."""
+    def __init__(self, session: Session, process: StubProcess, threads: int) -> None:
+        """`process` is shared with the model's other replicas; `threads` is as in `DeferredReplies`."""
         self._tensors = process.tensors
         self._responses = process.responses
         self.session = session
@@ -112,10 +89,7 @@ class ModelReplica(ABC, Generic[W]):
         self._outcomes = Outcomes(self.meters, process.responses)
         #: held while execute() reads requests and answers them in place
         self._executing = Lock()
-        self._deferred: DeferredReplies[W] = DeferredReplies(
-            session, process.responses, pack, self._respond, threads, process.end
-        )
-        self._deferred.rescue, self._deferred.dismissed = self._rescue, self._fall_back
+        self._deferred: DeferredReplies[W] = DeferredReplies(self, process.responses, threads)
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = self._entry(self._answer)
         #: the same after execute() returned; a list has failures, which are not sent
@@ -124,19 +98,16 @@ class ModelReplica(ABC, Generic[W]):
     def _entry(self, answer: Answer) -> Callable[[Sequence[Any]], list[Any] | None]:
         return EntryPoint(answer, self._outcomes, self._deferred.reply, self._process.end).execute
 
-    def _use(self, attachment: Attachment) -> None:
+    def use(self, attachment: Attachment) -> None:
         """Prepare requests for another attachment, before any thread submits one to it."""
         #: of the model in the runtime
         self._key = attachment.key
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         self._stub_settings = attachment.settings["stub"]
-        self._process.resubmission.retry_s = self._stub_settings["retry_s"]
-        self._deferred.watch(attachment, attachment.deferred, {})
 
-    @property
-    def ready(self) -> bool:
-        """True if a runtime serves this model and takes requests, or the model is cold."""
-        return self.session.ready
+    def watch(self, attachment: Attachment) -> None:
+        """Read the runtime's answers, and notice its end."""
+        self._deferred.watch(attachment, attachment.deferred, {})
 
     def answers_in_s(self) -> float:
         """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
@@ -165,10 +136,23 @@ class ModelReplica(ABC, Generic[W]):
         self._take_over(attachment, request)
         return True
 
+    @property
+    def idle(self) -> bool:
+        """True if no request waits for the runtime or for a sender thread."""
+        return self._deferred.idle
+
+    def leave(self) -> bool:
+        """Leave the runtime of an idle model. Returns False if requests are in flight: then the model stays."""
+        attachment = self.session.attachment
+        if attachment is None or not self.idle or not self._executing.acquire(blocking=False):
+            return False
+        try:
+            return self._leave(attachment)
+        finally:
+            self._executing.release()
+
     def close(self, *, direct: bool = True) -> None:
-        """Fail the waiting requests, and detach; `direct` as in `Session.close`."""
-        self._process.resubmission.close()
-        self._process.guard.close()
+        """Fail the requests that the runtime has, and detach. `direct` is as in `Session.close`."""
         self._deferred.close()
         self.session.close(direct=direct)
 
@@ -178,20 +162,47 @@ class ModelReplica(ABC, Generic[W]):
             attachment = self.session.attachment
             if attachment is not None:
                 return self._answer_by(attachment, requests, at_once)
-            self._process.resubmission.add_batch(requests, self._deferred.reply, self._outcomes)
+            self._process.front.add_batch(requests, self._deferred.reply, self._outcomes)
             return None
 
-    def _fall_back(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Leave a runtime that asks for it, because the model is idle there; with requests in flight, stay."""
-        self._process.resubmission.start_timeout_s = start_timeout_s
-        if self._deferred.idle and self._executing.acquire(blocking=False):
-            try:
-                self._leave(attachment)
-            finally:
-                self._executing.release()
-
-    def _leave(self, attachment: Attachment) -> None:
+    def _leave(self, attachment: Attachment) -> bool:
+        """Leave the runtime as `leave` does. The caller keeps execute() from running meanwhile."""
+        self.session.attachment = None
         self._deferred.leave(attachment)
+        return True
+
+    # --- for `DeferredReplies`
+
+    def lost(self, attachment: Attachment, why: object) -> None:
+        """Report that the runtime of an attachment is gone."""
+        sleeps = attachment.deferred.device_sleeps
+        self._process.front.post(partial(self._lose, attachment, why, sleeps=sleeps))
+
+    def _lose(self, attachment: Attachment, why: object, *, sleeps: bool) -> None:
+        """Detach from a runtime that has ended. Only the front's thread calls this, because only it sets the attachment."""
+        if self.session.attachment is not attachment:
+            return
+        self.session.attachment = None
+        self.meters.some.set()
+        if not sleeps:
+            log.error(LOST, why)
+        self._process.front.handle(RuntimeLost(self.session.device, sleeps))
+
+    def dismissed(self, attachment: Attachment, start_timeout_s: float) -> None:
+        """Report that the runtime asks the model to leave."""
+        self._process.front.post(StartTimeoutKnown(start_timeout_s))
+        self._process.front.post(Dismissed(self.session.device))
+
+    def end(self, text: str) -> None:
+        """End the process."""
+        self._process.end(text)
+
+    def take_token(self, one: W, token: int) -> None:
+        """Take a token of an answer. Only models that generate get tokens."""
+
+    @abstractmethod
+    def pack(self, entries: Sequence[Any]) -> bytes:
+        """Make the frame that submits requests."""
 
     @abstractmethod
     def _answers_in_s(self, attachment: Attachment) -> float:
@@ -212,9 +223,9 @@ class ModelReplica(ABC, Generic[W]):
         """Answer a request that waited for this runtime."""
 
     @abstractmethod
-    def _respond(self, one: W) -> Any:
+    def respond(self, one: W) -> Any:
         """Return the response of a request whose outcome is known; never raises."""
 
     @abstractmethod
-    def _rescue(self, one: W) -> None:
+    def rescue(self, one: W) -> None:
         """Have a request, whose runtime died, wait for another one, or end it."""

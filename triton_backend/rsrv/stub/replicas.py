@@ -1,275 +1,396 @@
-"""A model's replicas in its stub, one per device of the server: which of them answers a batch."""
+"""A model on all devices of its server: a replica for each, and which of them answers a batch."""
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from math import inf
 from operator import methodcaller, or_
 from typing import Any
 
+from rsrv.front.events import (
+    Connect,
+    DevicesKnown,
+    LoadAsked,
+    ModelRejected,
+    PlacementChanged,
+    Registered,
+    StartAsked,
+    StartTimeoutKnown,
+    StepAnnounced,
+    Unreached,
+    WentCold,
+)
+from rsrv.front.front import DeviceView, Front
+from rsrv.front.rules import FIRST_ATTEMPTS, JOIN_S
+from rsrv.front.states import ATTEMPTING, STARTABLE, ServingState
+from rsrv.hooks.loader import HookError
 from rsrv.placement.batch_shares import divide
 from rsrv.placement.device_choice import PINNED, allowed, by_preference, soonest
 from rsrv.stub.connection import Cold, Rejected
-from rsrv.stub.metrics import Reporting, TritonMirror
+from rsrv.stub.hook_guard import FREE_DESCRIPTORS
+from rsrv.stub.metrics import Meters, Reporting
 from rsrv.stub.replica import ModelReplica, StubProcess
-from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest, parse_parameters
+from rsrv.stub.request import RUN, RUN_DEVICE, ClientRequest, EntryPoint, Outcomes, parse_parameters
 from rsrv.stub.sequences import read_step
-from rsrv.stub.session import UNREACHABLE, Session
+from rsrv.stub.session import UNREACHABLE, Attachment, Session
+from rsrv.stub.tensors import BrokenPairing
+from rsrv.wire.frames import ProtocolError, StartProgress
+from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.placement_table import PlacementReader
+from rsrv.wire.socket import Closed, lacks_descriptors, may_open
 
 log = logging.getLogger("rsrv.stub")
 
 _ANSWERS_IN_S = methodcaller("answers_in_s")
-#: seconds that the model's load waits for the first attempts of further devices
-_JOIN_S = 10.0
-#: seconds between a further device's attempts to serve the model, doubling
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
-#: seconds that a runtime is down before a model starts on another device; the next runtime takes less as a rule
-_ELSEWHERE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The replicas that may answer by the placement table. If the table or the replicas change, a new object is made."""
+
+    #: Replicas by device, in the model's order of preference.
+    replicas: Mapping[int, ModelReplica[Any]]
+    #: Devices of the placement table.
+    mask: int
+    #: Devices of the models that a meta model calls, by name.
+    callees: Mapping[str, int]
+    #: Replicas on devices of the table.
+    allowed: Sequence[ModelReplica[Any]]
+    #: Replicas on other devices.
+    others: Sequence[ModelReplica[Any]]
+    #: True if no device outside the table may answer.
+    pinned: bool
+    #: Equal to `callees` if no device is in all of them, and otherwise empty.
+    apart: Mapping[str, int]
+
+    @classmethod
+    def make(
+        cls, replicas: Mapping[int, ModelReplica[Any]], mask: int, callees: Mapping[str, int]
+    ) -> "_Candidates":
+        devices, masks = list(replicas), callees.values()
+        together = [one for one in devices if all(not other or other >> one & 1 for other in masks)]
+        chosen = allowed(together or devices, mask)
+        others = [replicas[one] for one in devices if one not in chosen]
+        # On another device, a meta model would need the weights of all models that it calls.
+        pinned = bool(mask & PINNED or callees)
+        apart = {} if together else callees
+        return cls(replicas, mask, callees, [replicas[one] for one in chosen], others, pinned, apart)
 
 
 class Replicas:
-    """Answers Triton's requests for one model on all devices of the server.
+    """Answers Triton's requests for one model on all devices of the server, and carries out its front's instructions.
 
-    The placement table says on which devices the model shall run; of these, a batch goes to the one that is expected to
-    answer first. Another device gets the batch if that is far sooner and the model is not pinned. Without a table each
-    model has a home among the devices, by its name, so that the models of a quiet server are spread over them, and goes
-    elsewhere if a batch would be answered sooner there.
+    The placement table names the devices on which the model should run. A batch goes to the one of these devices that is
+    expected to answer first. Another device gets the batch if it would answer far sooner and the model is not pinned. Without
+    a table, the model's name determines its home device, so that the models of a quiet server are spread over the devices. A
+    batch goes to another device if that device would answer sooner.
+
+    A cold model has no replica, no hooks and no connection here until its first request.
     """
 
     def __init__(
         self,
-        make: Callable[[int], ModelReplica[Any]],
+        open_session: Callable[[int], Session],
+        make: Callable[[Session, Attachment], ModelReplica[Any]],
         name: str,
         process: StubProcess,
         placement: PlacementReader | None = None,
         devices: Callable[[], int] = lambda: 1,
-        start: bool = False,
     ) -> None:
-        """Make the replicas: the first one alone, because the others then find its compiled modules in the cache.
+        """Make a model that no device serves yet: `load` follows.
 
-        `make` makes that of a device, by its number, and raises Cold, or one of UNREACHABLE. If a device does not serve the
-        model, the others do, and it is tried again. `devices` counts those of the server without a runtime's help. `start`:
-        the model is cold, and starts on the device that it prefers. Raises Cold, or one of UNREACHABLE.
+        Args:
+            open_session: Makes the session of a device, by its number.
+            make: Makes the replica of a device after its first registration. May raise HookError, and any error of model.py.
+            name: Name of the model.
+            process: Parts that the replicas share.
+            placement: The placement table.
+            devices: Returns the number of the server's devices without asking a runtime.
         """
+        self._open_session = open_session
         self._make = make
+        self._name = name
+        self._process = process
         self._responses = process.responses
         self._placement = placement
-        self._process = process
+        self._devices = devices
+        self._front = process.front
+        #: Guards the homes of sequences.
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        #: devices on which the model is cold and has no replica
-        self._cold: set[int] = set()
-        #: further devices whose latest attempt failed, until the next one
-        self._refused: set[int] = set()
-        #: further devices that rejected the model for crashes
-        self._crashed: set[int] = set()
-        #: devices of the table, and whether live ones elsewhere are out of the question
-        self._mask = 0
-        self._pinned = False
-        if start:
-            self._mask = 0 if placement is None else placement.mask(time.monotonic())
-            preferred = by_preference(name, devices())
-            order: Iterable[int] = dict.fromkeys((*allowed(preferred, self._mask), *preferred))
-        else:
-            order = _one_after_another(devices)
-        number, first = self._make_first(order, start=start)
-        self._first = first
-        attachment = first.session.attachment
-        count = devices() if attachment is None else attachment.direct.devices
-        self._preference = by_preference(name, count)
-        #: by device, the home first
-        self._replicas: dict[int, ModelReplica[Any]] = {number: first}
-        #: the replicas on devices of the table, and elsewhere
-        self._allowed: Sequence[ModelReplica[Any]] = (first,)
-        self._others: Sequence[ModelReplica[Any]] = ()
-        #: masks of the models that a meta model calls, by name; and the same if no device is in all of them
-        self._callees: Mapping[str, int] = {}
-        self._apart: Mapping[str, int] = {}
+        self._sessions: dict[int, Session] = {}
+        #: Latest error of each device's attempts.
+        self._errors: dict[int, BaseException] = {}
+        #: Replicas by device, in the model's order of preference. Never changed, only replaced, by the front's thread.
+        self._replicas: Mapping[int, ModelReplica[Any]] = {}
+        self._first: ModelReplica[Any] | None = None
         self._reporting: list[Reporting] = []
-        #: replicas report, and show their counts in the mirror
-        self._started = False
-        self._mirror: TritonMirror | None = None
-        #: answers Triton's requests, as `EntryPoint.execute`
-        self.execute = first.execute
-        if process.homes is not None:
-            self.execute = self._follow_sequences
-            process.resubmission.place = self._place_step
-        elif count > 1:
-            through_triton = attachment is None or attachment.settings["meta"]["transport"] == "bls"
-            self.execute = self._follow_runs if through_triton else self._spread
-        # Last: requests that wait for the start of a cold model are submitted from here on.
-        process.devices, process.live, process.stages = count, self._live, self._stages
-        process.resubmission.wake = self._wake
-        attempts = [self._start_joining(device) for device in range(count) if device != number]
-        deadline = time.monotonic() + _JOIN_S
-        for attempted in attempts:
-            attempted.wait(max(0.0, deadline - time.monotonic()))
+        self._outcomes = Outcomes(Meters(), process.responses)
+        self._is_loading = True
+        #: Answers Triton's requests, as `EntryPoint.execute`. Until a device serves the model, they wait.
+        self.execute: Callable[[Sequence[Any]], list[Any] | None] = EntryPoint(
+            self._wait, self._outcomes, self._reply, process.end
+        ).execute
+        process.model = self
+        mask = 0 if placement is None else placement.mask(time.monotonic())
+        self._choice = _Candidates.make({}, mask, {})
+        self._front.begin(Front(name, devices(), mask), self)
 
-    # --- the devices --------------------------------------------------------------------------------------
+    # --- the load -----------------------------------------------------------------------------------------
 
-    def _make_first(self, order: Iterable[int], *, start: bool) -> tuple[int, ModelReplica[Any]]:
-        """Return the first device of `order` that serves the model, and its replica. Raises Cold, or one of UNREACHABLE."""
-        failures: dict[int, Exception] = {}
-        for device in order:
-            if start:
-                self._process.wanted.add(device)
-            try:
-                replica = self._make(device)
-            except UNREACHABLE as error:
-                failures[device] = error
-                if isinstance(error, Rejected) and error.dangerous:
-                    break  # a model that has ended a runtime would end the others, too
-            else:
-                for number, failure in failures.items():
-                    log.error("device %d does not serve the model yet: %s", number, failure)
-                return device, replica
-            finally:
-                self._process.wanted.discard(device)
+    def load(self) -> None:
+        """Wait until a device serves the model, or until the model is known to be cold.
+
+        The first device compiles the model alone. The other devices start after it and find the compiled modules in the
+        cache. If a device does not serve the model, the other devices serve it, and the front tries that device again.
+        Raises one of UNREACHABLE, HookError, or an error of model.py. After an error, the model is closed.
+        """
+        try:
+            if self._load_first():
+                deadline = time.monotonic() + JOIN_S
+                while self._joining and (left := deadline - time.monotonic()) > 0:
+                    self._front.changed.wait(left)
+        except BaseException:
+            self.close()
+            raise
+        self._is_loading = False
+
+    def _load_first(self) -> bool:
+        """Try the devices in turn until one serves the model. Returns False if the model is cold."""
+        failures: dict[int, BaseException] = {}
+        device = 0
+        while device == 0 or device < self._devices():
+            self._front.post(LoadAsked(device))
+            view = self._await_attempt(device)
+            if view.state is ServingState.READY:
+                return True
+            if view.state is ServingState.COLD:
+                # The first runtime may have found further devices, on which a request may start the model.
+                self._front.post(DevicesKnown(self._devices()))
+                return False
+            failures[device] = self._errors[device]
+            if view.barred:  # The model has ended a runtime and would also end the others.
+                break
+            device += 1
+        # Meanwhile, the devices that failed first were tried again.
+        if any(view.state is ServingState.READY for view in self._front.snapshot.devices.values()):
+            return True
         if len({str(failure) for failure in failures.values()}) == 1:
             raise next(iter(failures.values()))
         raise Rejected("; ".join(f"device {number}: {failure}" for number, failure in failures.items()))
 
-    def _start_joining(self, device: int) -> threading.Event:
-        """Join a further device on a thread. Returns an event that is set after the first attempt."""
-        attempted = threading.Event()
-        threading.Thread(target=self._join, args=(device, attempted), name="replica", daemon=True).start()
-        return attempted
+    def _await_attempt(self, device: int) -> DeviceView:
+        """Return the view of a device after its first attempt. If runtimes end during the attempts, more attempts follow."""
+        ended = {ServingState.READY, ServingState.COLD, ServingState.REJECTED}
+        while True:
+            self._front.changed.clear()
+            view = self._front.snapshot.devices.get(device)
+            if view is not None and (
+                view.state in ended or view.is_unreachable or view.failures >= FIRST_ATTEMPTS
+            ):
+                return view
+            self._front.changed.wait()
 
-    def _join(self, device: int, attempted: threading.Event) -> None:
-        """Add the replica of a further device as soon as its runtime serves the model."""
-        pause = _FIRST_PAUSE_S
-        while not self._closed.is_set():
-            self._refused.discard(device)
+    @property
+    def _joining(self) -> bool:
+        """True while the first attempt of a further device is under way."""
+        self._front.changed.clear()
+        views = self._front.snapshot.devices.values()
+        return any(view.state in ATTEMPTING and not view.failures for view in views)
+
+    # --- the front's instructions, on its thread ------------------------------------------------------------
+
+    def connect(self, attempt: Connect) -> None:
+        """Begin an attempt on its own thread, because the runtime may have to start and to compile the model."""
+        device = attempt.device
+        session = self._sessions.get(device)
+        if session is None:
+            # A hook may fork during the attempt.
+            session = self._sessions[device] = self._open_session(device)
+            self._process.sessions.append(session)
+        try:
+            threading.Thread(
+                target=self._attempt, args=(session, attempt), name="connect", daemon=True
+            ).start()
+        except Exception as error:  # noqa: BLE001 - without this attempt there would be no further one
+            self._fail(device, Closed(f"there is no thread for an attempt: {error!r}"))
+
+    def submit(self, request: ClientRequest) -> bool:
+        """Submit a waiting request in the same way as a new one."""
+        chosen = self.live() if self._process.homes is None else self._home(request.triton)
+        return chosen is not None and chosen.answers_in_s() < inf and chosen.take_over(request)
+
+    def leave(self, device: int) -> bool:
+        """Leave the runtime of a device where the model is idle. Returns False if requests are in flight."""
+        replica = self._replicas[device]
+        has_left = replica.leave()
+        if has_left:
+            replica.meters.some.set()
+            log.info("the model is cold: the runtime keeps nothing of it until the next request")
+        return has_left
+
+    def tell(self, demand: Mapping[str, int]) -> None:
+        """Report the waiting requests to the runtimes that start the model."""
+        for session in self._sessions.values():
+            session.tell(demand)
+
+    def replace_process(self, text: str) -> None:
+        """End this process, which reaches no runtime. During the load, that fails with the reason instead."""
+        if not self._is_loading:
+            self._process.end(text)
+
+    def refresh(self) -> None:
+        """Report changes of the placement table."""
+        self._choose_among()
+
+    # --- attempts, each on a thread -------------------------------------------------------------------------
+
+    def _attempt(self, session: Session, attempt: Connect) -> None:
+        device, post = attempt.device, self._front.post
+        try:
+            attachment = session.attach(
+                partial(self._announce, device), started=attempt.started, asked=attempt.asked
+            )
+        except Cold as cold:
+            post(StartTimeoutKnown(cold.start_timeout_s))
+            post(WentCold(device))
+        except BaseException as error:  # noqa: BLE001 - without a further attempt the model would have no runtime for good
+            self._fail(device, error)
+        else:
             try:
-                replica = self._make(device)
-            except Cold:
-                with self._lock:
-                    self._process.wanted.discard(device)
-                    self._cold.add(device)
-                attempted.set()
-                return
-            except UNREACHABLE as error:
-                if isinstance(error, Rejected):
-                    (self._crashed.add if error.dangerous else self._crashed.discard)(device)
-                log.error("device %d does not serve the model yet: %s", device, error)
-            except Exception:
-                log.exception("device %d does not serve the model yet", device)
+                replica = None if device in self._replicas else self._make(session, attachment)
+            except BaseException as error:  # noqa: BLE001 - also those of the user's model.py, as SystemExit
+                attachment.close()
+                self._fail(device, error, is_made=True)
             else:
-                self._process.wanted.discard(device)
-                self._crashed.discard(device)
-                self._add(device, replica)
-                attempted.set()
-                return
-            # Requests that wait for the start get the reason until the next attempt.
-            self._refused.add(device)
-            attempted.set()
-            self._closed.wait(pause)
-            pause = min(2 * pause, _MAX_PAUSE_S)
+                post(partial(self._register, session, attachment, replica))
 
-    def _add(self, device: int, replica: ModelReplica[Any]) -> None:
-        with self._lock:
-            if not self._closed.is_set():
-                found = {**self._replicas, device: replica}
-                self._replicas = {one: found[one] for one in self._preference if one in found}
-                self._allow()
-                if self._started:
-                    self._report(device, replica)
-                return
-        replica.close()
+    def _announce(self, device: int, step: StartProgress) -> None:
+        self._front.post(StepAnnounced(device, step))
 
-    def _wake(self) -> bool:
-        """Start a cold model where its requests go, or elsewhere if the runtime there stays down or rejects it.
+    def _fail(self, device: int, error: BaseException, *, is_made: bool = False) -> None:
+        """Report a failed attempt. `is_made` is True if the runtime has the model ready."""
+        self._errors[device] = error
+        event: ModelRejected | Unreached
+        match error:
+            case Rejected():
+                event = ModelRejected(device, str(error), error.client, error.dangerous)
+            case Closed() | ConnectionError():
+                event = Unreached(device, str(error), ended=True)
+            case _ if isinstance(error, UNREACHABLE):
+                misunderstood = isinstance(error, ProtocolError | SharedMemoryError)
+                final = lacks_descriptors(error) and not may_open(FREE_DESCRIPTORS)
+                event = Unreached(device, str(error), misunderstood=misunderstood, final=final)
+            case _ if is_made:
+                if not isinstance(error, HookError | BrokenPairing):
+                    log.error("the model did not start", exc_info=error)
+                text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+                # If no other device runs the model's code, the code is at fault, and not this device.
+                event = ModelRejected(device, text, barred=not self._replicas)
+            case _:
+                log.error("no runtime yet", exc_info=error)
+                event = Unreached(device, str(error))
+        self._front.post(event)
 
-        A model that has crashed runtimes of a device starts on no further one. Returns whether a device starts the model
-        elsewhere, so that requests wait for it; `Resubmission.wake`.
-        """
-        session = self._choose().session
-        session.start()
-        with self._lock:
-            if self._process.wanted - self._refused:
-                return True
-            stays_down = session.started and time.monotonic() - session.lost_at >= _ELSEWHERE_S
-            if not (stays_down or session.rejected):
-                return False
-            sessions = {device: one.session for device, one in self._replicas.items()}
-            if any(not (one.cold or one.started or one.rejected) for one in sessions.values()):
-                return True
-            cold = self._cold | {device for device, one in sessions.items() if one.cold}
-            if crashed := self._crashed | {device for device, one in sessions.items() if one.dangerous}:
-                cold &= crashed
-            for device in allowed([one for one in self._preference if one in cold], self._mask)[:1]:
-                log.warning(
-                    "the runtime of device %d %s: the model starts on device %d",
-                    session.device,
-                    "rejects the model" if session.rejected else "stays down",
-                    device,
-                )
-                self._start_on(device)
-                return True
-        return False
-
-    def _spread_warm(self) -> None:
-        """Start a model that serves on the devices of a new table where it is cold, under the lock."""
-        if not self._mask or all(one.session.attachment is None for one in self._replicas.values()):
+    def _register(self, session: Session, attachment: Attachment, made: ModelReplica[Any] | None) -> None:
+        """Let requests use a new registration. On the front's thread."""
+        device = session.device
+        if self._front.is_closed:
+            attachment.close()
+            if made is not None:
+                made.close()
             return
-        for device in [one for one in self._preference if self._mask >> one & 1]:
-            self._start_on(device)
+        try:
+            if made is not None:
+                self._add(device, attachment, made)
+            else:
+                self._replicas[device].use(attachment)
+            # Before any request: nobody would read its answer.
+            self._replicas[device].watch(attachment)
+            session.publish(attachment)
+        except Exception as error:
+            log.exception("the model's registration cannot be used")
+            attachment.close()
+            self._fail(device, Closed(str(error)))
+            return
+        self._replicas[device].meters.some.set()
+        retry_s = attachment.settings["stub"]["retry_s"]
+        self._front.handle(Registered(device, attachment.direct.devices, retry_s))
 
-    def _start_on(self, device: int) -> None:
-        """Start the model on a device where it is cold, under the lock."""
-        if device in self._replicas:
-            self._replicas[device].session.start()
-        elif device in self._cold:
-            self._process.wanted.add(device)
-            try:
-                self._start_joining(device)
-                self._cold.discard(device)
-            except RuntimeError:  # execute() must not raise
-                self._process.wanted.discard(device)
-                log.exception("there is no thread to start the model on device %d", device)
+    def _add(self, device: int, attachment: Attachment, replica: ModelReplica[Any]) -> None:
+        """Add a replica. The first one decides how requests are answered, and sets the limits of hooks."""
+        count = attachment.direct.devices
+        found = {**self._replicas, device: replica}
+        self._replicas = {
+            one: found[one] for one in by_preference(self._name, max(count, *found, 1)) if one in found
+        }
+        self._choose_among()
+        self._report(replica)
+        if self._first is not None:
+            return
+        self._first, self._process.devices = replica, count
+        replica.guard_hooks()
+        if self._process.homes is not None:
+            self.execute = self._follow_sequences
+        elif count > 1:
+            through_triton = attachment.settings["meta"]["transport"] == "bls"
+            self.execute = self._follow_runs if through_triton else self._spread
+        else:
+            self.execute = replica.execute
 
-    def _allow(self) -> None:
-        """Follow the table and the replicas."""
-        devices = list(self._replicas)
-        masks = self._callees.values()
-        together = [one for one in devices if all(not mask or mask >> one & 1 for mask in masks)]
-        self._apart = {} if together else self._callees
-        chosen = allowed(together or devices, self._mask)
-        self._allowed = [self._replicas[one] for one in chosen]
-        self._others = [self._replicas[one] for one in devices if one not in chosen]
-        # Elsewhere a meta model would need the weights of all models that it calls.
-        self._pinned = bool(self._mask & PINNED or self._callees)
+    def _report(self, replica: ModelReplica[Any]) -> None:
+        """Report a replica's measurements to its runtime."""
+        self._reporting.append(Reporting(replica.session, replica.meters))
 
     # --- requests -----------------------------------------------------------------------------------------
 
+    def _wait(self, requests: list[ClientRequest]) -> None:
+        """Let requests wait until the model has a replica."""
+        self._front.add_batch(requests, self._reply, self._outcomes)
+
+    def _reply(self, request: ClientRequest) -> None:
+        request.open_reply(self._responses)
+
+    def _choose_among(self) -> _Candidates:
+        """Return the replicas that may answer by the present placement table."""
+        choice, placement = self._choice, self._placement
+        mask, callees = choice.mask, choice.callees
+        if placement is not None:
+            mask, callees = placement.mask(time.monotonic()), placement.callees
+        if mask != choice.mask or callees is not choice.callees or self._replicas is not choice.replicas:
+            if mask != choice.mask:
+                self._front.post(PlacementChanged(mask))
+            choice = self._choice = _Candidates.make(self._replicas, mask, callees)
+        return choice
+
     def _choose(self) -> ModelReplica[Any]:
-        """Return the replica that gets a batch, by the table as it is now."""
-        if self._placement is not None:
-            mask = self._placement.mask(time.monotonic())
-            if mask != self._mask or self._placement.callees is not self._callees:
-                with self._lock:
-                    self._mask, self._callees = mask, self._placement.callees
-                    self._allow()
-                    self._spread_warm()
-        if apart := self._apart:  # a device that joins may replace it at any time
-            return self._begin_stages(apart)
-        return soonest(self._allowed, self._others, _ANSWERS_IN_S, pinned=self._pinned)
+        """Return the replica that gets a batch. There is at least one replica."""
+        return self._choose_by(self._choose_among())
+
+    def _choose_by(self, choice: _Candidates) -> ModelReplica[Any]:
+        if choice.apart:
+            return self._begin_stages(choice)
+        return soonest(choice.allowed, choice.others, _ANSWERS_IN_S, pinned=choice.pinned)
 
     def execute_later(self, requests: Sequence[Any]) -> None:
         """Answer Triton's requests after execute() returned. Not for models with state."""
-        self._hand_out([(self._choose(), list(requests))])
+        if self._replicas:
+            self._hand_out([(self._choose(), list(requests))])
+        else:
+            self.execute(requests)
 
     def compared(self, outcome: str) -> None:
-        """Count an answer to a copy, as `Meters.compared`."""
-        self._first.meters.compared(outcome)
+        """Count an answer to a copy, as `Meters.compared`, if the model has started."""
+        if self._first is not None:
+            self._first.meters.compared(outcome)
 
     def _spread(self, requests: Sequence[Any]) -> list[Any] | None:
-        chosen = self._choose()
-        if len(requests) > 1 and len(self._allowed) > 1 and not self._apart:
-            shares = _cut(requests, chosen, [one for one in self._allowed if one is not chosen])
+        choice = self._choose_among()
+        chosen = self._choose_by(choice)
+        if len(requests) > 1 and len(choice.allowed) > 1 and not choice.apart:
+            shares = _cut(requests, chosen, [one for one in choice.allowed if one is not chosen])
             if len(shares) > 1:
                 return self._answer(shares)
         return chosen.execute(requests)
@@ -281,19 +402,19 @@ class Replicas:
         self._hand_out(shares)
         return None
 
-    def _begin_stages(self, apart: Mapping[str, int]) -> ModelReplica[Any]:
+    def _begin_stages(self, choice: _Candidates) -> ModelReplica[Any]:
         """Return the live replica of the lowest device on which a run by stage may call a model."""
-        live = {one: replica for one, replica in self._replicas.items() if replica.answers_in_s() < inf}
-        union = reduce(or_, apart.values())
-        return live[min(allowed(list(live), union))] if live else self._first
+        live = {one: replica for one, replica in choice.replicas.items() if replica.answers_in_s() < inf}
+        union = reduce(or_, choice.apart.values())
+        return live[min(allowed(list(live), union))] if live else choice.allowed[0]
 
-    def _stages(self, device: int) -> dict[str, ModelReplica[Any]]:
-        """Return the soonest replica for each call of a run that begins on a device; `StubProcess.stages`.
+    def stages(self, device: int) -> dict[str, ModelReplica[Any]]:
+        """Return the replica that answers first for each call of a run that begins on a device, as `Placed.stages`.
 
-        Only from that device on: runs enter devices in ascending order.
+        Devices before that one are left out, because runs enter devices in ascending order.
         """
         found: dict[str, ModelReplica[Any]] = {}
-        for name, mask in self._apart.items():
+        for name, mask in self._choice.apart.items():
             begins = {
                 one: attachment.begins_in_s(name)
                 for one, replica in self._replicas.items()
@@ -311,14 +432,14 @@ class Replicas:
             parts.setdefault(_device_of_run(request), []).append(request)
         if parts.keys() == {None}:
             return self._spread(requests)
-        with self._lock:
-            for device in parts:
-                if device is not None:
-                    self._start_on(device)
+        views, replicas, others = self._front.snapshot.devices, self._replicas, self._choice.allowed
+        for device in parts:
+            if device is not None and device in views and views[device].state in STARTABLE:
+                self._front.post(StartAsked(device))
         # Without a replica on the run's device, any other one has the meta model repeat the call.
         return self._answer(
             [
-                (self._replicas.get(-1 if device is None else device, self._allowed[0]), part)
+                (replicas.get(-1 if device is None else device, others[0]), part)
                 for device, part in parts.items()
             ]
         )
@@ -328,14 +449,7 @@ class Replicas:
         parts: dict[int, list[Any]] = {}
         for request in requests:
             parts.setdefault(self._home(request).session.device, []).append(request)
-        with self._lock:
-            shares = [(self._replicas[device], part) for device, part in parts.items()]
-        return self._answer(shares)
-
-    def _place_step(self, request: ClientRequest) -> bool:
-        """Give a request of a sequence that waits for a runtime to a replica; `Resubmission.place`."""
-        chosen = self._home(request.triton)
-        return chosen.answers_in_s() < inf and chosen.take_over(request)
+        return self._answer([(self._replicas[device], part) for device, part in parts.items()])
 
     def _home(self, request: Any) -> ModelReplica[Any]:
         """Return the replica that has the state of a request's sequence.
@@ -343,16 +457,16 @@ class Replicas:
         A sequence begins where the fewest are, because each device has as many slots. If its runtime has ended, it goes
         anywhere, to be refused.
         """
+        homes, choice = self._process.homes, self._choose_among()
+        assert homes is not None
         try:
             step = read_step(request)
         except Exception:  # noqa: BLE001 - the replica refuses it
-            return self._first
-        homes = self._process.homes
-        assert homes is not None
-        chosen = self._choose()
+            return choice.allowed[0]
+        chosen = self._choose_by(choice)
         with self._lock:
             if step.start:
-                live = [one for one in self._allowed if one.answers_in_s() < inf]
+                live = [one for one in choice.allowed if one.answers_in_s() < inf]
                 chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
             else:
                 home = self._replicas.get(homes.find(step.sequence, -1))
@@ -371,52 +485,24 @@ class Replicas:
             for request, failure in zip(part, failures or (), strict=False):
                 self._responses.send(request, failure)
 
-    def _live(self) -> ModelReplica[Any] | None:
+    def live(self) -> ModelReplica[Any] | None:
         """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""
-        chosen = self._choose()
-        return chosen if chosen.answers_in_s() < inf else None
+        chosen = self._choose() if self._replicas else None
+        return chosen if chosen is not None and chosen.answers_in_s() < inf else None
 
-    # --- the process --------------------------------------------------------------------------------------
-
-    def start(self, mirror: TritonMirror | None) -> None:
-        """Report measurements to the runtimes, mirror their counts, and guard hooks."""
-        with self._lock:
-            self._started, self._mirror = True, mirror
-            for device, one in self._replicas.items():
-                self._report(device, one)
-        # The settings of the process are those of all replicas.
-        self._first.guard_hooks()
-
-    def _report(self, device: int, replica: ModelReplica[Any]) -> None:
-        show = None if self._mirror is None else partial(self._mirror.show, device)
-        self._reporting.append(Reporting(replica.session, replica.meters, show))
-
-    @property
-    def ready(self) -> bool:
-        """True if the model takes requests: a runtime serves it, or it is cold."""
-        return any(one.ready for one in self._replicas.values())
-
-    @property
-    def session(self) -> Session:
-        """One with an attachment, if there is one."""
-        found = (one.session for one in self._replicas.values() if one.session.attachment is not None)
-        return next(found, self._first.session)
+    # --- the end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        with self._lock:
-            self._closed.set()
+        """Fail the requests that wait, and detach."""
+        self._front.close()
+        if self._first is not None:  # otherwise the guard has only hooks of other models
+            self._process.guard.close()
         for reporting in self._reporting:
             reporting.close()
         for one in self._replicas.values():
             one.close()
         if self._placement is not None:
             self._placement.close()
-
-
-def _one_after_another(devices: Callable[[], int]) -> Iterator[int]:
-    """Yield the numbers of the server's devices, whose count is known after an attempt at the first one."""
-    yield 0
-    yield from range(1, devices())
 
 
 def _cut(

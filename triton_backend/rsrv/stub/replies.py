@@ -3,36 +3,22 @@
 import logging
 import os
 import re
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
-from rsrv.logs import of_request
+from rsrv.front.rules import CODES, TAGGED
+from rsrv.logs import of_request, request_name
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: statuses that Triton has no code for: a tag in front of the message names them
-_TAGGED = (
-    Status.QUEUE_FULL,
-    Status.DEADLINE,
-    Status.RUNTIME_DOWN,
-    Status.NOT_RESIDENT,
-    Status.PAUSED,
-    Status.SEQUENCE_LOST,
-)
 _TAG = re.compile(
     r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "
 )
-#: attribute of pb_utils.TritonError; the rest are UNAVAILABLE
-_CODES = {
-    Status.INVALID: "INVALID_ARG",
-    Status.NOT_FOUND: "NOT_FOUND",
-    Status.SEQUENCE_LOST: "NOT_FOUND",
-    Status.CANCELLED: "CANCELLED",
-    Status.INTERNAL: "INTERNAL",
-}
-
+#: Parameter of a response: the request's number, for `rsrv why NUMBER`.
+NUMBER = "rsrv_request"
 
 #: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
 _LARGE_BYTES = 256 * 1024
@@ -95,11 +81,22 @@ def untag(message: str) -> RequestFailure | None:
     return RequestFailure(Status[found[1]], message[: found.start()] + message[found.end() :])
 
 
+def status_of(pb_utils: Any, error: Any) -> Status:
+    """Return the status of a call of another model that failed. Up to release 25.03, it is always INTERNAL."""
+    code = error.code()
+    for status in (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED, Status.RUNTIME_DOWN):
+        if code == getattr(pb_utils.TritonError, CODES.get(status, "UNAVAILABLE")):
+            return status
+    return Status.INTERNAL
+
+
 class Responses:
     """Makes Triton's response objects."""
 
     def __init__(self, pb_utils: Any) -> None:
         self._pb = pb_utils
+        #: True if responses can have parameters, which needs release 25.02 or later.
+        self._has_parameters = hasattr(pb_utils.InferenceResponse, "parameters")
         self.final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self._owed: dict[int, ReferenceType[Reply]] = {}
 
@@ -112,13 +109,16 @@ class Responses:
         """True if no reply is owed."""
         return not self._owed
 
-    def answer(self, tensors: list[Any]) -> Any:
+    def answer(self, tensors: list[Any], parameters: Mapping[str, int | str] | None = None) -> Any:
+        """Make a response. Releases of Triton before 25.02 do not send its parameters."""
+        if parameters and self._has_parameters:
+            return self._pb.InferenceResponse(output_tensors=tensors, parameters=dict(parameters))
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def failure(self, status: Status, text: str, *, sub_call: bool = False) -> Any:
-        """Make the response of a failed request. A `sub_call` comes through BLS, which makes every code INTERNAL."""
-        code = getattr(self._pb.TritonError, _CODES.get(status, "UNAVAILABLE"))
-        message = tag_failure(status, text) if sub_call or status in _TAGGED else text
+        """Make the response of a failed request. A `sub_call` comes through BLS, which makes every code INTERNAL up to 25.03."""
+        code = getattr(self._pb.TritonError, CODES.get(status, "UNAVAILABLE"))
+        message = tag_failure(status, text) if sub_call or status in TAGGED else text
         error = self._pb.TritonError(message, code)
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 
@@ -181,7 +181,7 @@ class Reply:
             self.send(self._responses.failure(status, text))
         except Exception:
             log.exception(
-                "request %r could not be answered", self._client_id, extra=of_request(self._client_id)
+                "%s could not be answered", request_name(self._client_id), extra=of_request(self._client_id)
             )
 
     def cancelled(self) -> bool:
@@ -191,13 +191,43 @@ class Reply:
                 return not self.sent and bool(self._sender.is_cancelled())
         except Exception:
             log.exception(
-                "request %r: checking for cancellation failed",
-                self._client_id,
+                "%s: checking for cancellation failed",
+                request_name(self._client_id),
                 extra=of_request(self._client_id),
             )
             return False
 
     def __del__(self) -> None:
         if not self.sent:
-            log.error("request %r was dropped", self._client_id, extra=of_request(self._client_id))
+            log.error("%s was dropped", request_name(self._client_id), extra=of_request(self._client_id))
             self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")
+
+
+class PartReply:
+    """The reply of a part of a large request: the large request takes its outcome."""
+
+    def __init__(self, whole: Reply, has_ended: Callable[[], bool], take: Callable[[Any], None]) -> None:
+        """`has_ended` returns True if the large request has ended; `take` takes the part's outcome."""
+        self._whole = whole
+        self._has_ended = has_ended
+        self._take = take
+        self._done = False
+
+    @property
+    def sent(self) -> bool:
+        """True if nobody waits for the part's outcome."""
+        return self._done or self._whole.sent or self._has_ended()
+
+    def send(self, outcome: Any, nbytes: int = 0) -> None:
+        """Hand over the outcome of the part, unless that was done."""
+        if not self._done:
+            self._done = True
+            self._take(outcome)
+
+    def send_failure(self, status: Status, text: str) -> None:
+        """End the part with a failure."""
+        self.send(RequestFailure(status, text))
+
+    def cancelled(self) -> bool:
+        """Return True if the part is of no use any more; never raises."""
+        return self.sent or self._whole.cancelled()

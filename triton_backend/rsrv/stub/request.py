@@ -4,12 +4,15 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
-from rsrv.logs import ID, TEXT, fields, of_request, shorten
+from rsrv.front.rules import CLIENT_FAULTS, NO_INTEGER, NO_RUN, NOT_HANDLED, NOT_UTF8, UNKNOWN_PARAMETER
+from rsrv.logs import ID, TEXT, fields, of_request, request_name, shorten
 from rsrv.stub.metrics import Meters
-from rsrv.stub.replies import Reply, RequestFailure, Responses, invalid
+from rsrv.stub.replies import PartReply, Reply, RequestFailure, Responses, invalid
+from rsrv.stub.tensors import size_of
 from rsrv.stub.tracing import OpenSpan, Spans, end_request
 from rsrv.throttle import Throttle, more
 from rsrv.wire.frames import Status, request_tag
@@ -20,18 +23,19 @@ log = logging.getLogger("rsrv.stub")
 RUN = "rsrv_run"
 #: and the number of its device, if that is not 0
 RUN_DEVICE = "rsrv_device"
+#: Parameter that the guard of batches (native/guard.c) sets: names the input that has a string longer than its tensor.
+_INCOMPLETE = "rsrv_incomplete"
+#: Parameters that clients may set, as the text UNKNOWN_PARAMETER lists them. An alias reads the last one.
+_PUBLIC = ("rsrv_deadline_unix_ns", "rsrv_priority", "rsrv_sticky")
+#: All parameters of rsrv. Every other name that begins with `rsrv_` is a mistake.
+OURS = frozenset({*_PUBLIC, RUN, RUN_DEVICE, _INCOMPLETE})
 #: relative deadline in ns, the parameter that clients of ReactantServer send
 _REACTANT_TIMEOUT = "reactant_timeout_ns"
 #: the latest deadline that a frame can carry, in ns
 _LATEST_DEADLINE_NS = (1 << 63) - 1
 
-#: failures that are the client's affair
-_CLIENT_FAULTS = (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED)
 #: requests of a batch that a line of the log names
 _MAX_NAMED = 16
-
-#: the client's text for a fault of rsrv
-_INTERNAL = "the request could not be handled; the server's log says why"
 
 
 # --- arrival --------------------------------------------------------------------------------------------------
@@ -95,7 +99,14 @@ class ClientRequest:
     waiting_since: float = 0.0
     retry_until: float = 0.0
     #: set if the request is answered after execute() returned
-    reply: Reply | None = None
+    reply: Reply | PartReply | None = None
+    #: True if this is a part of a client's request (`large_request`), and the number that its parts have in common.
+    is_part: bool = False
+    whole: int = 0
+    #: True if a full queue does not refuse the request, because its first part is in the queue.
+    admitted: bool = False
+    #: Size of the inputs in bytes. 0 until `measure` was called, or if it cannot read them.
+    nbytes: int = 0
 
     def __post_init__(self, arrival: ArrivalTime, spans: Spans | None) -> None:
         """Read Triton's request; never raises."""
@@ -111,22 +122,36 @@ class ClientRequest:
             if parameters or timeout_us:
                 self.params = read_params(timeout_us, parameters, arrival.monotonic_ns, arrival.unix_ns)
         except UnicodeDecodeError:
-            self.failure = invalid("the request's id and parameters must be UTF-8")
+            self.failure = invalid(NOT_UTF8)
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             self.failure = self.failure_for(error)
+
+    @property
+    def deadline_s(self) -> float:
+        """Time of the deadline by time.monotonic, or 0 without a deadline."""
+        return self.params.deadline_ns / 1e9
+
+    @property
+    def is_sub_call(self) -> bool:
+        return self.params.run != 0
+
+    def measure(self) -> None:
+        """Set `nbytes`."""
+        with suppress(Exception):  # The request is refused later, when it is read.
+            self.nbytes = sum(size_of(tensor.as_numpy()) for tensor in self.triton.inputs())
 
     def open_reply(self, responses: Responses) -> Reply:
         """Have the request answered after execute() returned, by the reply that this returns."""
         sender = self.triton.get_response_sender()
-        self.reply = Reply(sender, responses, self.params.deadline_ns, self.id)
-        return self.reply
+        self.reply = reply = Reply(sender, responses, self.params.deadline_ns, self.id)
+        return reply
 
     def failure_for(self, error: Exception) -> RequestFailure:
         """Return the request's failure for an error of handling it. Call this while `error` is handled."""
         if isinstance(error, RequestFailure):
             return error.copy()  # a traceback would keep the whole batch alive
-        log.exception("request %r: handling failed", self.id, extra=of_request(self.id))
-        return RequestFailure(Status.INTERNAL, _INTERNAL)
+        log.exception("%s: handling failed", request_name(self.id), extra=of_request(self.id))
+        return RequestFailure(Status.INTERNAL, NOT_HANDLED)
 
 
 def parse_parameters(text: str) -> Mapping[str, Any]:
@@ -147,6 +172,13 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     calendar. Only deadlines by the calendar depend on it, and only here, when the request arrives: a later change of
     the machine's calendar neither expires nor prolongs them.
     """
+    for name in parameters:
+        if name.startswith("rsrv_") and name not in OURS:
+            raise invalid(UNKNOWN_PARAMETER % f"{name!r:.80}")
+    if (incomplete := parameters.get(_INCOMPLETE)) is not None:
+        raise invalid(
+            f"input {incomplete!r:.100}: the length before a string is larger than the rest of the tensor"
+        )
     deadlines = [now_ns + timeout_us * 1000] if timeout_us else []
     priority = _integer(parameters, "rsrv_priority", 0, 0xFFFF)
     if until_unix_ns := _integer(parameters, "rsrv_deadline_unix_ns", 0, 1 << 63):
@@ -163,14 +195,14 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
 def _decimal(parameters: Mapping[str, Any], name: str) -> int:
     number = str(parameters.get(name, "0"))
     if not (number.isascii() and number.isdecimal() and len(number) <= 20 and int(number) < 1 << 64):
-        raise invalid(f"parameter {name} is for sub-calls of meta models")
+        raise invalid(NO_RUN % name)
     return int(number)
 
 
 def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -> int:
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value < limit:
-        raise invalid(f"parameter {name} must be an integer from {first} below {limit}, got {value!r:.50}")
+        raise invalid(NO_INTEGER % (name, first, limit - 1, f"{value!r:.50}"))
     return value
 
 
@@ -221,8 +253,8 @@ class FailureLog:
         """Log a failure. `text` is the client's; `request` is its id as `ClientRequest` has it, or ""."""
         if status is Status.INTERNAL:
             log.error(
-                "request %r failed: %s",
-                request,
+                "%s failed: %s",
+                request_name(request),
                 shorten(text, TEXT),
                 extra=of_request(request, status="INTERNAL"),
             )
@@ -230,9 +262,9 @@ class FailureLog:
         left_out = self._throttle.take(status)
         if left_out is not None:
             log.log(
-                logging.INFO if status in _CLIENT_FAULTS else logging.WARNING,
-                "request %r: %s: %s%s",
-                request,
+                logging.INFO if status in CLIENT_FAULTS else logging.WARNING,
+                "%s: %s: %s%s",
+                request_name(request),
                 status.name,
                 shorten(text, TEXT),
                 more(left_out),
@@ -304,5 +336,5 @@ class EntryPoint:
                 self._reply(request)
             assert request.reply is not None
             if not request.reply.sent:
-                self._outcomes.ended(request, Status.INTERNAL, _INTERNAL)
-                request.reply.send_failure(Status.INTERNAL, _INTERNAL)
+                self._outcomes.ended(request, Status.INTERNAL, NOT_HANDLED)
+                request.reply.send_failure(Status.INTERNAL, NOT_HANDLED)

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +16,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from rsrv.front.rules import (
+    CANNOT_START,
+    DID_NOT_START,
+    ENDED_SILENTLY,
+    FAILURE_COUNTS_S,
+    FIRST_ATTEMPTS,
+    FIRST_BACKOFF_S,
+    LOST,
+    MAX_BACKOFF_S,
+    NOT_READY,
+    START_TIMEOUT_S,
+    WAS_KILLED,
+)
 from rsrv.placement.batch_shares import ExecutionCosts, Forecast
-from rsrv.stub.connection import Cold, Greeted, LaunchError, Rejected, RuntimeConnection, greet
+from rsrv.stub.connection import Greeted, LaunchError, Rejected, RuntimeConnection, greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.wire import paths
 from rsrv.wire.blackbox import BlackBoxReader
-from rsrv.wire.frames import ProtocolError
+from rsrv.wire.frames import ProtocolError, StartProgress
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.socket import Closed, connect
@@ -31,24 +43,9 @@ log = logging.getLogger("rsrv.stub")
 
 T = TypeVar("T")
 
-DOWN = "the model runtime is not reachable; it is being restarted, try again"
-UNLOADED = "the model is being unloaded"
-_REJECTED = "the model runtime does not load this model again; the server's log says why"
+#: Replace this process after so many attempts to reach a runtime that failed because of this process itself.
+_MOST_MISUNDERSTOOD = 5
 
-#: seconds between attempts to reach a runtime, doubling; the last limit is for a runtime that rejects the model, because
-#: it reads the whole bundle each time
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _MAX_REJECTED_BACKOFF_S = 0.05, 5.0, 60.0
-
-#: seconds after a failed start of a cold model until a request may start it again, doubling
-_FIRST_START_PAUSE_S, _MAX_START_PAUSE_S = 1.0, 60.0
-
-#: attempts of a model's first load while runtimes crash
-_FIRST_ATTEMPTS = 10
-
-#: seconds for the runtime's process to listen; it loads jax later
-_START_TIMEOUT_S = 60.0
-#: seconds between two attempts of all stubs to start the runtime of a further device
-_FAILURE_COUNTS_S = 60.0
 
 #: errors of reaching a runtime
 UNREACHABLE = (
@@ -123,6 +120,11 @@ class Attachment:
     #: time.monotonic of the registration
     since: float = field(default_factory=time.monotonic)
 
+    def close(self) -> None:
+        """Close the connections of a registration that no request used."""
+        self.direct.close()
+        self.deferred.close()
+
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done its work.
 
@@ -147,65 +149,8 @@ class Attachment:
         return Forecast(self.device_free_in_s() + load_s, warm, costs)
 
 
-class Startable:
-    """A model on one device, or on the one that it starts on: started by `start` when it is cold, and requests wait.
-
-    `attachment` is None while no runtime serves it; then `down` is the reason for clients.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self.attachment: Attachment | None = None
-        self.down = DOWN
-        #: no runtime has the model, and no thread starts it
-        self.cold = False
-        #: a runtime has had it ready, and it has not fallen back to cold since
-        self.started = False
-        #: the runtime rejected it at the latest attempt
-        self.rejected = False
-        #: the latest rejection was for crashes: the model would crash other devices' runtimes, too
-        self.dangerous = False
-        #: time.monotonic of the latest death of its runtime
-        self.lost_at = 0.0
-        self._start_pause_s = _FIRST_START_PAUSE_S
-
-    def start(self) -> None:
-        """Start a cold model, on a thread; otherwise do nothing. Thread-safe."""
-        with self._lock:
-            if not self.cold or self._closed.is_set():
-                return
-            self.cold = self.rejected = False
-        self._start_thread("start")
-
-    def _start_thread(self, name: str) -> None:
-        """Bring the model up on a thread. If the system has none left, the model is cold, and the next request tries again."""
-        try:
-            threading.Thread(target=self._bring_up, name=name, daemon=True).start()
-        except RuntimeError:
-            log.exception("there is no thread to start the model")
-            self.cold = True
-
-    def _bring_up(self) -> None:
-        raise NotImplementedError
-
-    def _start_failed(self, reason: object) -> None:
-        """Refuse requests with the reason for a while; after that, the next one starts the model again."""
-        pause, self._start_pause_s = self._start_pause_s, min(2 * self._start_pause_s, _MAX_START_PAUSE_S)
-        log.error("the model could not be started; a request starts it again after %.0f s: %s", pause, reason)
-        self.down = f"the model could not be started: {reason}"
-        self._closed.wait(pause)
-        self.cold, self.down = True, DOWN
-
-    def stop(self) -> None:
-        """Take no more requests."""
-        with self._lock:
-            self._closed.set()
-            self.attachment = None
-
-
-class Session(Startable):
-    """Keeps a model attached to a runtime. `on_attach` is called with each new attachment, on the thread that made it."""
+class Session:
+    """The way to the runtime of one device: attempts to register the model there, and the present registration."""
 
     def __init__(
         self,
@@ -215,7 +160,6 @@ class Session(Startable):
         calls: Mapping[str, str] | None = None,
         device: int = 0,
     ) -> None:
-        super().__init__()
         self._open = open_connection
         self.device = device
         self.model = model
@@ -223,39 +167,35 @@ class Session(Startable):
         if calls is not None:
             self._registration["calls"] = dict(calls)
         self._connections: WeakSet[RuntimeConnection] = WeakSet()
-        self.on_attach: Callable[[Attachment], None] = lambda attachment: None
-        #: whether the model is to start here although it is cold
-        self.wanted = False
-        #: the requests that wait for a runtime, in the form of REGISTER; {}: none
-        self.demand: Callable[[], Mapping[str, int]] = dict
-        #: the last attachment, which may have ended
+        #: The registration that requests use; None: no runtime serves the model here. Only the front's thread sets it.
+        self.attachment: Attachment | None = None
+        #: The requests that wait for a runtime, in the form of REGISTER.
+        self._demand: Mapping[str, int] = {}
+        #: The latest registration, which may have ended.
         self._latest: Attachment | None = None
-        #: the connection whose registration is not answered
+        #: The connection whose registration is not answered.
         self._registering: RuntimeConnection | None = None
-        #: called with the seconds that the model's start takes at least, if the runtime knows and minds them
-        self.starting: Callable[[float], object] = lambda seconds: None
-        #: called after `attachment` has changed
-        self.on_change: Callable[[], object] = lambda: None
 
-    def begin(self) -> Attachment:
-        """Attach for the first time. Raises Cold, or one of UNREACHABLE.
+    def attach(
+        self, on_step: Callable[[StartProgress], object], *, started: bool = False, asked: bool = False
+    ) -> Attachment:
+        """Make one attempt to reach the runtime and to register the model, however long compiling takes.
 
-        If the runtime crashes meanwhile, perhaps because of another model, the next one is tried. A runtime rejects a
-        model that crashes it repeatedly.
+        Args:
+            on_step: Called with each step of the model's start.
+            started: True if the model was ready here before.
+            asked: True if the model shall start even if it may be cold.
+
+        Raises Cold, or one of UNREACHABLE.
         """
-        return _outlive(self.attach, self._closed, "before the model was ready")
-
-    def attach(self) -> Attachment:
-        """Reach the runtime and register. Raises Cold, or one of UNREACHABLE."""
         direct = self._connect()
-        # On other devices a cold model starts only if it is wanted there.
-        demand = self.demand() if self.started or self.wanted else {}
-        asked = self.wanted or bool(demand)
         try:
-            wanted = {**self._registration, "started": self.started, **demand, "asked": asked}
+            demand = self._demand if asked else {}
             self._registering = direct
             try:
-                body = direct.register(wanted, self.starting)
+                body = direct.register(
+                    {**self._registration, "started": started, **demand, "asked": asked}, on_step
+                )
             finally:
                 self._registering = None
             try:
@@ -264,10 +204,9 @@ class Session(Startable):
                 # The key was registered a moment ago: this is another runtime.
                 raise Closed(f"the runtime that registered the model is gone: {error}") from None
         except BaseException:
-            self.starting(0.0)
             direct.close()
             raise
-        attachment = Attachment(
+        return Attachment(
             body["key"],
             {wire.name: wire for wire in _wires(body["client"]["inputs"])},
             tuple(Remote.from_json(model) for model in body["models"]),
@@ -275,23 +214,14 @@ class Session(Startable):
             direct,
             deferred,
         )
-        with self._lock:
-            if self._closed.is_set():
-                direct.close()
-                deferred.close()
-                raise Closed(UNLOADED)
-            # First: once the attachment is visible, execute() may use it.
-            self.on_attach(attachment)
-            self.attachment, self.started, self.wanted = attachment, True, False
-            self.rejected = self.dangerous = False
-            self._latest = attachment
-            self._start_pause_s = _FIRST_START_PAUSE_S
-        self.starting(0.0)
-        self.on_change()
-        return attachment
+
+    def publish(self, attachment: Attachment) -> None:
+        """Let requests use a registration."""
+        self.attachment = self._latest = attachment
 
     def tell(self, demand: Mapping[str, int]) -> None:
-        """Have the runtime that starts the model know which requests wait, in the form of REGISTER."""
+        """Report the waiting requests to the runtime that starts the model, in the form of REGISTER."""
+        self._demand = demand
         connection = self._registering
         if connection is not None:
             connection.tell_demand(demand)
@@ -317,72 +247,6 @@ class Session(Startable):
         attachment = self.attachment
         return attachment if attachment is not None and attachment.deferred.reads else None
 
-    @property
-    def ready(self) -> bool:
-        """True if a runtime serves the registration and reads requests, or the model is cold or starts."""
-        return self.reading is not None or not self.started
-
-    def lost(self, attachment: Attachment, why: object) -> None:
-        """Leave a runtime that is gone, and reconnect on a thread. Thread-safe, and may be called repeatedly.
-
-        If its device sleeps, the model is cold: requests, also those in flight, start it again.
-        """
-        sleeps = attachment.deferred.device_sleeps
-        with self._lock:
-            if self.attachment is not attachment:
-                return
-            self.attachment, self.down, self.lost_at = None, DOWN, time.monotonic()
-            self.cold, self.started = sleeps, not sleeps
-        self.on_change()
-        if not sleeps and not self._closed.is_set():
-            log.error("lost the runtime: %s", why)
-            self._start_thread("reconnect")
-
-    def fall_back(self, attachment: Attachment) -> None:
-        """Leave a runtime in which the model is idle; the next request starts the model again. Thread-safe."""
-        with self._lock:
-            if self.attachment is not attachment:
-                return
-            self.attachment, self.cold, self.started = None, True, False
-        self.on_change()
-        for connection in (attachment.direct, attachment.deferred):
-            connection.leave_runtime()
-        log.info("the model is cold: the runtime keeps nothing of it until the next request")
-
-    def _bring_up(self) -> None:
-        self.wanted = not self.started
-        backoff = _FIRST_BACKOFF_S
-        while not self._closed.is_set():
-            most = _MAX_BACKOFF_S
-            try:
-                self.attach()
-            except Cold:
-                self.cold = True
-                return
-            except Rejected as error:
-                self.dangerous = error.dangerous
-                self.rejected = True  # last: it has the model start elsewhere
-                if not self.started:
-                    self._start_failed(error)
-                    return
-                log.error("the runtime rejects the model: %s", error)
-                self.down = error.client or _REJECTED
-                most = _MAX_REJECTED_BACKOFF_S
-            except UNREACHABLE as error:
-                log.error("no runtime yet: %s", error)
-                self.down = DOWN
-            except Exception:
-                # Without a further attempt the model would have no runtime for good.
-                log.exception("no runtime yet")
-                self.down = DOWN
-            else:
-                log.info("reconnected to the runtime")
-                return
-            # A runtime that has rejected the model may have ended since.
-            backoff = min(backoff, most)
-            self._closed.wait(backoff)
-            backoff *= 2
-
     def abandon(self) -> None:
         """Close the sockets in a process that was forked: the runtime must see the end of its parent."""
         for connection in self._connections:
@@ -390,27 +254,12 @@ class Session(Startable):
 
     def close(self, *, direct: bool = True) -> None:
         """Detach for good. `direct` is False if another thread uses that connection, and will close it."""
-        self.stop()
+        self.attachment = None
         # Also after a runtime's death: execute(), which closes the old connection when it uses the next one, is over.
         if self._latest is not None:
             self._latest.deferred.close()
             if direct:
                 self._latest.direct.close()
-
-
-def _outlive(attempt: Callable[[], T], closed: threading.Event, when: str) -> T:
-    """Return the attempt's result; repeat it if a runtime ends meanwhile. Raises any other error, and that of the last time."""
-    backoff = _FIRST_BACKOFF_S
-    for _ in range(_FIRST_ATTEMPTS - 1):
-        try:
-            return attempt()
-        except (Closed, ConnectionError) as error:
-            if closed.is_set():
-                raise
-            log.error("the runtime ended %s: %s", when, error)
-        closed.wait(backoff)
-        backoff = min(2 * backoff, _MAX_BACKOFF_S)
-    return attempt()
 
 
 # --- starting the runtime -----------------------------------------------------------------------------------
@@ -429,7 +278,16 @@ class Launcher:
 
     def start(self) -> None:
         """Return when a runtime takes connections; if one ends meanwhile, the next one is tried. Raises one of UNREACHABLE."""
-        _outlive(self.open, threading.Event(), "as it was reached").sock.close()
+        backoff = FIRST_BACKOFF_S
+        for _ in range(FIRST_ATTEMPTS - 1):
+            try:
+                self.open().sock.close()
+                return
+            except (Closed, ConnectionError) as error:
+                log.error(LOST, error)
+            time.sleep(backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+        self.open().sock.close()
 
     def open(self) -> Greeted:
         """Return a greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
@@ -465,7 +323,7 @@ class Launcher:
         failure = directory / paths.FAILURE
         if self.device != "0" and failure.exists():
             age = time.time() - failure.stat().st_mtime
-            if 0 <= age < _FAILURE_COUNTS_S:
+            if 0 <= age < FAILURE_COUNTS_S:
                 raise LaunchError(failure.read_text())
         try:
             self._start(directory)
@@ -490,25 +348,19 @@ class Launcher:
                     env=self.environment,
                 )
             except OSError as error:
-                raise LaunchError(
-                    f"the runtime cannot be started with {python}: {error}. RSRV_RUNTIME_PYTHON must name a "
-                    "Python where 'rsrv[serve]' is installed"
-                ) from None
+                raise LaunchError(CANNOT_START % (python, error)) from None
             finally:
                 os.close(child_end)
-            message = _read_startup_message(ready, _START_TIMEOUT_S)
+            message = _read_startup_message(ready, START_TIMEOUT_S)
             status = started.wait()  # it has forked the runtime and ended
         finally:
             os.close(ready)
         if not message and status <= 0:
-            raise Closed("the runtime was killed while it started; the server's log may say more")
+            raise Closed(WAS_KILLED)
         if not message:
-            raise LaunchError(
-                f"the runtime did not start with {python}: it ended without a message; the server's log may say more. "
-                "RSRV_RUNTIME_PYTHON must name a Python where 'rsrv[serve]' is installed"
-            )
+            raise LaunchError(ENDED_SILENTLY % python)
         if message != b"ready":
-            raise LaunchError(f"the runtime did not start: {message.decode(errors='replace')}")
+            raise LaunchError(DID_NOT_START % message.decode(errors="replace"))
 
 
 def server_pid() -> int:
@@ -553,7 +405,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _connect_soon(path: Path) -> socket.socket:
     """Connect to a runtime that was started. If the process that started it died, it may not listen yet."""
-    until = time.monotonic() + _START_TIMEOUT_S
+    until = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
             return connect(path)
@@ -567,4 +419,4 @@ def _read_startup_message(fd: int, timeout: float) -> bytes:
     """Return the starting process's one short message, or nothing if it died."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return os.read(fd, 4096) if poll.poll(timeout * 1000) else b"it was not ready in time"
+    return os.read(fd, 4096) if poll.poll(timeout * 1000) else NOT_READY.encode()

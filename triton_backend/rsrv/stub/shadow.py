@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.logs import of_request
+from rsrv.logs import of_request, request_name
 from rsrv.stub.replies import free_shared_memory
 from rsrv.stub.tensors import Array, Tensors, size_of
 from rsrv.throttle import Throttle, more
@@ -118,8 +118,8 @@ class Shadow:
             return
         name = differing(answer, copy, self._dtypes)
         if name and (left_out := self._throttle.take("different")) is not None:
-            text = "request %r: %s answers otherwise: output %r%s"
-            log.warning(text, id, self._where, name, more(left_out), extra=of_request(id))
+            text = "%s: %s answers otherwise: output %r%s"
+            log.warning(text, request_name(id), self._where, name, more(left_out), extra=of_request(id))
         self.end("different" if name else "same")
 
 
@@ -145,7 +145,9 @@ class ShadowedRequest:
                 # The memory of an answer is used again after it was sent.
                 found = {one.name(): np.array(self._shadow.take(one)) for one in response.output_tensors()}
         except Exception:
-            log.exception("request %r: an answer cannot be compared", self._id, extra=of_request(self._id))
+            log.exception(
+                "%s: an answer cannot be compared", request_name(self._id), extra=of_request(self._id)
+            )
         with self._lock:
             if copy in self._answers:
                 return

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -45,9 +46,11 @@ class Tensors:
                     "numpy<2 for the Python that the stubs run in (Triton up to 24.10), or a newer Triton"
                 )
             log.warning(
-                "numpy %s and this Triton's stub do not work together; the work-around costs about 0.1 ms "
-                "per tensor. Install numpy<2 in the stubs' environment, or Triton 24.11",
+                "numpy %s and this Triton's stub do not work together. rsrv works around it, which costs about 0.1 ms per tensor, "
+                "but plain Python models that use this Python return empty tensors with the status OK. Install numpy<2 into %s, "
+                "or use Triton 24.11 or later",
                 np.__version__,
+                sys.prefix,
             )
 
     @property

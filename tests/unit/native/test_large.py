@@ -1,0 +1,208 @@
+"""Requests of the native front with more rows than the largest compiled size: they are submitted in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.front.rules import LATE, MAX_PARTS
+from rsrv.wire import frames
+from rsrv.wire.frames import ALONE, WAITED, Completion, Kind, Status, Submission, pack_completions
+from rsrv.wire.socket import send
+from tests.unit.native.front import COLUMNS, Connection, Front, described, submissions
+from tests.unit.native.test_front import doubled, program
+
+__all__ = ["program"]
+
+#: Rows of a request of seven parts.
+ROWS = 53
+
+
+class PartRuntime:
+    """A runtime that gets the parts of large requests one by one, as the test answers them."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Submission] = {}
+        #: First row of each part that was submitted, in order.
+        self.firsts: list[int] = []
+        self.most = 0
+
+    def parts(self, connection: Connection, number: int) -> Iterator[Submission]:
+        """Yield the parts of the request `number` in order. Each is to be answered, or the connection to end."""
+        while True:
+            while not self.waiting:
+                kind, count, frame = connection.receive()
+                self.take(connection, kind, count, frame, number)
+            yield self.waiting.pop(min(self.waiting))
+
+    def take(self, connection: Connection, kind: Kind, count: int, frame: bytes, number: int) -> None:
+        if kind is not Kind.SUBMIT:
+            return
+        for one in submissions(frame, count):
+            self.waiting[one.request] = one
+            values = connection.segments[one.segment][one.inputs_at : one.inputs_at + 4].view(np.float32)
+            self.firsts.append((int(values[0]) - number) // COLUMNS)
+        self.most = max(self.most, len(self.waiting))
+
+
+def answer(connection: Connection, one: Submission) -> None:
+    connection.answer(frames.pack_submissions([one]), 1)
+
+
+def test_any_number_of_rows_is_answered(program: Path, tmp_path: Path) -> None:
+    """The parts have at most as many rows as the largest size, and few of them are submitted at a time."""
+    runtime, sizes = PartRuntime(), list[int]()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        for one in runtime.parts(connection, 1):
+            sizes.append(one.rows)
+            answer(connection, one)
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask("send 1 9") == [doubled(1, 9)]
+        assert front.ask(f"send 2 {ROWS}") == [doubled(2, ROWS)]
+        assert front.ask("send 3 500") == [doubled(3, 500)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+    assert (max(sizes), sum(sizes)) == (8, 9 + ROWS + 500)
+    assert runtime.most <= MAX_PARTS
+    assert runtime.firsts[:9] == [0, 8, *range(0, 56, 8)]
+
+
+def test_parts_do_not_count_as_requests_that_wait_for_a_runtime(program: Path, tmp_path: Path) -> None:
+    """With `stub.retry_s: 0`, no request waits for a runtime, and parts that follow others are submitted to the one there is."""
+    runtime = PartRuntime()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described(retry_s=0.0))
+        for one in runtime.parts(connection, 1):
+            answer(connection, one)
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_only_the_first_part_may_find_the_queue_full(program: Path, tmp_path: Path) -> None:
+    """The first part takes the request's place in the queue, and the others are accepted."""
+    runtime, flags = PartRuntime(), list[int]()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        for one in runtime.parts(connection, 1):
+            flags.append(one.flags)
+            answer(connection, one)
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        front.ask(f"send 1 {ROWS}")
+        front.ask("close")
+    assert flags == [0] + [WAITED] * 6
+
+
+def test_the_first_failure_ends_the_request(program: Path, tmp_path: Path) -> None:
+    """The client gets the failure of the second part, the other parts are cancelled, and no further part is submitted."""
+    runtime, cancelled = PartRuntime(), list[int]()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        parts = runtime.parts(connection, 1)
+        first, second, third = next(parts), next(parts), next(parts)
+        send(connection.sock, pack_completions([Completion(second.request, Status.INTERNAL, text="no")])[0])
+        while len(cancelled) < 3:
+            kind, count, frame = connection.receive()
+            runtime.take(connection, kind, count, frame, 1)
+            if kind is Kind.CANCEL:
+                cancelled.extend(frames.unpack_ids(frame, count))
+        left = (first.request, third.request, *runtime.waiting)
+        ended = [Completion(id, Status.CANCELLED, text="the request was cancelled") for id in left]
+        runtime.waiting.clear()
+        for frame in pack_completions(ended):
+            send(connection.sock, frame)
+        for one in parts:
+            answer(connection, one)
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask(f"send 1 {ROWS}") == ["answer 1 1 no"]
+        assert len(cancelled) == MAX_PARTS - 1
+        assert runtime.firsts == [0, 8, 16, 24]
+        assert front.ask("send 2 1") == [doubled(2)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+def test_a_deadline_ends_the_request_once(program: Path, tmp_path: Path) -> None:
+    """A runtime that does not answer keeps no client waiting beyond its deadline."""
+    runtime = PartRuntime()
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        late = [one for _, one in zip(range(MAX_PARTS), runtime.parts(connection, 1), strict=False)]
+        for one in runtime.parts(connection, 2):
+            answer(connection, one)
+            for other in late:
+                answer(connection, other)
+            late.clear()
+
+    with Front(program, tmp_path, [serve]) as front:
+        front.ask("open")
+        assert front.ask(f"send 1 {ROWS} reactant_timeout_ns=50000000") == [
+            f"answer 1 4 [rsrv:DEADLINE] {LATE}"
+        ]
+        assert front.ask("send 2 1") == [doubled(2)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+
+
+@pytest.mark.parametrize("launches", [False, True])
+def test_a_death_repeats_only_the_parts_without_an_answer(
+    program: Path, tmp_path: Path, launches: bool
+) -> None:
+    """The next runtime gets each of them once; suspects come alone."""
+    first, second, flags = PartRuntime(), PartRuntime(), list[int]()
+
+    def die(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        for number, one in enumerate(first.parts(connection, 1)):
+            if number == 2:
+                if launches:
+                    connection.launch(frames.pack_submissions([one]), 1)
+                return
+            answer(connection, one)
+
+    def serve(connection: Connection) -> None:
+        connection.greet()
+        connection.register(described())
+        for one in second.parts(connection, 1):
+            flags.append(one.flags)
+            answer(connection, one)
+
+    with Front(program, tmp_path, [die, serve]) as front:
+        front.ask("open")
+        assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
+        assert front.ask("close") == ["closed - ok 0 0"]
+    assert sorted(second.firsts) == list(range(16, 56, 8))
+    assert flags.count(WAITED | ALONE) == launches
+
+
+def test_a_large_request_waits_as_a_whole_for_a_runtime(program: Path, tmp_path: Path) -> None:
+    """A request that starts a model is submitted in parts once the model is ready."""
+
+    def cold(connection: Connection) -> None:
+        connection.greet()
+        connection.dismiss()
+
+    with Front(program, tmp_path, [cold]) as front:
+        front.ask("open")
+        assert front.ask(f"send 1 {ROWS}") == [doubled(1, ROWS)]
+        assert front.ask("close") == ["closed - ok 0 0"]

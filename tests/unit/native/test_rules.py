@@ -1,0 +1,42 @@
+"""The native front's constants and texts are those of the Python modules."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import native_front
+import native_rules
+
+_LITERALS = re.compile(r'//[^\n]*|#include[^\n]*|\'(?:\\.|[^\'\\])\'|((?:"(?:\\.|[^"\\])*"\s*)+)')
+_FIELDS = re.compile(r"%[-.*\d]*l*[a-zA-Z]|\{[^{}]*\}")
+
+
+def _texts() -> Iterator[str]:
+    """Yield the longest part without fields of each text in the sources of the native front."""
+    for path in native_front.SOURCES.glob("*.[ch]"):
+        if path != native_rules.HEADER:
+            for found in _LITERALS.finditer(path.read_text()):
+                text = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', found[1] or ""))
+                yield max(map(str.strip, _FIELDS.split(text)), key=len)
+
+
+def test_the_header_is_up_to_date() -> None:
+    """`python tools/native_rules.py` writes it again after a change of a constant in Python."""
+    assert native_rules.HEADER.read_text() == native_rules.rendered()
+
+
+def test_no_text_of_the_native_front_is_written_in_python_again() -> None:
+    """Such a text belongs into rsrv.front.rules, from where both fronts have it."""
+    package = native_front.SOURCES.parent
+    trees = (ast.parse(path.read_text()) for path in package.rglob("*.py"))
+    python = {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    texts = [text for text in _texts() if len(text) >= 15 and " " in text]
+    assert len(texts) > 20
+    assert [text for text in texts if any(text in one for one in python)] == []

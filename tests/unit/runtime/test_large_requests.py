@@ -1,0 +1,360 @@
+"""Requests with more rows than the largest compiled size, against the real loop: they are submitted in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.front.parts import RowRange
+from rsrv.front.rules import EQUAL, MAX_PARTS, SUSPECT
+from rsrv.hooks import BadInput
+from rsrv.hooks.loader import Hooks
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.stub.large_request import LargeRequest
+from rsrv.stub.tensors import Array
+from tests.fakes import FakeError, FakePbUtils, FakeRequest, NewResponse
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
+from tests.unit.runtime.engines import ramp, refused, send_one
+from tests.unit.runtime.metas import answer_of, ask, engine_of, queued
+from tests.unit.runtime.test_poison import HOSTILE, Server
+from tests.unit.runtime.watchers import Operator
+from tests.waiting import wait_until
+
+#: Rows of a request of seven parts: the largest size of `doubling` is 8.
+ROWS = 53
+
+
+def assert_doubled(request: FakeRequest, x: Array) -> None:
+    np.testing.assert_array_equal(answer_of(request).arrays["y"], 2 * x + 1)
+
+
+def send(engine: Engine, rows: int = ROWS, **options: Any) -> FakeRequest:
+    request = FakeRequest({"x": ramp(rows)}, **options)
+    assert engine.execute([request]) is None
+    return request
+
+
+def hold_first_parts(runtime: Runtime, engine: Engine, **options: Any) -> FakeRequest:
+    """Send a large request whose first part executes while the next ones wait."""
+    runtime.device.executed.clear()
+    runtime.device.gate.clear()
+    request = send(engine, **options)
+    assert runtime.device.gate.waiting.wait(10)
+    wait_until(lambda: queued("doubling") == MAX_PARTS - 1)
+    return request
+
+
+@pytest.mark.parametrize("rows", [9, 16, ROWS, 500])
+def test_any_number_of_rows_is_answered(runtime: Runtime, start_engine: StartEngine, rows: int) -> None:
+    """The answer has all rows in their order, and no execution had more rows than the largest size."""
+    engine = start_engine()
+    runtime.device.executed.clear()
+    assert_doubled(send(engine, rows), ramp(rows))
+    assert max(runtime.device.executed) == 8
+    assert sum(runtime.device.executed) < rows + 8
+
+
+def test_small_requests_of_the_same_batch_are_answered_as_well(start_engine: StartEngine) -> None:
+    """A batch of Triton with small and large requests, one of them without a part in it, is answered by replies."""
+    engine = start_engine()
+    for counts in ([1, ROWS, 3], [ROWS, 20], [2, 1]):
+        answers = ask(engine, *(FakeRequest({"x": ramp(rows)}) for rows in counts))
+        for rows, answer in zip(counts, answers, strict=True):
+            np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(rows) + 1)
+
+
+@pytest.fixture
+def collected_by_hand() -> Iterator[None]:
+    """Run a test without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("collected_by_hand")
+def test_the_tensors_of_an_answered_request_are_free_at_once(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large request is not in a cycle of references, in which its tensors would stay until Python collects garbage."""
+    made: list[weakref.ref[LargeRequest]] = []
+    begin = LargeRequest.begin
+
+    def note(large: LargeRequest) -> None:
+        made.append(weakref.ref(large))
+        begin(large)
+
+    monkeypatch.setattr(LargeRequest, "begin", note)
+    engine = start_engine()
+    assert_doubled(send(engine), ramp(ROWS))
+    wait_until(lambda: made[0]() is None, timeout=10)
+
+
+def test_hooks_see_the_whole_request(start_engine: StartEngine) -> None:
+    """Each hook is called once, with all rows."""
+    seen: list[int] = []
+
+    def note(arrays: dict[str, Array]) -> dict[str, Array]:
+        seen.extend(len(array) for array in arrays.values())
+        return {name: -array for name, array in arrays.items()}
+
+    request = send(start_engine(Hooks(preprocess=note, postprocess=note)))
+    np.testing.assert_array_equal(answer_of(request).arrays["y"], 2 * ramp(ROWS) - 1)
+    assert seen == [ROWS, ROWS]
+
+
+def test_a_hook_that_refuses_the_request_lets_no_part_begin(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """The client gets the hook's text."""
+
+    def refuse(arrays: dict[str, Array]) -> dict[str, Array]:
+        raise BadInput("too dark")
+
+    engine = start_engine(Hooks(preprocess=refuse))
+    runtime.device.executed.clear()
+    (answer,) = ask(engine, FakeRequest({"x": ramp(ROWS)}))
+    assert refused(answer, FakeError.INVALID_ARG, "too dark")
+    assert not runtime.device.executed
+
+
+def test_other_requests_execute_between_the_parts(runtime: Runtime, engine: Engine) -> None:
+    """Only some parts are in the queue at a time, so a small request that comes later is answered long before the large one."""
+    large = hold_first_parts(runtime, engine)
+    small = send_one(engine)
+    wait_until(lambda: queued("doubling") == MAX_PARTS)
+    runtime.device.gate.set()
+    assert_doubled(small, ramp(1))
+    assert_doubled(large, ramp(ROWS))
+    assert 1 in runtime.device.executed[: MAX_PARTS + 1]
+
+
+def test_the_first_failure_ends_the_request_and_its_other_parts(runtime: Runtime, engine: Engine) -> None:
+    """The client gets the failure of the first part, and the parts that wait do not execute."""
+    request = hold_first_parts(runtime, engine)
+    runtime.device.fail = "the card is on fire"
+    runtime.device.gate.set()
+    assert answer_of(request).error is not None
+    wait_until(lambda: queued("doubling") == 0)
+    assert len(runtime.device.executed) <= MAX_PARTS
+
+
+def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) -> None:
+    """The parts that wait are cancelled, and no further part is submitted."""
+    request = hold_first_parts(runtime, engine)
+    request.cancelled = True
+    assert refused(answer_of(request), FakeError.CANCELLED, "cancelled")
+    wait_until(lambda: queued("doubling") == 0)
+    runtime.device.gate.set()
+    ask(engine, FakeRequest({"x": ramp(1)}))
+    assert runtime.device.executed == [8, 1]
+
+
+def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: Engine) -> None:
+    """When it passes, the request ends once, although its first part still executes."""
+    request = hold_first_parts(runtime, engine, timeout_us=100_000)
+    assert refused(answer_of(request), FakeError.UNAVAILABLE, "DEADLINE")
+    wait_until(lambda: queued("doubling") == 0)
+    runtime.device.gate.set()
+    ask(engine, FakeRequest({"x": ramp(1)}))
+    assert runtime.device.executed == [8, 1]
+
+
+def test_a_full_queue_refuses_a_large_request_only_at_its_first_part(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """The first part takes a place in the queue, and the others follow. Another request finds the queue full."""
+    runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 2}\nstub: {in_place_ms: 0}"))
+    engine = engine_of(runtime.open, doubling)
+    large = hold_first_parts(runtime, engine)
+    refusals = [send(engine, rows=rows) for rows in (1, ROWS)]
+    assert all(refused(answer_of(one), FakeError.UNAVAILABLE, "QUEUE_FULL") for one in refusals)
+    runtime.device.gate.set()
+    assert_doubled(large, ramp(ROWS))
+    engine.close()
+
+
+def test_parts_are_as_small_as_executions_may_be(start_runtime: StartRuntime, doubling: Path) -> None:
+    """With a limit of 5 rows, parts of 5 rows execute at size 8."""
+    runtime = start_runtime(load_settings("models: {doubling: {max_batch_size: 5}}\nstub: {in_place_ms: 0}"))
+    engine = engine_of(runtime.open, doubling)
+    runtime.device.executed.clear()
+    assert_doubled(send(engine, 12), ramp(12))
+    assert sorted(runtime.device.executed) == [4, 8, 8]
+    engine.close()
+
+
+def test_a_slow_answer_carries_the_number_of_its_first_part(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client can ask `rsrv why` about it."""
+    monkeypatch.setattr(FakePbUtils, "InferenceResponse", NewResponse)
+    monkeypatch.setattr("rsrv.stub.engine._SLOW_S", 0.0)
+    engine = start_engine()
+    assert answer_of(send(engine, 9)).given["rsrv_request"] >= 0  # type: ignore[attr-defined]
+
+
+def test_operators_see_one_request_with_its_parts(runtime: Runtime, engine: Engine) -> None:
+    """While it is in progress, by its client's id, and afterwards, by the number of its first part."""
+    request = hold_first_parts(runtime, engine, id="ours")
+    with Operator(runtime) as operator:
+        (waiting,) = operator.do("find", request="ours")["requests"]
+        assert (waiting["parts"], waiting["rows"], waiting["outcome"]) == (
+            MAX_PARTS,
+            8 * MAX_PARTS,
+            "executing",
+        )
+        runtime.device.gate.set()
+        assert_doubled(request, ramp(ROWS))
+        ask(engine, FakeRequest({"x": ramp(1)}))
+        (found,) = operator.do("find", request="ours")["requests"]
+        assert (found["parts"], found["rows"], found["outcome"]) == (7, ROWS, "answered")
+        assert operator.do("find", request=found["number"])["requests"] == [found]
+        slowest = operator.do("slowest", model="doubling")["requests"]
+        assert [one.get("parts", 0) for one in slowest] == [7, 0]
+
+
+# --- runtimes that end ------------------------------------------------------------------------------------------
+
+
+class CountingServer(Server):
+    """Counts the executions of each part, by the first element of its inputs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.parts: Counter[float] = Counter()
+        super().__init__(*arguments)
+
+    def _compute(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+        outputs = super()._compute(inputs, weights)
+        self.parts[float(inputs[0][0, 0])] += 1
+        return outputs
+
+
+@pytest.fixture
+def server(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> Iterator[CountingServer]:
+    made = CountingServer(start_runtime, tmp_path, doublings)
+    yield made
+    made.released.set()
+    made.hostile.close()
+    made.other.close()
+
+
+def send_hostile(server: Server) -> FakeRequest:
+    """Send a large request whose third part does not end by itself, and wait until that part executes."""
+    x = ramp(ROWS, 1000)
+    x[17] = HOSTILE
+    request = FakeRequest({"x": x})
+    assert server.hostile.execute([request]) is None
+    server.executing.get(timeout=20)
+    return request
+
+
+def test_a_death_repeats_only_the_parts_without_an_answer(
+    server: CountingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next runtime executes the rest, and the parts of both runtimes make one answer."""
+    answered, take = list[RowRange](), LargeRequest.take
+
+    def note(large: LargeRequest, part: RowRange, outcome: Any) -> None:
+        answered.append(part)
+        take(large, part, outcome)
+
+    monkeypatch.setattr(LargeRequest, "take", note)
+    request = send_hostile(server)
+    x = request.inputs()[0].as_numpy()
+    wait_until(lambda: len(answered) == 2)
+    server.parts.clear()
+    server.kill()
+    server.executing.get(timeout=20)
+    server.released.set()
+    assert_doubled(request, x)
+    firsts = [float(first) for first in x[::8, 0]]
+    assert [server.parts[first] for first in firsts[:2]] == [0, 0]
+    assert [server.parts[first] for first in firsts[3:]] == [1, 1, 1, 1]
+
+
+def test_a_part_that_ends_two_runtimes_ends_its_request(server: Server) -> None:
+    """The request fails, and so does a later one with a part of equal inputs, although its other rows differ."""
+    request = send_hostile(server)
+    server.crash()
+    server.executing.get(timeout=20)
+    server.crash()
+    assert refused(answer_of(request), FakeError.INTERNAL, SUSPECT)
+    again = FakeRequest({"x": np.concatenate([request.inputs()[0].as_numpy()[:40], ramp(8)])})
+    assert server.hostile.execute([again]) is None
+    assert refused(answer_of(again), FakeError.INTERNAL, EQUAL)
+
+
+def test_a_large_request_waits_as_a_whole_for_a_runtime(server: Server) -> None:
+    """A request that arrives while there is no runtime is submitted in parts to the next one."""
+    server.runtime.stop()
+    request = FakeRequest({"x": ramp(ROWS)})
+    wait_until(lambda: server.hostile.session.attachment is None)
+    assert server.hostile.execute([request]) is None
+    server.start()
+    assert_doubled(request, ramp(ROWS))
+
+
+# --- calls of meta models ------------------------------------------------------------------------------------------
+
+
+def plain_run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
+    return {"y": call("b", {"x": call("a", inputs)["y"]})["y"]}
+
+
+async def async_run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
+    first, _ = await asyncio.gather(call("a", inputs), call("b", inputs))
+    found: dict[str, Array] = await call("b", {"x": first["y"]})
+    return {"y": found["y"]}
+
+
+@pytest.mark.parametrize("run", [plain_run, async_run])
+def test_a_call_with_many_rows_is_executed_in_parts(
+    runtime: Runtime, start_meta: StartMeta, run: Any
+) -> None:
+    """A run gets all rows of its callees in their order, and no execution has more rows than the largest size."""
+    engine = start_meta(runtime, run)
+    runtime.device.executed.clear()
+    (answer,) = ask(engine, FakeRequest({"x": ramp(ROWS)}))
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * (2 * ramp(ROWS) + 1) + 2)
+    assert max(runtime.device.executed) == 8
+
+
+def test_a_buffer_that_is_filled_again_does_not_change_a_large_call_before(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """All parts of a call have the inputs with which the run made it."""
+
+    async def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
+        buffer = inputs["x"].copy()
+        started = call("a", {"x": buffer})
+        buffer[:] = -1
+        return {"y": (await started)["y"]}
+
+    (answer,) = ask(start_meta(runtime, run), FakeRequest({"x": ramp(ROWS)}))
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(ROWS) + 1)
+
+
+def test_a_call_that_keeps_many_rows_on_the_device_is_refused(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """Tensors on the device have no parts, and the text has the compiled sizes."""
+
+    def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
+        return {"y": call("b", {"x": call("a", inputs, keep_on_device=True)["y"]})["y"]}
+
+    (answer,) = ask(start_meta(runtime, run), FakeRequest({"x": ramp(ROWS)}))
+    assert refused(answer, FakeError.INVALID_ARG, "53 rows exceed the largest compiled batch size")

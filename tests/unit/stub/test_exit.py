@@ -1,0 +1,65 @@
+"""The end of a stub whose model was unloaded: it comes, whatever model.py left behind."""
+
+import subprocess
+import sys
+
+import pytest
+
+_UNLOADED = """
+import atexit, ctypes, logging, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from rsrv.stub import hook_guard
+from rsrv.stub.model import ModelStub
+
+class Served:
+    def close(self):
+        {close}
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+hook_guard._EXIT_S = {exit_s}
+{left}
+stub = ModelStub()
+stub._served = Served()
+try:
+    stub.finalize()
+except RuntimeError as error:
+    print(error)
+"""
+#: What model.py leaves, by the name of the case.
+_LEFT = {
+    "a busy executor": "ThreadPoolExecutor(1).submit(threading.Event().wait)",
+    "a thread": "threading.Thread(target=threading.Event().wait).start()",
+    "an exit handler that waits": "atexit.register(threading.Event().wait)",
+    "an exit handler that holds the interpreter's lock": "atexit.register(ctypes.PyDLL(None).sleep, 600)",
+}
+
+
+def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Return the end of a process that has unloaded its model. One that does not end fails the test."""
+    script = _UNLOADED.format(left=left, close=close, exit_s=exit_s)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@pytest.mark.parametrize("left", _LEFT.values(), ids=_LEFT)
+def test_what_model_py_leaves_does_not_keep_the_process(left: str) -> None:
+    """Python's exit would wait for it for ever, with the memory of a model that is gone."""
+    ended = unload(left, exit_s=0.1)
+    assert "Thread" in ended.stderr
+    if "PyDLL" not in left:
+        assert ended.returncode == 0
+        assert "exit handlers or threads of its model.py still run" in ended.stdout
+
+
+def test_ordinary_exit_handlers_of_model_py_are_called() -> None:
+    """They save what must not be lost, and the process ends as Python does."""
+    ended = unload("atexit.register(lambda: print('saved'))")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "saved\n", "")
+
+
+def test_a_close_that_fails_does_not_keep_the_process() -> None:
+    """Triton writes the error to its log, and waits for the process then."""
+    ended = unload(_LEFT["a thread"], close="raise RuntimeError('no close')", exit_s=0.1)
+    assert ended.returncode == 0
+    assert "no close" in ended.stdout

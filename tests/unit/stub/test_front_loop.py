@@ -1,0 +1,375 @@
+"""The thread that owns a front: it submits and answers waiting requests, each once, whatever else happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from rsrv.front.events import Connect, LoadAsked, ModelRejected, Registered, RuntimeLost, Unloaded
+from rsrv.front.front import Front
+from rsrv.front.rules import DOWN, MAX_DEATHS, MAX_REQUEST_BYTES
+from rsrv.front.states import ServingState
+from rsrv.stub.front_loop import FrontLoop
+from rsrv.stub.metrics import Meters
+from rsrv.stub.replies import Reply, RequestFailure, Responses
+from rsrv.stub.request import ArrivalTime, ClientRequest, Outcomes
+from rsrv.wire.frames import Status
+from tests.fakes import FakePbUtils, FakeRequest, FakeSender
+from tests.waiting import wait_until
+
+RESPONSES = Responses(FakePbUtils)
+OUTCOMES = Outcomes(Meters(), RESPONSES)
+
+
+@dataclass
+class Outage:
+    """A model whose runtime is gone until `come_back`, and what its front's thread does."""
+
+    passed: float = 0.0
+    takes: bool = True
+    fails: bool = False
+    #: Requests that were given to the next runtime.
+    submitted: list[ClientRequest] = field(default_factory=list)
+    tries: int = 0
+    told: list[Mapping[str, int]] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loop = FrontLoop(lambda: time.monotonic() + self.passed)
+        self.loop.begin(Front("m", 1), self)
+        self.loop.post(LoadAsked(0))
+        self.come_back()
+        self.loop.post(RuntimeLost(0))
+        self.until(ServingState.CONNECTING)
+
+    # --- effects
+
+    def connect(self, attempt: Connect) -> None: ...
+
+    def submit(self, request: ClientRequest) -> bool:
+        self.tries += 1
+        if self.fails:
+            self.fails = False
+            raise RequestFailure(Status.INTERNAL, "unforeseen")
+        if self.takes:
+            self.submitted.append(request)
+        return self.takes
+
+    def leave(self, device: int) -> bool:
+        return True
+
+    def tell(self, demand: Mapping[str, int]) -> None:
+        self.told.append(demand)
+
+    def replace_process(self, text: str) -> None:
+        self.replaced.append(text)
+
+    def refresh(self) -> None: ...
+
+    # --- what tests do
+
+    def until(self, state: ServingState) -> None:
+        wait_until(lambda: self.loop.snapshot.devices[0].state is state)
+
+    def come_back(self) -> None:
+        self.loop.post(Registered(0, 1, 10.0))
+        self.until(ServingState.READY)
+
+    def add(self, triton: FakeRequest | None = None, deaths: int = 0) -> FakeRequest:
+        """Let a request wait that was executing when as many runtimes died."""
+        triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
+        request = ClientRequest(triton, ArrivalTime.now())
+        request.reply = Reply(triton.get_response_sender(), RESPONSES)
+        request.deaths = deaths
+        self.loop.add(request, OUTCOMES)
+        return triton
+
+    def answer(self, number: int) -> None:
+        reply = self.submitted[number].reply
+        assert reply is not None
+        reply.send(RESPONSES.answer([]))
+
+
+@pytest.fixture
+def outage() -> Iterator[Outage]:
+    made = Outage()
+    yield made
+    made.loop.close()
+    for number in range(len(made.submitted)):
+        made.answer(number)
+
+
+def failure_of(request: FakeRequest) -> str:
+    answer = request.answers.get(timeout=30)
+    assert answer.error is not None
+    return str(answer.error.message)
+
+
+def test_requests_get_the_next_runtime_in_their_order(outage: Outage) -> None:
+    """No request is answered before the next runtime serves, and that runtime gets each request once."""
+    requests = [outage.add() for _ in range(20)]
+    wait_until(lambda: outage.told and outage.told[-1] == {"asked": True})
+    assert all(one.answers.empty() for one in requests)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 20)
+    assert [one.triton for one in outage.submitted] == requests
+
+
+def test_a_request_is_refused_when_its_time_is_over(outage: Outage) -> None:
+    """Without any event but the time."""
+    request = outage.add()
+    wait_until(lambda: outage.loop.snapshot.waiting)
+    outage.passed += 10.5
+
+    assert failure_of(request) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
+
+
+def test_the_next_suspect_follows_the_answer_of_the_one_before(outage: Outage) -> None:
+    """The reply of a suspect shows that the suspect has its answer."""
+    for _ in range(3):
+        outage.add(deaths=1)
+    outage.come_back()
+    for number in range(3):
+        wait_until(lambda count=number + 1: len(outage.submitted) == count)  # type: ignore[misc]
+        outage.answer(number)
+
+
+def test_requests_that_no_runtime_takes_are_tried_again(outage: Outage) -> None:
+    """The requests keep their order, and none is tried before the first one is taken."""
+    requests = [outage.add() for _ in range(3)]
+    outage.takes = False
+    outage.come_back()
+    wait_until(lambda: outage.tries > 1)
+    assert outage.submitted == []
+
+    outage.takes = True
+
+    wait_until(lambda: len(outage.submitted) == 3)
+    assert [one.triton for one in outage.submitted] == requests
+
+
+def test_an_error_of_submitting_fails_its_request_alone(outage: Outage) -> None:
+    """The runtime gets the other requests."""
+    bad, good = outage.add(), outage.add()
+    outage.fails = True
+    outage.come_back()
+
+    assert "submitted again" in failure_of(bad)
+    wait_until(lambda: len(outage.submitted) == 1)
+    assert outage.submitted[0].triton is good
+
+
+def test_an_instruction_that_fails_loses_no_other(outage: Outage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault while the runtimes are told of the requests leaves no request without its answer."""
+
+    def fail(demand: Mapping[str, int]) -> None:
+        told.set()
+        raise RuntimeError("unforeseen")
+
+    told = Event()
+    monkeypatch.setattr(outage, "tell", fail)
+    request = outage.add()
+    assert told.wait(30)
+
+    outage.come_back()
+
+    wait_until(lambda: [one.triton for one in outage.submitted] == [request])
+
+
+def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that lasts stops the table, and not the time of requests and attempts."""
+    refresh = Mock(side_effect=OSError)
+    monkeypatch.setattr(outage, "refresh", refresh)
+    request = outage.add()
+    wait_until(lambda: refresh.called)
+
+    outage.passed = 100.0
+
+    assert DOWN in failure_of(request)
+
+
+def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outage) -> None:
+    """The inbox is emptied although one of its items fails."""
+    outage.loop.close()
+    outage.loop._inbox.put(Mock(side_effect=RuntimeError("unforeseen")))
+
+    with pytest.raises(RequestFailure, match="unloaded"):
+        outage.loop.may_go_on(ClientRequest(FakeRequest({}), ArrivalTime.now()))
+
+
+def test_a_suspect_that_comes_back_while_it_is_submitted_is_submitted_again(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next runtime may die at that moment; neither the suspect nor the others wait for itself."""
+    submit = outage.submit
+
+    def lose(request: ClientRequest) -> bool:
+        monkeypatch.setattr(outage, "submit", submit)
+        outage.loop.add(request, OUTCOMES)
+        return True
+
+    for _ in range(2):
+        outage.add(deaths=1)
+    monkeypatch.setattr(outage, "submit", lose)
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+    outage.answer(0)
+    wait_until(lambda: len(outage.submitted) == 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda outage, request: outage.loop.post(ModelRejected(0, "", "it has crashed")), "it has crashed"),
+        (lambda outage, request: setattr(request, "cancelled", True), "cancelled"),
+        (lambda outage, request: outage.loop.stop(), "unloaded"),
+    ],
+    ids=["the runtime rejects the model", "the client cancels", "the model is unloaded"],
+)
+def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> None:
+    """The client gets the reason before its time is over."""
+    request = outage.add()
+    assert callable(end)
+
+    end(outage, request)
+
+    assert text in failure_of(request)
+
+
+def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) -> None:
+    """The request's deadline passed while it waited, so it has its only answer."""
+    request, other = outage.add(), outage.add()
+    (reply,) = (one for one in RESPONSES.owed() if one._sender._request is request)
+    reply.send_failure(Status.DEADLINE, "late")
+    assert "late" in failure_of(request)
+
+    outage.come_back()
+
+    wait_until(lambda: other in [one.triton for one in outage.submitted])
+
+
+def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
+    outage: Outage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose client cannot be asked still gets the next runtime."""
+    checked = Event()
+
+    def fail(sender: FakeSender) -> bool:
+        checked.set()
+        raise RuntimeError("Triton cannot tell")
+
+    monkeypatch.setattr(FakeSender, "is_cancelled", fail)
+    outage.add()
+    assert checked.wait(30)
+
+    outage.come_back()
+
+    wait_until(lambda: len(outage.submitted) == 1)
+
+
+def test_the_bytes_of_waiting_requests_are_those_of_their_inputs(outage: Outage) -> None:
+    """A request beyond the limit is refused at once."""
+    half = np.zeros(MAX_REQUEST_BYTES // 2, np.uint8)
+    for _ in range(2):
+        outage.add(FakeRequest({"x": half}))
+
+    assert DOWN in failure_of(outage.add())
+
+
+@pytest.mark.parametrize("parameters", ['{"rsrv_run": "7"}', '{"rsrv_priority": -1}'])
+def test_a_request_that_no_other_runtime_can_answer_does_not_wait(outage: Outage, parameters: str) -> None:
+    """Only the dead runtime knows a sub-call's run, and a malformed request keeps its own failure."""
+    assert failure_of(outage.add(FakeRequest({}, parameters=parameters)))
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_unloading_while_requests_are_submitted_ends_each_once(
+    outage: Outage, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that finds no runtime ends with the model, and each counts once."""
+    counted: list[ClientRequest] = []
+    ended = OUTCOMES.ended
+
+    def count(one: ClientRequest, *how: object) -> None:
+        counted.append(one)
+        ended(one, *how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OUTCOMES, "ended", count)
+
+    def submit(request: ClientRequest) -> bool:
+        outage.loop.post(Unloaded())
+        if takes:
+            outage.submitted.append(request)
+        return takes
+
+    monkeypatch.setattr(outage, "submit", submit)
+    requests = [outage.add(deaths=1) for _ in range(3)]
+    outage.loop.post(Registered(0, 1, 10.0))
+
+    expected = requests[1:] if takes else requests
+    assert all("unloaded" in failure_of(one) for one in expected)
+    assert "unloaded" in failure_of(late := outage.add())
+    assert sorted(id(one.triton) for one in counted) == sorted(map(id, [*expected, late]))
+
+
+def test_runs_get_their_answers_on_their_threads(outage: Outage) -> None:
+    """A run may go on, has to ask again while a suspect is under way, or is refused."""
+    request = ClientRequest(FakeRequest({}), ArrivalTime.now())
+    assert outage.loop.may_go_on(request)
+    outage.add(deaths=1)
+    outage.come_back()
+    wait_until(lambda: len(outage.submitted) == 1)
+    suspect = ClientRequest(FakeRequest({}), ArrivalTime.now())
+    suspect.deaths = 1
+    assert not outage.loop.may_go_on(suspect)
+
+    outage.loop.close()
+
+    with pytest.raises(RequestFailure, match="unloaded"):
+        outage.loop.may_go_on(request)
+
+
+def test_requests_that_race_with_the_end_of_the_thread_are_refused(outage: Outage) -> None:
+    """Each request gets an answer, whichever thread gives it."""
+    requests: list[FakeRequest] = []
+    stop = Event()
+
+    def add() -> None:
+        while not stop.wait(0.001):
+            requests.append(outage.add())
+
+    threads = [Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    outage.loop.close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert all(failure_of(one) for one in requests)
+
+
+def test_inputs_that_have_ended_runtimes_are_not_tried_again(outage: Outage) -> None:
+    """Equal inputs are refused, other ones are not, and after an hour the inputs are forgotten."""
+    hostile = {"x": np.zeros((1, 3), np.float32)}
+    outage.loop.record(MAX_DEATHS, hostile)
+    wait_until(lambda: outage.loop.snapshot.killers)
+
+    with pytest.raises(RequestFailure, match="equal inputs, so this one is not tried"):
+        outage.loop.check({"x": hostile["x"].copy()})
+    for other in (hostile["x"] + 1, hostile["x"].astype(np.int32), hostile["x"].reshape(3, 1)):
+        assert outage.loop.check({"x": other}) == 0
+
+    outage.passed += 3600.0
+    assert outage.loop.check(hostile) == 0

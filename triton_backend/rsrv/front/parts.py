@@ -1,0 +1,50 @@
+"""The parts of a request with more rows than the largest compiled size. Pure.
+
+Each part is a request of its own for the runtime and for `Front`. Only some parts are submitted at a time. So a large request
+holds a small share of its model's queue, requests of other clients execute between its parts, and it needs shared memory for
+these parts only.
+"""
+
+from typing import NamedTuple
+
+from rsrv.front.rules import MAX_PARTS
+
+
+class RowRange(NamedTuple):
+    """Rows of a large request."""
+
+    first: int
+    rows: int
+
+
+class Parts:
+    """The parts of one request, which ends with its last part, or with the first part that fails."""
+
+    def __init__(self, rows: int, largest: int) -> None:
+        """`largest` is the largest compiled size."""
+        self._rows = rows
+        self._largest = largest
+        #: First row that was not submitted.
+        self._next = 0
+        #: Number of parts that are submitted and have no answer yet.
+        self._submitted = 0
+        #: True if the request has ended. Its parts without an answer are to be cancelled.
+        self.ended = False
+
+    def take(self) -> list[RowRange]:
+        """Return the parts that are to be submitted now. They count as submitted."""
+        taken: list[RowRange] = []
+        while not self.ended and self._next < self._rows and self._submitted < MAX_PARTS:
+            part = RowRange(self._next, min(self._largest, self._rows - self._next))
+            self._next += part.rows
+            self._submitted += 1
+            taken.append(part)
+        return taken
+
+    def end(self, *, answered: bool) -> bool:
+        """Take the end of a submitted part. Return True if the request ends with it."""
+        self._submitted -= 1
+        if self.ended or (answered and (self._submitted or self._next < self._rows)):
+            return False
+        self.ended = True
+        return True

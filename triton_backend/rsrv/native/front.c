@@ -1,0 +1,295 @@
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "front.h"
+
+// --- a device -------------------------------------------------------------------------------------------------------
+
+static const uint8_t NEXT[STATE_COUNT][EVENT_COUNT] = TRANSITIONS;
+
+static void set_text(char** text, const char* value) {
+    free(*text);
+    *text = value ? strdup(value) : NULL;
+}
+
+static bool move(struct device* one, enum model_event event) {
+    uint8_t next = NEXT[one->state][event];
+    if (!next) return false;
+    one->state = (enum model_state)(next - 1);
+    one->due_ns = NEVER;
+    if (one->state != STATE_STARTING) {
+        set_text(&one->step, NULL);
+        one->ready_at_ns = 0;
+    }
+    return true;
+}
+
+// Begins a pause that is twice as long as the latest one, within limits.
+static void pause_device(struct device* one, int64_t first_ns, int64_t most_ns, int64_t now) {
+    one->pause_ns = 2 * one->pause_ns < first_ns ? first_ns : 2 * one->pause_ns;
+    one->pause_ns = one->pause_ns > most_ns ? most_ns : one->pause_ns;
+    one->due_ns = now + one->pause_ns;
+}
+
+void device_init(struct device* one) { *one = (struct device){.state = STATE_UNTRIED, .due_ns = NEVER}; }
+
+void device_free(struct device* one) {
+    free(one->reason);
+    free(one->step);
+}
+
+bool device_start(struct device* one, bool asked) {
+    if (one->state != STATE_UNTRIED && !(asked && one->state == STATE_COLD)) return false;
+    if (!move(one, EVENT_CONNECT)) return false;
+    one->asked = asked;
+    return true;
+}
+
+bool device_step(struct device* one, const char* step, int64_t least_ns, int64_t now) {
+    if (!move(one, EVENT_STEP)) return false;
+    set_text(&one->step, step);
+    one->stepped_ns = now;
+    one->is_unreachable = false;
+    if (least_ns) one->ready_at_ns = now + least_ns;
+    return true;
+}
+
+bool device_register(struct device* one) {
+    if (!move(one, EVENT_REGISTERED)) return false;
+    one->started = true;
+    one->asked = one->barred = one->is_unreachable = false;
+    one->pause_ns = 0;
+    set_text(&one->reason, NULL);
+    return true;
+}
+
+bool device_cool(struct device* one) {
+    if (!move(one, EVENT_COOL)) return false;
+    one->started = one->asked = one->is_unreachable = false;
+    one->pause_ns = 0;
+    return true;
+}
+
+bool device_lose(struct device* one, bool sleeps, int64_t now) {
+    if (sleeps ? !device_cool(one) : !move(one, EVENT_LOSE)) return false;
+    one->lost_ns = now;
+    return true;
+}
+
+bool device_fail(struct device* one, const char* reason, bool ended, int64_t now) {
+    if (!move(one, EVENT_FAIL)) return false;
+    one->is_unreachable = !ended;
+    set_text(&one->reason, reason);
+    if (one->started || one->asked || ended)
+        pause_device(one, FIRST_BACKOFF_NS, MAX_BACKOFF_NS, now);
+    else
+        pause_device(one, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
+    return true;
+}
+
+bool device_reject(struct device* one, const char* reason, const char* client, bool barred, int64_t now) {
+    struct text text;
+    if (!move(one, EVENT_REJECT)) return false;
+    one->barred = barred;
+    one->is_unreachable = false;
+    text_clear(&text);
+    if (one->started) {
+        text_add(&text, "%s", *client ? client : NOT_AGAIN);
+        pause_device(one, FIRST_BACKOFF_NS, MAX_REJECTED_BACKOFF_NS, now);
+    } else {
+        text_add(&text, NOT_STARTED, reason);
+        pause_device(one, FIRST_START_PAUSE_NS, MAX_START_PAUSE_NS, now);
+    }
+    set_text(&one->reason, text.bytes);
+    return true;
+}
+
+bool device_close(struct device* one) { return move(one, EVENT_CLOSE); }
+
+bool device_retry(struct device* one, bool is_wanted, int64_t now) {
+    if (now < one->due_ns) return false;
+    if (one->state != STATE_REJECTED || !one->asked || one->started || is_wanted) return move(one, EVENT_CONNECT);
+    move(one, EVENT_FORGIVE);
+    return false;
+}
+
+// --- the devices of a model -----------------------------------------------------------------------------------------
+
+// Returns true if the model should start elsewhere: this device rejects it, or has had no runtime for some time. After the death
+// of a runtime, the front waits some seconds. If no runtime can be started, it does not wait.
+static bool is_given_up(const struct device* one, int64_t now) {
+    if (one->state == STATE_REJECTED) return true;
+    if (one->state != STATE_CONNECTING && one->state != STATE_BACKING_OFF) return false;
+    return one->started ? now - one->lost_ns >= ELSEWHERE_NS : one->is_unreachable;
+}
+
+int find_start(const struct devices* devices, uint64_t mask, int64_t now) {
+    bool is_barred = false;
+    uint64_t candidates = 0;
+    // A model that has ended runtimes starts only on the devices of those runtimes.
+    for (uint32_t i = 0; i < devices->count; i++) is_barred |= devices->all[i]->barred;
+    for (uint32_t i = 0; i < devices->count; i++)
+        if (!is_barred || devices->all[i]->barred) candidates |= UINT64_C(1) << devices->numbers[i];
+    uint64_t named = candidates & mask & ~PINNED ? candidates & mask & ~PINNED : candidates;
+    for (int part = 0; part < 2; part++)
+        for (uint32_t i = 0; i < devices->count; i++) {
+            uint64_t bit = UINT64_C(1) << devices->numbers[i];
+            if (!((part ? candidates & ~named : named) & bit) || is_given_up(devices->all[i], now)) continue;
+            return device_is_startable(devices->all[i]) ? (int)i : -1;
+        }
+    return -1;
+}
+
+// Returns the reason for clients if no device will serve the model soon, and otherwise NULL.
+static const char* find_reason(const struct devices* devices, uint64_t mask, int64_t now) {
+    const char* reason = NULL;
+    for (uint32_t i = 0; i < devices->count; i++) {
+        const struct device* one = devices->all[i];
+        if (device_is_attempting(one)) return NULL;
+        if (one->state == STATE_BACKING_OFF && (one->started || one->asked)) return NULL;
+        if (one->state == STATE_REJECTED && !reason) reason = one->reason;
+    }
+    return find_start(devices, mask, now) < 0 ? reason : NULL;
+}
+
+void read_outage(struct outage* outage, const struct devices* devices, uint64_t mask, int64_t retry_ns,
+                 int64_t start_timeout_ns, int64_t now) {
+    bool is_built = false;
+    outage->is_down = outage->is_cold = true;
+    outage->retry_ns = retry_ns;
+    // Without a limit from a runtime, use the general one: a runtime may end before its last frame is read.
+    outage->limit_ns = start_timeout_ns ? start_timeout_ns : retry_ns;
+    outage->stepped_ns = outage->ready_at_ns = 0;
+    *outage->step = 0;
+    text_clear(&outage->why);
+    for (uint32_t i = 0; i < devices->count; i++) {
+        const struct device* one = devices->all[i];
+        outage->is_down &= one->state != STATE_READY;
+        outage->is_cold &= !one->started;
+        if (one->stepped_ns > outage->stepped_ns) outage->stepped_ns = one->stepped_ns;
+        if (one->state != STATE_STARTING) continue;
+        if (!is_built && one->step) snprintf(outage->step, sizeof outage->step, "%s", one->step);
+        is_built = true;
+        if (one->ready_at_ns && (!outage->ready_at_ns || one->ready_at_ns < outage->ready_at_ns))
+            outage->ready_at_ns = one->ready_at_ns;
+    }
+    outage->is_starting = outage->is_down && (is_built || outage->is_cold);
+    const char* reason = outage->is_down ? find_reason(devices, mask, now) : NULL;
+    if (reason) text_add(&outage->why, "%s", reason);
+}
+
+// --- a request without a runtime ------------------------------------------------------------------------------------
+
+static int64_t wait_until_ns(int64_t since_ns, const struct outage* outage) {
+    int64_t most_ns;
+    if (!outage->is_starting) return since_ns + outage->retry_ns;
+    if (__builtin_mul_overflow(outage->limit_ns, MAX_STEPS, &most_ns) ||
+        __builtin_add_overflow(since_ns, most_ns, &most_ns))
+        most_ns = INT64_MAX;
+    int64_t step_ns = (outage->stepped_ns > since_ns ? outage->stepped_ns : since_ns) + outage->limit_ns;
+    return step_ns < most_ns ? step_ns : most_ns;
+}
+
+static double seconds(int64_t ns) { return (double)ns / NS_PER_S; }
+
+static void add_still_starting(struct text* text, const struct pending* one, const struct outage* outage, int64_t now) {
+    char step[sizeof outage->step + sizeof STEP] = "", left[64] = "";
+    double limit_s = seconds(outage->limit_ns);
+    if (*outage->step) snprintf(step, sizeof step, STEP, outage->step);
+    if (now < outage->ready_at_ns) snprintf(left, sizeof left, TIME_LEFT, seconds(outage->ready_at_ns - now));
+    text_add(text, STILL_STARTING, step, left, seconds(now - one->waiting_since_ns), limit_s, MAX_STEPS * limit_s);
+}
+
+bool refuse_waiting(
+    struct pending* one, const struct outage* outage, int64_t now, enum status* status, struct text* text) {
+    text_clear(text);
+    *status = INTERNAL;
+    if (one->deaths >= MAX_DEATHS) {
+        text_add(text, SUSPECT);
+        return true;
+    }
+    if (!one->waiting_since_ns) one->waiting_since_ns = now;
+    // A death may be followed by a sleep, and a start by a death.
+    int64_t until_ns = wait_until_ns(one->waiting_since_ns, outage);
+    if (one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
+    // If a runtime serves the model, a suspect does not time out: it waits only for its turn.
+    bool is_over = now >= one->retry_until_ns && (outage->is_down || !one->deaths);
+    if (outage->is_starting && one->deadline_ns && one->deadline_ns <= now) {
+        *status = DEADLINE;
+        add_still_starting(text, one, outage, now);
+    } else if (outage->is_down && now < one->deadline_ns && one->deadline_ns < outage->ready_at_ns) {
+        *status = DEADLINE;
+        text_add(text, TOO_SOON, seconds(outage->ready_at_ns - now));
+    } else if (is_over && outage->is_starting) {
+        *status = STARTING;
+        add_still_starting(text, one, outage, now);
+    } else if (is_over) {
+        *status = RUNTIME_DOWN;
+        text_add(text, DOWN);
+    } else if (outage->is_down && outage->why.length) {
+        *status = RUNTIME_DOWN;
+        *text = outage->why;
+    } else
+        return false;
+    return true;
+}
+
+bool refuse_arrival(struct pending* one, const struct outage* outage, uint32_t count, uint64_t bytes, int64_t now,
+                    enum status* status, struct text* text) {
+    // Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
+    bool is_lost = one->run && !outage->is_cold;
+    if (!is_lost) {
+        if (refuse_waiting(one, outage, now, status, text)) return true;
+        if (count < MAX_REQUESTS && bytes + one->waiting_bytes <= MAX_REQUEST_BYTES) return false;
+    }
+    text_clear(text);
+    *status = !is_lost && outage->is_starting ? QUEUE_FULL : RUNTIME_DOWN;
+    text_add(text, "%s", *status == QUEUE_FULL ? CROWDED : DOWN);
+    return true;
+}
+
+// --- parts of a request ---------------------------------------------------------------------------------------------
+
+bool parts_take(struct parts* parts, uint32_t* first, uint32_t* rows) {
+    if (parts->ended || parts->next == parts->rows || parts->submitted == MAX_PARTS) return false;
+    uint32_t left = parts->rows - parts->next;
+    *first = parts->next;
+    *rows = left < parts->largest ? left : parts->largest;
+    parts->next += *rows;
+    parts->submitted++;
+    return true;
+}
+
+bool parts_end(struct parts* parts, bool answered) {
+    parts->submitted--;
+    if (parts->ended || (answered && (parts->submitted || parts->next < parts->rows))) return false;
+    return parts->ended = true;
+}
+
+// --- inputs that end runtimes ---------------------------------------------------------------------------------------
+
+static void remove_killer(struct killers* all, uint32_t at) {
+    memmove(all->inputs + at, all->inputs + at + 1, (--all->count - at) * sizeof *all->inputs);
+}
+
+void killers_record(struct killers* all, const uint8_t digest[DIGEST_BYTES], uint32_t deaths, int64_t now) {
+    for (uint32_t i = all->count; i-- > 0;)
+        if (now >= all->inputs[i].until_ns || memcmp(all->inputs[i].digest, digest, DIGEST_BYTES) == 0) remove_killer(all, i);
+    if (!deaths) return;
+    if (all->count == MAX_DIGESTS) {
+        uint32_t harmless = 0;
+        while (harmless < MAX_DIGESTS && all->inputs[harmless].deaths >= MAX_DEATHS) harmless++;
+        remove_killer(all, harmless < MAX_DIGESTS ? harmless : 0);
+    }
+    struct killer* added = &all->inputs[all->count++];
+    *added = (struct killer){.deaths = deaths, .until_ns = now + DIGEST_COUNTS_NS};
+    memcpy(added->digest, digest, DIGEST_BYTES);
+}
+
+uint32_t killers_deaths(const struct killers* all, const uint8_t digest[DIGEST_BYTES], int64_t now) {
+    for (uint32_t i = 0; i < all->count; i++)
+        if (memcmp(all->inputs[i].digest, digest, DIGEST_BYTES) == 0)
+            return now < all->inputs[i].until_ns ? all->inputs[i].deaths : 0;
+    return 0;
+}

@@ -1,0 +1,102 @@
+// Decisions of a front, the same as those of rsrv.front. Nothing here waits, locks or reads a clock.
+#pragma once
+#include "native.h"
+
+#define NEVER INT64_MAX
+
+// A model on one device, as in rsrv.front.device. A text is NULL if there is none.
+struct device {
+    enum model_state state;
+    bool started;         // a runtime has had the model ready here, and the model has not been cold since
+    bool asked;           // requests or the placement table ask for the model here, even if it may be cold
+    bool barred;          // the model has ended runtimes of this device
+    bool is_unreachable;  // the latest attempt found no runtime
+    int64_t lost_ns;      // time of the latest death of a runtime that had the model ready
+    int64_t pause_ns;     // latest pause before an attempt; 0: there was no pause since the model was ready
+    int64_t due_ns;       // time of the next attempt, or of the end of the pause
+    char* reason;         // the text for clients while the runtime rejects the model, and otherwise the latest failure
+    char* step;           // latest step of a start
+    int64_t stepped_ns;   // time of that step
+    int64_t ready_at_ns;  // earliest time at which the starting model can serve; 0: not known
+};
+
+void device_init(struct device*);
+void device_free(struct device*);
+// Each of these functions is an event. If the table has no such change, the device does not change, and the result is false.
+// Begins an attempt if none was made, or if the model is cold and `asked` for.
+bool device_start(struct device*, bool asked);
+bool device_step(struct device*, const char* step, int64_t least_ns, int64_t now);  // `least_ns` 0: not known
+bool device_register(struct device*);
+bool device_cool(struct device*);
+bool device_lose(struct device*, bool sleeps, int64_t now);
+bool device_fail(struct device*, const char* reason, bool ended, int64_t now);  // `ended`: there was a runtime
+// `client` is the text for clients of a model that has served. If it is empty, clients get a general text.
+bool device_reject(struct device*, const char* reason, const char* client, bool barred, int64_t now);
+bool device_close(struct device*);
+// Begins the next attempt if its time has come. A model that was cold starts again only for a request, or if it `is_wanted`:
+// it serves elsewhere, and the placement table names this device.
+bool device_retry(struct device*, bool is_wanted, int64_t now);
+
+static inline bool device_is_attempting(const struct device* one) {
+    return one->state == STATE_CONNECTING || one->state == STATE_STARTING;
+}
+static inline bool device_is_startable(const struct device* one) {
+    return one->state == STATE_UNTRIED || one->state == STATE_COLD;
+}
+
+// A model on its devices, in its order of preference. `numbers` are the devices' bits in the placement table.
+struct devices {
+    uint32_t count, numbers[MAX_DEVICES];
+    struct device* all[MAX_DEVICES];
+};
+
+// Returns the index in `all` of the device where a start of the model should begin, or -1 if a start is under way or no device
+// can start the model.
+int find_start(const struct devices*, uint64_t mask, int64_t now);
+
+// Why a model has no runtime.
+struct outage {
+    bool is_down;      // false: the model has a runtime
+    bool is_cold;      // the model was not ready since it was cold, so that no runtime with the ready model has died
+    bool is_starting;  // the model is cold, or a runtime builds it, perhaps after the death of another runtime
+    int64_t retry_ns;     // longest wait for a runtime
+    int64_t limit_ns;     // longest wait for the next step of a start
+    int64_t stepped_ns;   // time of the latest step of a start; 0: there was no step
+    int64_t ready_at_ns;  // earliest time at which the starting model can serve; 0: not known
+    char step[MAX_PROGRESS + 1];  // latest step of a start; empty: not known
+    struct text why;              // the reason for clients if no device will serve the model soon, otherwise empty
+};
+
+// `start_timeout_ns` 0: no runtime has announced the longest wait for a step.
+void read_outage(
+    struct outage*, const struct devices*, uint64_t mask, int64_t retry_ns, int64_t start_timeout_ns, int64_t now);
+// The first returns true if a request cannot begin to wait while `count` others with inputs of `bytes` wait, the second if it
+// cannot wait any longer. The status and the text are then for its client. Both set the time until which it may wait.
+bool refuse_arrival(
+    struct pending*, const struct outage*, uint32_t count, uint64_t bytes, int64_t now, enum status*, struct text*);
+bool refuse_waiting(struct pending*, const struct outage*, int64_t now, enum status*, struct text*);
+
+// The parts of a request with more rows than the largest compiled size, as in rsrv.front.parts. The request has ended with its
+// last part, or with the first part that failed.
+struct parts {
+    uint32_t rows, largest;
+    uint32_t next;       // first row that was not submitted
+    uint32_t submitted;  // parts that are submitted and have no answer yet
+    bool ended;
+};
+
+// Returns the rows of the next part, if it is to be submitted now. It counts as submitted.
+bool parts_take(struct parts*, uint32_t* first, uint32_t* rows);
+// Takes the end of a submitted part. Returns true if the request ends with it.
+bool parts_end(struct parts*, bool answered);
+
+// Inputs that were executing when runtimes died, in the order in which they were recorded.
+struct killers {
+    uint32_t count;
+    struct killer { uint8_t digest[DIGEST_BYTES]; uint32_t deaths; int64_t until_ns; } inputs[MAX_DIGESTS];
+};
+
+// Records how many runtimes died while they executed these inputs. 0 clears the record, because they were answered.
+void killers_record(struct killers*, const uint8_t digest[DIGEST_BYTES], uint32_t deaths, int64_t now);
+// Returns how many runtimes died while they executed these inputs.
+uint32_t killers_deaths(const struct killers*, const uint8_t digest[DIGEST_BYTES], int64_t now);

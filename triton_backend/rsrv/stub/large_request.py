@@ -1,0 +1,112 @@
+"""A client's request that is submitted in parts, because it has more rows than the largest compiled size.
+
+The preprocess hook has seen the whole request, and the postprocess hook sees the whole result. In between, each part is a
+request of its own: it waits, and moves to the next runtime, as other requests do.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import getrandbits
+
+import numpy as np
+
+from rsrv.front.parts import Parts, RowRange
+from rsrv.stub.endpoint import ExecutionPlan, rows_of
+from rsrv.stub.replies import PartReply, Reply, RequestFailure
+from rsrv.stub.request import ClientRequest
+from rsrv.stub.tensors import Array
+
+
+class LargeRequest:
+    """The parts of one request, and its outputs as far as they are there. Thread-safe."""
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        inputs: Sequence[Array],
+        plan: ExecutionPlan,
+        submit: Callable[[Sequence["PartRequest"]], None],
+        finish: Callable[[RequestFailure | None, Mapping[str, Array]], None],
+    ) -> None:
+        """Make the request. Call `begin` afterwards to submit its first parts.
+
+        Args:
+            request: The client's request. It gets a reply before `begin`.
+            inputs: The module's inputs.
+            plan: Plan of the whole request.
+            submit: Submits parts. The first one must reach the runtime first, because it takes the request's place in the queue.
+            finish: Called once, with the module's outputs, when all parts are answered, or with the failure of the first part
+                that fails.
+        """
+        self.request = request
+        self._inputs = inputs
+        self._plan = plan
+        self._submit = submit
+        self._finish = finish
+        #: The module's outputs by name.
+        self._outputs: dict[str, Array] = {
+            planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in plan.outputs
+        }
+        #: Number that the parts have in common in the runtime.
+        self.number = getrandbits(63) | 1
+        self._lock = threading.Lock()
+        self._parts = Parts(plan.rows, plan.largest)
+
+    def begin(self) -> None:
+        """Submit the first parts."""
+        self._submit_next()
+
+    def failed(self, request: ClientRequest, failure: RequestFailure) -> RequestFailure:
+        """Return the outcome of a part that fails in the front."""
+        return failure
+
+    def has_ended(self) -> bool:
+        """Return True if the request has its outcome, so that the other parts are of no use."""
+        return self._parts.ended
+
+    def inputs(self, part: RowRange) -> list[Array]:
+        """Return the inputs of a part, in the module's order."""
+        return [
+            array[rows_of(planned, part)]
+            for planned, array in zip(self._plan.inputs, self._inputs, strict=True)
+        ]
+
+    def take(self, part: RowRange, outcome: RequestFailure | Mapping[str, Array]) -> None:
+        """Take the failure or the outputs of a part, and submit the next parts or end the request."""
+        failure = outcome if isinstance(outcome, RequestFailure) else None
+        if not isinstance(outcome, RequestFailure):
+            for planned in self._plan.outputs:
+                name = planned.tensor.name
+                self._outputs[name][rows_of(planned, part)] = outcome[name]
+        with self._lock:
+            ends = self._parts.end(answered=failure is None)
+        if ends:
+            self._finish(failure, self._outputs)
+        else:
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        with self._lock:
+            parts = self._parts.take()
+        if parts:
+            self._submit([PartRequest(self, part) for part in parts])
+
+
+class PartRequest(ClientRequest):
+    """A part of a large request. Its deadline, its priority and its id are those of the whole request."""
+
+    __slots__ = ("large", "part")
+
+    def __init__(self, large: LargeRequest, part: RowRange) -> None:
+        whole = large.request
+        assert isinstance(whole.reply, Reply)
+        # Only the whole request holds Triton's request.
+        self.triton = None
+        self.since, self.id, self.tag, self.params = whole.since, whole.id, whole.tag, whole.params
+        self.span, self.failure, self.number = whole.span, None, -1
+        self.rows, self.part = part.rows, part
+        self.deaths, self.waiting_since, self.retry_until, self.nbytes = 0, 0.0, 0.0, 0
+        self.large, self.is_part, self.whole = large, True, large.number
+        self.admitted = bool(part.first or whole.retry_until)
+        self.reply = PartReply(whole.reply, large.has_ended, partial(large.take, part))

@@ -21,10 +21,10 @@ import numpy as np
 from examples import v2_affine
 from rsrv.hooks.loader import load_hooks, load_run
 from rsrv_bundle import Bundle, dtypes, load_weights, read_bundle, weights, writer, yaml12
-from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.commands.converting import convert
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inputs import random_inputs
-from rsrv_bundle.manifest import CURRENT, WITH_STATE
+from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.meta import write_meta_bundle
 from rsrv_bundle.numerics import Array, ModuleRunner, answers, label
 from rsrv_bundle.stateful import export_generative, export_stateful
@@ -148,7 +148,7 @@ def write_bundles(folder: Path) -> None:
         out_dir=folder / "meta",
     )
     for version in OLDER:
-        upgrade(
+        convert(
             folder / "affine", folder / f"affine_stablehlo_{version.replace('.', '_')}", stablehlo=version
         )
 
@@ -276,41 +276,29 @@ def write_answers(path: Path, file: Path) -> None:
 
 
 def main() -> int:
-    """Make the sets without and with state. Returns the exit status."""
-    made = [
-        _make(version, write)
-        for version, write in ((CURRENT, write_bundles), (WITH_STATE, write_stateful_bundles))
-    ]
-    return 0 if any(made) else 1
-
-
-def _make(version: str, write: Callable[[Path], None]) -> bool:
-    """Make a set of a format version; return False if there is one."""
-    jax_version, format_version = metadata.version("jax").replace(".", "_"), version.replace(".", "_")
-    # Format 2.0 is fixed: its bundles change with jax only.
-    with_old = not list(GOLDEN.glob(f"jax_{jax_version}*"))
-    target = GOLDEN / f"jax_{jax_version}_format_{format_version}"
+    """Make the set of the installed jax. Returns the exit status."""
+    target = GOLDEN / f"jax_{metadata.version('jax').replace('.', '_')}"
     if target.exists():
         print(
             f"{target.name} is there already, and stays as it is: tests/golden/README.md says why",
             file=sys.stderr,
         )
-        return False
-    new, old = target / f"format_{format_version}", target / "format_2_0"
+        return 1
+    new, old = target / f"format_{CURRENT}", target / "format_2_0"
     new.mkdir(parents=True)
-    write(new)
-    if with_old:
-        old.mkdir()
-        for bundle in sorted(new.iterdir()):
-            if "stablehlo" not in bundle.name:
-                write_as_2(bundle, old / bundle.name)
-        v2_affine.make(old / "by_hand")
+    write_bundles(new)
+    old.mkdir()
+    for bundle in sorted(new.iterdir()):
+        if "stablehlo" not in bundle.name:
+            write_as_2(bundle, old / bundle.name)
+    v2_affine.make(old / "by_hand")
+    write_stateful_bundles(new)
     digests = {}
     for bundle in sorted(target.glob("*/*/")):
         write_answers(bundle, bundle.with_suffix(".npz"))
         digests[f"{bundle.parent.name}/{bundle.name}"] = read_bundle(bundle).digest
     (target / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
-    return True
+    return 0
 
 
 if __name__ == "__main__":

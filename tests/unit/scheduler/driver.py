@@ -84,6 +84,7 @@ def program(
     max_delay: float = 0.0,
     paused: Pause | None = None,
     idle_seconds: float = inf,
+    padded: bool = False,
 ) -> Program:
     return Program(
         model=model,
@@ -98,6 +99,7 @@ def program(
         max_delay=max_delay,
         paused=paused,
         idle_seconds=idle_seconds,
+        padded=padded,
     )
 
 
@@ -135,6 +137,8 @@ class Driver:
         self.limits: dict[str, int] = {}
         #: models whose requests are steps of generations
         self.generative: set[str] = set()
+        #: models whose requests may execute at a later variant than their own.
+        self.padded: set[str] = set()
         #: model -> runs in progress when it was told to drain.
         self.finishing: dict[str, set[int]] = {}
         #: Whether it winds down, or has.
@@ -192,6 +196,7 @@ class Driver:
             self.paused[event.program.model] = event.program.paused
             self.finishing[event.program.model] = set()
             self.limits[event.program.model] = event.program.max_queue_depth
+            (self.padded.add if event.program.padded else self.padded.discard)(event.program.model)
             (self.generative.add if event.program.feeds_back else self.generative.discard)(
                 event.program.model
             )
@@ -507,13 +512,9 @@ class Driver:
                     assert request.accepted or request.run in self.finishing[request.model]
                 case Pause.REJECT:
                     raise AssertionError("it was to be refused")
-            started = {id for one in out if isinstance(one, Execute) for id in one.requests}
-            waiting = sum(
-                one.model == request.model for one in self.waiting.values() if one.id not in at_once
-            )
-            assert (
-                request.accepted or waiting - len(started & self.waiting.keys()) <= self.limits[request.model]
-            )
+            waiting = [one.id for one in self.waiting.values() if one.model == request.model]
+            ahead = [id for id in waiting[: waiting.index(request.id)] if id not in at_once]
+            assert request.accepted or len(ahead) < self.limits[request.model]
 
     def _give_number(self, request: int) -> None:
         self._numbers[request] = self._latest = self._latest + 1
@@ -568,7 +569,10 @@ class Driver:
         assert requests
         assert execute.rows == sum(request.rows for request in requests) <= execute.size
         for request in requests:
-            assert (request.model, request.variant) == (execute.model, execute.variant)
+            assert request.model == execute.model
+            assert request.variant == execute.variant or (
+                execute.model in self.padded and request.variant < execute.variant
+            )
             assert request.id in (self.again if execute.again else self.waiting)
             assert execute.again or request.deadline is None or request.deadline > self.now
         if execute.exclusive:
@@ -583,12 +587,12 @@ class Driver:
             assert not self.executing
             self.executing[execute.number] = execute
             return
-        queue = [
-            one
-            for one in self.waiting.values()
-            if (one.model, one.variant) == (execute.model, execute.variant)
-        ]
-        assert requests == sorted(queue, key=self._order)[: len(requests)]
+        for variant in {request.variant for request in requests}:
+            own = [request for request in requests if request.variant == variant]
+            queue = [
+                one for one in self.waiting.values() if (one.model, one.variant) == (execute.model, variant)
+            ]
+            assert own == sorted(queue, key=self._order)[: len(own)]
         if self.settings.discipline in FIRST_OF_ALL:
             # Or it waits for others to join it.
             able = [

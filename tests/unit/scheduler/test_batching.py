@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate, count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.scheduler.batching import Batch, plan_batch
+from rsrv.scheduler.batching import Batch, PaddedBatch, VariantCosts, plan_batch, plan_padded_batch
 from rsrv.scheduler.events import CallerError
 
 
@@ -25,6 +26,14 @@ def test_few_waiting_are_not_worth_the_big_size() -> None:
 def test_equal_cost_per_row_serves_more_rows() -> None:
     """Four singles at 1 ms each cost what one size of 4 ms costs: the tie goes to serving all four."""
     assert plan_batch([1] * 4, [1, 32], [0.001, 0.004]).size == 32
+
+
+@pytest.mark.parametrize("seeds", [{1: 0.001, 4: 0.004}, {4: 0.004, 1: 0.001, 8: 0.009}])
+def test_of_sizes_with_equal_cost_per_row_the_larger_is_the_best(seeds: dict[int, float]) -> None:
+    """A full execution of four rows takes as long as four of one row."""
+    costs = VariantCosts(seeds)
+
+    assert costs.sizes[costs.best_index] == 4
 
 
 def test_equal_cost_and_rows_take_the_smaller_size() -> None:
@@ -124,3 +133,95 @@ def test_agrees_with_trying_everything(
         assert plan.size == sizes[0]
     else:
         assert plan.seconds / plan.rows == pytest.approx(least)
+
+
+#: Two lengths: the long one costs sixteen times as much, as on a CPU.
+SLOW = {0: VariantCosts({1: 1.0, 4: 4.0}), 1: VariantCosts({1: 16.0, 4: 64.0})}
+#: Two lengths that cost about the same, as on a device that small executions leave half idle.
+FLAT = {0: VariantCosts({1: 1.0, 4: 1.1}), 1: VariantCosts({1: 1.2, 4: 1.4})}
+
+
+def test_lengths_share_an_execution_where_a_long_row_costs_as_much_as_a_short_one() -> None:
+    """A short request in front and a long one behind it run together at the long variant."""
+    assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0) == PaddedBatch(4, 2, 2, 1.4, 1, {0: 1, 1: 1})
+
+
+def test_lengths_run_apart_where_padding_costs_more_than_it_saves() -> None:
+    """The short request runs alone at its own variant."""
+    assert plan_padded_batch({0: [1], 1: [1]}, SLOW, 0) == PaddedBatch(1, 1, 1, 1.0, 0, {0: 1})
+
+
+def test_short_requests_take_no_place_from_long_ones() -> None:
+    """Behind a long request, the other long ones join first, although the short ones came earlier."""
+    plan = plan_padded_batch({0: [1] * 9, 1: [1] * 4}, SLOW, 1)
+    assert (plan.size, plan.counts) == (4, {1: 4})
+
+
+def test_rows_that_would_be_empty_are_filled_with_shorter_requests() -> None:
+    """Three long requests and short ones behind them: a short one takes the fourth row, which costs nothing."""
+    plan = plan_padded_batch({0: [1] * 9, 1: [1] * 3}, FLAT, 1)
+    assert (plan.size, plan.counts) == (4, {1: 3, 0: 1})
+
+
+def test_a_deadline_leaves_out_slow_executions_of_longer_variants() -> None:
+    """The shared execution costs least per row, and ends too late for the front request."""
+    assert plan_padded_batch({0: [1], 1: [1]}, FLAT, 0, limit=1.3).variant == 0
+
+
+def test_a_short_row_does_not_wait_for_long_ones_to_save_a_little() -> None:
+    """Together, three long rows and a short one cost less per row. But the short one would wait ten times as long."""
+    tables = {0: VariantCosts({1: 1.14, 4: 3.06}), 1: VariantCosts({1: 3.06, 4: 10.74})}
+    assert plan_padded_batch({0: [1], 1: [1] * 3}, tables, 0) == PaddedBatch(1, 1, 1, 1.14, 0, {0: 1})
+
+
+LENGTHS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1, max_size=3)
+
+
+@given(
+    waiting=st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=3, max_size=3),
+    costs=st.lists(LENGTHS, min_size=3, max_size=3),
+    front=st.integers(0, 2),
+    limit=st.integers(1, 60),
+)
+def test_a_padded_plan_agrees_with_trying_everything(
+    waiting: list[list[int]], costs: list[dict[int, int]], front: int, limit: int
+) -> None:
+    """The plan is the best of all variants and sizes by the formulas in its docstring, and the front request is in it."""
+    tables = {variant: VariantCosts(one) for variant, one in enumerate(costs)}
+    if not waiting[front] or waiting[front][0] > max(costs[front]):
+        return
+    own = tables[front]
+    alone = plan_batch(waiting[front], own.sizes, own.seconds, limit=limit)
+    total = sum(map(sum, waiting))
+    options = [(alone.seconds, alone.rows * own.row_seconds())]
+    for variant in range(front, 3):
+        line = [(front, waiting[front][0])]
+        for shorter in range(variant, -1, -1):
+            line += [(shorter, rows) for rows in waiting[shorter][shorter == front :]]
+        for size, cost in costs[variant].items():
+            fitting = [sum_ for sum_ in accumulate(rows for _, rows in line) if sum_ <= size]
+            taken = Counter[int]()
+            for one, rows in line[: len(fitting)]:
+                taken[one] += rows
+            first = own.drain_seconds(taken[front])
+            apart = first + sum(
+                tables[one].drain_seconds(rows) for one, rows in taken.items() if one != front
+            )
+            sooner = total * cost < taken[front] * first + (total - taken[front]) * apart
+            if (
+                len({one for one, _ in line[: len(fitting)]}) > 1
+                and waiting[variant]
+                and cost <= limit
+                and sooner
+            ):
+                options.append((cost, sum(tables[one].row_seconds() * rows for one, rows in taken.items())))
+
+    plan = plan_padded_batch(dict(enumerate(waiting)), tables, front, limit=limit)
+
+    worth = sum(sum(waiting[one][:count]) * tables[one].row_seconds() for one, count in plan.counts.items())
+    least = min((cost / value for cost, value in options if value), default=None)
+    if least is not None and worth:
+        assert plan.seconds / worth == pytest.approx(least)
+    assert next(iter(plan.counts)) == front
+    assert plan.rows == sum(sum(waiting[one][:count]) for one, count in plan.counts.items()) <= plan.size
+    assert plan.count == sum(plan.counts.values())

@@ -21,6 +21,7 @@ from rsrv.scheduler.events import (
     Request,
     RequestsArrived,
 )
+from rsrv.scheduler.fair import Fair
 from rsrv.scheduler.scheduler import Scheduler
 from tests.builders import FEW_EXAMPLES
 
@@ -313,3 +314,44 @@ def test_a_model_beside_generations_waits_little_longer_than_its_share_implies(h
     took.sort()
     assert took[250] <= 0.0101
     assert took[495] <= 1.2 * 0.010
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model with work, as a discipline sees it."""
+
+    name: str
+    place: tuple[int, float, int]
+    batch_seconds: float = 1.0
+    weight: float = 1.0
+
+
+def test_a_model_that_waits_for_its_weights_pays_for_an_execution_that_took_longer() -> None:
+    """Its execution was expected to take one second and took three: its turn moves back by three."""
+    fair, a = Fair(), Work("a", (1, 0.0, 1))
+    fair.update(a)
+    _, before, _ = fair.rank(a)
+    fair.start(1, "a", 1.0)
+    fair.wait(a, claims=True)
+    fair.advance(3.0)
+    fair.end(1, 3.0)
+
+    _, after, _ = fair.rank(a)
+    assert after - before == pytest.approx(3.0)
+
+
+def test_a_held_model_owes_nothing_once_others_had_the_time_that_it_owed() -> None:
+    """Held after a second on the device, it is the next one after the other model's ten seconds."""
+    fair, a, b = Fair(), Work("a", (1, 0.0, 1)), Work("b", (1, 0.0, 2))
+    fair.update(a)
+    fair.update(b)
+    for number, name, begin, seconds in [(1, "a", 0.0, 1.0), (2, "b", 1.0, 10.0)]:
+        fair.start(number, name, seconds)
+        if name == "b":
+            fair.hold("a")
+        fair.advance(begin + seconds)
+        fair.end(number, seconds)
+        fair.update(a if name == "a" else b)
+
+    fair.update(a)
+    assert fair.choose() == "a"

@@ -130,6 +130,14 @@ def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> N
     assert not machine.scheduler.knows("a")
 
 
+def test_a_model_may_be_limited_to_one_row_per_execution(machine: Driver) -> None:
+    """Its larger sizes are of use only where they cost less."""
+    machine.add(program("a", max_batch_rows=1))
+    machine.arrive(*machine.requests_of(3))
+
+    assert [execute.rows for execute in machine.finish_all()] == [1, 1, 1]
+
+
 def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Driver) -> None:
     """Until its weights are gone neither a request nor another model can use the name."""
     machine.add(program("a"))

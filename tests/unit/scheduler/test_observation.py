@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from rsrv.scheduler import invariants
@@ -53,6 +55,17 @@ def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
     backlog.append(machine.scheduler.backlog_seconds(machine.now + 0.0004))
 
     assert backlog == pytest.approx([0.002, 0.0015, 0.0006])
+
+
+def test_the_latest_arrival_of_a_model_is_known(machine: Driver) -> None:
+    """A model that no request has come for, and an unknown one, have none."""
+    machine.add(program("a"), program("b"))
+    machine.arrive(*machine.requests_of(2, "a"))
+    machine.finish_all()
+    machine.now += 1.0
+    machine.arrive(*machine.requests_of(1, "a"))
+
+    assert [machine.scheduler.last_arrival(model) for model in ("a", "b", "c")] == [machine.now, -inf, -inf]
 
 
 def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:

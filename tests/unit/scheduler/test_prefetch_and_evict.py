@@ -56,6 +56,23 @@ def test_weights_of_an_earlier_runtime_return_into_free_room_after_those_with_re
     assert not machine.loading
 
 
+def test_weights_evicted_by_a_compaction_return_before_those_of_an_earlier_runtime() -> None:
+    """This runtime has used the weights that the compaction evicted."""
+    machine = budgeted(10)
+    machine.add(program("used", weight_bytes=1))
+    for place, name in enumerate(("first", "second")):
+        machine.send(ModelAdded(program(name, weight_bytes=1), restore=place))
+    machine.send(Compact())
+    machine.load("first")
+
+    order: list[str] = []
+    while machine.loading:
+        order += machine.loading
+        machine.load(order[-1])
+    assert order[-1] == "second"
+    assert machine.resident == {"used", "first", "second"}
+
+
 def test_weights_of_an_earlier_runtime_do_not_return_unless_they_load_on_demand() -> None:
     """An operator who loads weights by command is asked again."""
     machine = budgeted(2, on_demand=False)
@@ -437,3 +454,24 @@ def test_weights_in_use_or_on_the_way_have_no_time_of_last_use() -> None:
     driver.finish(seconds=0.5)
     assert driver.scheduler.idle_since("a") == 2.0
     assert driver.scheduler.idle_since("nobody") == inf
+
+
+def test_a_model_whose_requests_are_expected_soon_keeps_its_weights_for_twice_its_usual_pause() -> None:
+    """Of a model with a request each 100 ms, the weights leave for another one 200 ms after its latest execution."""
+    machine = budgeted(1)
+    machine.add(program("a", SINGLE, weight_bytes=1), program("b", SINGLE, weight_bytes=1), resident=False)
+    machine.arrive(machine.request("a"))
+    machine.load("a", seconds=1.0)
+    machine.finish()
+    for _ in range(20):
+        machine.tick(machine.now + 0.1)
+        machine.arrive(machine.request("a"))
+        machine.finish()
+    used = machine.now
+    machine.arrive(machine.request("b"))
+    machine.tick(used + 0.19)
+    assert machine.resident == {"a"}
+
+    machine.tick(used + 0.21)
+
+    assert machine.loading.keys() == {"b"}

@@ -270,6 +270,20 @@ def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> N
 # --- order ------------------------------------------------------------------------------------------------
 
 
+def test_requests_of_several_lengths_share_an_execution_where_that_costs_less(machine: Driver) -> None:
+    """On a device that computes rows side by side, two lengths cost as much as one: the longer variant takes all."""
+    costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
+    machine.add(program(costs=costs, padded=True))
+    machine.arrive(machine.request(variant=1))
+    requests = [machine.request(variant=variant) for variant in (0, 1, 0, 1)]
+    machine.arrive(*requests)
+
+    [shared] = executions(machine.finish())
+    assert (shared.variant, shared.size, shared.rows) == (1, 8, 4)
+    assert shared.requests == ids([requests[0], requests[2], requests[1], requests[3]])
+    assert executions(machine.finish()) == []
+
+
 def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver) -> None:
     """Variants 0, 1, 0, 1: the front's variant runs together, over the other's head; then the other."""
     costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}

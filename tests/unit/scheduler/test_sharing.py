@@ -18,7 +18,7 @@ from rsrv.scheduler.events import (
     Program,
     WeightsLoaded,
 )
-from rsrv.scheduler.eviction import Resident, choose_victims, in_eviction_order, lru
+from rsrv.scheduler.eviction import Resident, choose_victims, in_eviction_order
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.weight_states import WeightState
 from rsrv.scheduler.weights import SharedTensorGroup, WeightAccounts
@@ -279,7 +279,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
     """It frees enough; none is evicted in vain; models behind the last stay; None only if all are not enough."""
     models, sizes, residents, keep = crowd
     kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
-    order = [one.model for one in in_eviction_order(residents, 0.0, lru)]
+    order = [one.model for one in in_eviction_order(residents)]
 
     victims = choose_victims(missing, residents, kept)
 

@@ -65,6 +65,27 @@ def test_the_smallest_budget() -> None:
     assert said["smallest weight budget"].answer == "1000 bytes (1 kB); all weights are 2 kB"
 
 
+def test_narrow_weights() -> None:
+    """With a quarter of the bytes, the models fit into the budget, and no request waits for a load."""
+    model = "{cost: {1: 0.001}, weight_bytes: 1000}"
+    device = "h2d_bytes_per_s: 100000, weight_budget_bytes: 1500"
+    scenario = busiest(recorded(f"{{a: {model}, b: {model}}}", device=device))
+    found = [
+        one
+        for one in plan(scenario, 0.05, lambda what: None)
+        if one.question in ("as it is", "narrow weights")
+    ]
+    assert [one.answer for one in found] == [
+        "2 models on 1 card, a budget of 1.5 kB",
+        "bf16, 1 kB if all are f32 now",
+        "i8, 500 B if all are f32 now",
+    ]
+    p99_s = [one.trial.p99_s for one in found if one.trial is not None]
+    # The last wait is that of the first requests, for half and a quarter of the bytes.
+    assert p99_s[0] == pytest.approx(0.011)
+    assert p99_s[1:] == [pytest.approx(0.006), pytest.approx(0.0035)]
+
+
 def test_batch_sizes() -> None:
     """Single rows padded to 8 want a smaller size, with its gain by estimate; a size that hardly runs is named."""
     said = answers(recorded("{a: {cost: {8: 0.016, 16: 0.032, 32: 0.064}}}", names="a"), 1.0)

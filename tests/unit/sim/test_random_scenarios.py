@@ -51,9 +51,7 @@ _scenario = st.fixed_dictionaries(
                 "weight_budget_bytes": st.integers(50, 200),
             },
         ),
-        "settings": st.fixed_dictionaries(
-            {"depth": st.integers(1, 2), "eviction": st.sampled_from(["lru", "cost"])}
-        ),
+        "settings": st.fixed_dictionaries({"depth": st.integers(1, 2)}),
         "runtime": st.fixed_dictionaries(
             {},
             optional={

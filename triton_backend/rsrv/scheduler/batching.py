@@ -18,8 +18,9 @@ another size s is measured:
 until it is tried again and the measurement decides.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf, isfinite
 
 from rsrv.scheduler.events import CallerError
@@ -137,6 +138,10 @@ class VariantCosts:
                 index = self._cheapest(rows)
         return total
 
+    def row_seconds(self) -> float:
+        """Seconds per row at the size that costs least when it is full."""
+        return self.seconds[self.best_index] / self.capacities[self.best_index]
+
     def _cheapest(self, rows: int | None) -> int:
         """Index of the least cost per served row with `rows` > 0 waiting (None: any number).
 
@@ -176,7 +181,7 @@ def variant_costs(
     return {variant: VariantCosts(by_size, max_rows=max_rows) for variant, by_size in sorted(seeds.items())}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """The first `count` waiting requests, `rows` rows together, in one execution of `size` rows."""
 
@@ -229,7 +234,8 @@ def plan_batch(
         raise CallerError("a batch needs at least one request")
     count = 1
     following = next(rest, None) if coalesce else None
-    best: Batch | None = None
+    # The best size so far, its cost, its requests and their rows. A size of 0 means that no size holds the front request.
+    best, best_cost, best_count, best_rows = 0, inf, 0, 0
     for size, cost in zip(sizes, seconds, strict=True):
         room = size if max_rows is None or size < max_rows else max_rows
         if rows > room:
@@ -239,17 +245,101 @@ def plan_batch(
             rows += following
             count += 1
             following = next(rest, None)
-        if best is not None and (cost > limit) != (best.seconds > limit):
+        if best and (cost > limit) != (best_cost > limit):
             if cost > limit:
                 continue
-        elif best is not None:
+        elif best:
             # Cross-multiplied, because rows may be 0: no rows at any cost are worse than some rows.
-            difference = cost * best.rows - best.seconds * rows
-            if difference > 0.0 or (difference == 0.0 and rows <= best.rows):
+            difference = cost * best_rows - best_cost * rows
+            if difference > 0.0 or (difference == 0.0 and rows <= best_rows):
                 continue
-        best = Batch(size, count, rows, cost)
+        best, best_cost, best_count, best_rows = size, cost, count, rows
         if not coalesce:
             break
-    if best is None:
+    if not best:
         raise CallerError(f"no compiled size of {list(sizes)} holds a request of {rows} rows")
+    return Batch(best, best_count, best_rows, best_cost)
+
+
+@dataclass(slots=True)
+class PaddedBatch(Batch):
+    """Waiting requests of several lengths, in one execution of the variant that holds the longest."""
+
+    variant: int
+    #: Number of requests to take from the front of each variant's queue. The front request's variant comes first.
+    counts: dict[int, int]
+
+
+def plan_padded_batch(
+    waiting: Mapping[int, Sequence[int]],
+    tables: Mapping[int, VariantCosts],
+    front: int,
+    *,
+    limit: float = inf,
+) -> PaddedBatch:
+    """Choose the execution that costs least for the rows that it serves, where variants are lengths.
+
+    A request may execute at its own variant, or padded at a longer one. For each variant w from the front request's on,
+    an execution takes the front request, then the waiting requests of w, then those of the next shorter variant, and so on,
+    each in the order of service and whole, until one does not fit. Longest first, because a short row that takes a long
+    one's place wastes most of it. With u(v) the seconds that a row of variant v costs at v's best size:
+
+        choice = argmin over w, s of  seconds(w, s) / sum of u(v) * rows of variant v
+
+    So a short row counts less than a long one: it would cost less elsewhere. The front variant's own batch of `plan_batch`
+    is always a candidate. Any other execution must not make the n waiting rows end later on average. Apart, the r rows of the
+    front request's variant would end after a seconds and all others after a + b, by `VariantCosts.drain_seconds`; together, all
+    end after c. So it is left out unless
+
+        n * c  <  r * a + (n - r) * (a + b)
+
+    If much waits, this leaves out executions that cost more than they save; if little waits, also those in which short rows
+    wait for long ones to save a little.
+
+    Args:
+        waiting: variant -> rows of the requests that may join, in the order of service.
+        tables: costs by variant, ascending lengths.
+        front: variant of the front request, which is the first one there.
+        limit: seconds after which the front request's deadline would pass. Executions over several lengths must end by then.
+
+    Raises:
+        CallerError: no size holds the front request.
+    """
+    own = tables[front]
+    alone = plan_batch(waiting[front], own.sizes, own.seconds, max_rows=own.max_rows, limit=limit)
+    best = PaddedBatch(alone.size, alone.count, alone.rows, alone.seconds, front, {front: alone.count})
+    best_worth, total = alone.rows * own.row_seconds(), sum(map(sum, waiting.values()))
+    for variant, table in tables.items():
+        if variant < front or (variant > front and not waiting.get(variant)):
+            continue
+        counts, rows = {front: 1}, {front: waiting[front][0]}
+        joined = waiting[front][0]
+        others = _longest_first(waiting, front, variant)
+        following = next(others, None)
+        for size, cost, room in zip(table.sizes, table.seconds, table.capacities, strict=True):
+            while following is not None and joined + following[1] <= room:
+                shorter, more = following
+                joined += more
+                counts[shorter] = counts.get(shorter, 0) + 1
+                rows[shorter] = rows.get(shorter, 0) + more
+                following = next(others, None)
+            if joined > room or len(counts) == 1 or cost > limit:
+                continue
+            worth = sum(tables[one].row_seconds() * count for one, count in rows.items())
+            if cost * best_worth >= best.seconds * worth:
+                continue
+            first = own.drain_seconds(rows[front])
+            apart = first + sum(tables[one].drain_seconds(rows[one]) for one in rows if one != front)
+            if total * cost < rows[front] * first + (total - rows[front]) * apart:
+                best = PaddedBatch(size, sum(counts.values()), joined, cost, variant, dict(counts))
+                best_worth = worth
     return best
+
+
+def _longest_first(
+    waiting: Mapping[int, Sequence[int]], front: int, longest: int
+) -> Iterator[tuple[int, int]]:
+    """Yield variant and rows of the requests that may join the front request, up to a variant."""
+    for variant in range(longest, -1, -1):
+        for rows in islice(waiting.get(variant, ()), int(variant == front), None):
+            yield variant, rows

@@ -61,10 +61,10 @@ class Discipline(Protocol):
         """Add a candidate, or take in a change of its work or cost."""
 
     def wait(self, candidate: Candidate, *, claims: bool) -> None:
-        """Take in that a model with work cannot execute for now. It keeps its place.
+        """Record that a model with work cannot execute for now. The model keeps its place.
 
-        `claims`: it waits for its weights, and may make up for the device time that it misses; otherwise it waits for a
-        warm-up or for more requests.
+        If `claims`, the model waits for its weights, and may later make up for the device time that it loses. Otherwise it
+        waits for a warm-up or for more requests.
         """
 
     def hold(self, name: str) -> None:
@@ -83,7 +83,10 @@ class Discipline(Protocol):
         """Take in that an execution of a candidate starts, with its expected seconds."""
 
     def end(self, number: int, seconds: float) -> None:
-        """Take in that an execution ended, which had the device for `seconds`. It may have started under another discipline."""
+        """Record that an execution ended after `seconds` on the device. It may have started under another discipline.
+
+        The caller calls `update`, `wait`, `hold`, `end_work` or `remove` for the same model before or after this.
+        """
 
     def rank(self, candidate: Candidate) -> Rank:
         """Return the rank of a known model with work in the order of loads; smaller loads sooner."""

@@ -97,6 +97,9 @@ class Program:
     #: whether requests that end are followed by others at once, as steps of generations are: then an execution of it waits for
     #: the end of the one before, to include these. Otherwise two halves of the generations would take turns for ever.
     feeds_back: bool = False
+    #: whether its variants, in this order, are ascending lengths of one axis, so that requests of a variant may be padded and
+    #: execute at a later one.
+    padded: bool = False
 
 
 class Request(NamedTuple):
@@ -123,6 +126,8 @@ class Request(NamedTuple):
     tag: int = 0
     #: absolute; when its client wants the answer, sooner than the deadline: it is ordered by this, and does not end by it.
     due: float | None = None
+    #: Common number of the parts of one client's request. 0: the request is no part. Only for operators, like `tag`.
+    whole: int = 0
 
 
 class Run(NamedTuple):
@@ -361,7 +366,8 @@ Event = (
 # --- instructions ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because the scheduler makes one at each decision, and a frozen one takes four times as long to make.
+@dataclass(slots=True)
 class Execute:
     """Run one compiled size of one model over these requests, in the order of service. `rows` of its `size` are useful."""
 

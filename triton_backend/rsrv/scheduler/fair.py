@@ -67,7 +67,7 @@ class Account:
         self.executing = 0
         #: its start when it began to wait; None if it does not.
         self.waits_from: float | None = None
-        #: whether it waits for its weights: then it may claim the device time that it misses.
+        #: True if the model waits for its weights: it may then claim the device time that it loses.
         self.claims = False
         #: `Fair._fill_rise` when it began to wait: it may not claim the rise of the clock during loads into free room.
         self.fill_rise_at_wait = 0.0
@@ -88,6 +88,7 @@ class Fair:
         "_fill_rise",
         "_idle_debtors",
         "_ineligible",
+        "_later_ranks",
         "_now",
         "_waiting",
         "_weight",
@@ -110,8 +111,10 @@ class Fair:
         self._accounts: dict[str, Account] = {}
         #: eligible candidates, by (level, virtual deadline, place): the level is that of the priority.
         self._eligible: Ranking[str] = Ranking()
-        #: candidates that owe device time, by (virtual start, rank once they are eligible).
+        #: candidates that owe device time, by virtual start.
         self._ineligible: Ranking[str] = Ranking()
+        #: Ranks that the ineligible candidates get once they are eligible. Some of these ranks are outdated.
+        self._later_ranks: dict[str, Rank] = {}
         #: models without work that owe device time, by virtual start.
         self._idle_debtors: Ranking[str] = Ranking()
         #: models with work that cannot execute now, the latest virtual start first.
@@ -146,7 +149,8 @@ class Fair:
             self._eligible.set(name, rank)
         else:
             self._eligible.pop(name, None)
-            self._ineligible.set(name, (account.start, rank))
+            self._ineligible.set(name, account.start)
+            self._later_ranks[name] = rank
         self._settle()
 
     def wait(self, candidate: "Candidate", *, claims: bool) -> None:
@@ -197,6 +201,7 @@ class Fair:
                 del self._executing[number]
             for ranking in (self._idle_debtors, self._waiting, self._eligible, self._ineligible):
                 ranking.pop(name, None)
+            self._later_ranks.pop(name, None)
             if account.present:
                 self._leave(account)
             self._settle()
@@ -226,8 +231,6 @@ class Fair:
         if account.waits_from is not None:
             account.waits_from += correction
             self._waiting.set(name, -account.waits_from)
-        elif name not in self._eligible and name not in self._ineligible:
-            self._leave_when_paid(name, account)
         self._settle()
 
     def set_filling(self, filling: bool) -> None:
@@ -336,11 +339,10 @@ class Fair:
         Debts end by moving the clock to the latest start, where the next model enters.
         """
         while self._ineligible and (name := self._ineligible.first()) is not None:
-            start, rank = self._ineligible[name]
-            if start > self._clock:
+            if self._ineligible[name] > self._clock:
                 return
-            self._ineligible.pop(name, None)
-            self._eligible.set(name, rank)
+            del self._ineligible[name]
+            self._eligible.set(name, self._later_ranks[name])
         if not self._eligible and not self._executing:
             latest = self._waiting.first() if self._waiting else None
             if latest is not None:

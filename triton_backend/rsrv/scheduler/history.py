@@ -45,23 +45,23 @@ class HistoryRecord(NamedTuple):
 class History:
     """The latest records of one model, and the latest changes of its weights' state."""
 
-    __slots__ = ("_added", "_changes", "_records")
+    __slots__ = ("_changes", "_records", "count")
 
     def __init__(self) -> None:
         #: number of records and changes so far, which keeps those of one moment in order.
-        self._added = 0
+        self.count = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
         # Changes are few and rare: a list of some takes 100 bytes, a deque 760.
         self._changes: list[tuple[int, float, str, Details]] = []
 
     def add(self, now: float, what: str, details: Details = "") -> None:
-        self._added += 1
-        self._records.append((self._added, now, what, details))
+        self.count += 1
+        self._records.append((self.count, now, what, details))
 
     def change(self, now: float, state: str, details: Mapping[str, Value]) -> None:
         """Add a change of state."""
-        self._added += 1
-        self._changes.append((self._added, now, state, details))
+        self.count += 1
+        self._changes.append((self.count, now, state, details))
         del self._changes[:-CHANGES_LENGTH]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:

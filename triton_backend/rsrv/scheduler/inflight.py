@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 
 from rsrv.scheduler.events import CallerError, Execute
@@ -74,11 +75,13 @@ class InFlight(dict[int, StartedExecution]):
         """
         running = [(one.model.family, max(one.started, self._freed), until) for one in self.values()]
         seconds: dict[str, float] = {}
-        for family, start, end in (*running, *reversed(self._recent)):
+        for family, start, end in chain(running, reversed(self._recent)):
             if end <= since:
                 break
             if start < begun_before:
-                part = (min(until, end)) - (max(since, start))
+                # Written as conditional expressions: calls of `min` and `max` would take a tenth of a decision's time.
+                upper = end if end < until else until  # noqa: FURB136
+                part = upper - (start if start > since else since)  # noqa: FURB136
                 seconds[family] = seconds.get(family, 0.0) + part
         if len(seconds) > 1:
             return tuple(sorted(seconds, key=seconds.__getitem__, reverse=True)[:_MAX_NAMES])

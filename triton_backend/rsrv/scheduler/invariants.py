@@ -26,13 +26,17 @@ Of weights:
        the model was removed, in BACKOFF if and only if they are absent, in no line, and a back-off runs; what QUEUED,
        READING and BACKOFF ones wait for has words. The number of RESERVED ones is that of the warm-ups. Models with
        waiting requests, pinned models and models to be warmed up are in line unless their weights are on the device
-       or loading, and the link is in use unless the first in line finds no room. Weights that are in line and on disk
-       only wait for the disk, not for the link, and it is in use while there are any;
+       or loading, and the link is in use unless the first in line finds no room. Weights without a host copy
+       wait for the disk before the link, and the disk is in use while any of them are in line;
     10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
        ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
        obstacle. A model drains only as long as something executes on its weights or they are being read or load;
     17. if weights load on demand, those on the device are looked at when they may be idle for their model's limit;
     11. the sums of expected seconds are those of the models.
+
+Of device time under `fair`:
+    18. the mean includes the models that wait to execute, execute, or owe device time, each by its weight; each account
+       lists its executions in flight.
 
 Of statistics:
     15. each execution and its rows, each request's wait before it, and each missed deadline is measured once.
@@ -50,6 +54,7 @@ from typing import Any
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
+from rsrv.scheduler.fair import Fair
 from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.residency import IDLE_LOOK_S, CompactionState
@@ -75,6 +80,8 @@ def check(scheduler: Scheduler) -> None:
     _check_executions(scheduler, states)
     _check_weights(scheduler, states)
     _check_sums(scheduler, states)
+    if isinstance(scheduler._discipline, Fair):
+        _check_fair(scheduler._discipline)
 
 
 def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
@@ -214,6 +221,10 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         room = costs.capacities[costs.sizes.index(execute.size)]
         _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
         _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
+        for request in execute.requests:
+            variant = scheduler._queues.live[request].request.variant
+            shorter = one.model.program.padded and variant < execute.variant
+            _require(variant == execute.variant or shorter, f"request {request}: {execute} (6)", one.model)
     for state in states:
         own = [one for one in (*running, *scheduler._residency.compaction.retries) if one.model is state]
         _require(state.executions == len(own), "its executions are not those in flight", state)
@@ -362,3 +373,20 @@ def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
         isclose(scheduler._backlog, backlog, rel_tol=1e-6, abs_tol=1e-9), "the backlog is not the sum (11)"
     )
     _require(isclose(scheduler._round, turns, rel_tol=1e-6, abs_tol=1e-9), "the round is not the sum (11)")
+
+
+def _check_fair(fair: Fair) -> None:
+    weight = sum(account.weight for account in fair._accounts.values() if account.present)
+    _require(isclose(fair._weight, weight, rel_tol=1e-6, abs_tol=1e-9), "the weight is not the sum (18)")
+    for name, account in fair._accounts.items():
+        executing = sum(name == other for other, _ in fair._executing.values())
+        _require(account.executing == executing, f"{name!r} executes, and its account differs (18)")
+        places = (fair._eligible, fair._ineligible, fair._idle_debtors, fair._waiting)
+        listed = [name in ranking for ranking in places]
+        _require(sum(listed) <= 1, f"{name!r} has more than one place (18)")
+        # If a model's work ends while the model waits and executes, the model enters the mean when the execution ends and
+        # the model then owes device time.
+        counted = any(listed[:3])
+        _require(account.present or not counted, f"{name!r} does not count in the mean (18)")
+        _require(counted or executing > 0 or not account.present, f"{name!r} counts without a cause (18)")
+        _require((account.waits_from is not None) == listed[3], f"{name!r} waits, and is not listed (18)")

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from rsrv.scheduler.discipline import Discipline
-from rsrv.scheduler.eviction import POLICIES, Resident, choose_victims, freed_by_all
+from rsrv.scheduler.eviction import Resident, choose_victims, freed_by_all
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Rank, Ranking
 from rsrv.scheduler.settings import SchedulerSettings
@@ -94,7 +94,6 @@ class LoadQueue:
         self.accounts = accounts
         self.discipline = discipline
         self._factor = settings.residency_factor
-        self._policy = POLICIES[settings.eviction]
         #: whether requests cause loads and evictions.
         self.on_demand = settings.on_demand
         # One line for each reason; a model may stand in several (dictionaries for their order).
@@ -276,7 +275,6 @@ class LoadQueue:
     def reconfigure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings. Demand follows from the ranks, which the scheduler settles again."""
         self._factor = settings.residency_factor
-        self._policy = POLICIES[settings.eviction]
         self.on_demand = settings.on_demand
         self.demand_for_link.clear()
         self.demand_for_disk.clear()
@@ -380,7 +378,7 @@ class LoadQueue:
                 candidates.append(_resident(model, self.discipline))
             else:
                 retry_at = min(retry_at, at)
-        victims = choose_victims(missing, candidates, keep, now, self._policy)
+        victims = choose_victims(missing, candidates, keep)
         planned = None if victims is None else (head, [self._models[victim] for victim in victims])
         return planned, retry_at
 
@@ -483,7 +481,7 @@ class LoadQueue:
             return []
         free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
         missing = min(self.accounts.over_budget, freed_by_all(free))
-        victims = choose_victims(missing, free, (), now, self._policy)
+        victims = choose_victims(missing, free)
         return [self._models[victim] for victim in victims or ()]
 
     # --- which weights may be evicted ------------------------------------------------------------------------
@@ -533,7 +531,7 @@ class LoadQueue:
         for name in self._queued_in(self.prefetched, on_disk=False):
             model = self._models[name]
             groups, missing = model.weights.groups, self.accounts.missing(model.weights)
-            victims = choose_victims(missing, idle, groups, now, self._policy)
+            victims = choose_victims(missing, idle, groups)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
         return None
@@ -595,9 +593,7 @@ def _is_needed(model: ModelState) -> bool:
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = discipline.rank(model) if discipline is not None and model.has_work else None
     weights = model.weights
-    return Resident(
-        model.name, weights.groups, weights.last_used, rank, weights.return_seconds, weights.arrivals
-    )
+    return Resident(model.name, weights.groups, weights.last_used, rank)
 
 
 def _names(models: Sequence[ModelState]) -> str:

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import islice
 from math import inf, isfinite
 
-from rsrv.scheduler.batching import Batch, VariantCosts, plan_batch
+from rsrv.scheduler.batching import Batch, PaddedBatch, VariantCosts, plan_batch, plan_padded_batch
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
 from rsrv.scheduler.slowest import SlowestRequests
-from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
+from rsrv.scheduler.statistics import ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, WeightState
 from rsrv.scheduler.weights import ModelWeights
@@ -40,6 +41,8 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
     if not program.idle_seconds >= 0.0:
         raise CallerError(f"model {name!r}: idle_seconds must be at least 0, not {program.idle_seconds}")
+    if program.padded and not program.coalesce:
+        raise CallerError(f"model {name!r}: a padded axis needs requests that may share an execution")
     if not 0.0 <= program.max_delay < inf:
         raise CallerError(f"model {name!r}: max_delay must not be negative, not {program.max_delay}")
 
@@ -232,7 +235,9 @@ class ModelState:
         return min(entries[0].arrived + program.max_delay, soonest - ahead)
 
     def plan(self, queue: VariantQueue, limit: float = inf) -> Batch:
-        """Plan the next execution of one of its queues; see `plan_batch`."""
+        """Plan the next execution, which has the front request of a queue; see `plan_batch` and `plan_padded_batch`."""
+        if self.program.padded:
+            return self._plan_padded(queue, limit)
         return plan_batch(
             queue.waiting_rows(),
             queue.costs.sizes,
@@ -241,6 +246,17 @@ class ModelState:
             coalesce=self.program.coalesce,
             limit=limit,
         )
+
+    def _plan_padded(self, queue: VariantQueue, limit: float) -> PaddedBatch:
+        tables = {variant: one.costs for variant, one in self.queues.items()}
+        most = max(table.max_rows for table in tables.values())
+        joining = [queue] if queue.front_exclusive else self.queues.values()
+        waiting = {
+            one.variant: [*islice(one.waiting_rows(), most)]
+            for one in joining
+            if one.entries and (one is queue or not one.front_exclusive)
+        }
+        return plan_padded_batch(waiting, tables, queue.variant, limit=limit)
 
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
@@ -262,25 +278,9 @@ class ModelState:
         self.executing -= len(execute.requests)
         self.executions -= 1
 
-    def load_report(self) -> ModelLoad:
-        """Return the statistics that are read often. Costs O(variants)."""
-        tables, totals = [queue.costs for queue in self.queues.values()], self.totals
-        return ModelLoad(
-            self.queued,
-            self.executing,
-            self.weights.pinned,
-            self.weights.bytes,
-            min(table.seconds[table.best_index] / table.capacities[table.best_index] for table in tables),
-            max(table.max_rows for table in tables),
-            totals.misses,
-            totals.counts.answered,
-            totals.device_seconds,
-            totals.useful_rows,
-        )
-
     def snapshot(self) -> ModelSnapshot:
         """Return its statistics."""
-        totals = self.totals
+        tables, totals = [queue.costs for queue in self.queues.values()], self.totals
         return ModelSnapshot(
             weights=self.weights.state,
             pinned=self.weights.pinned,
@@ -302,9 +302,10 @@ class ModelState:
             },
             weight_bytes=self.program.weight_bytes,
             device_bytes=self.weights.bytes,
-            misses=totals.misses,
             loads=self.weights.loads,
             evictions=sum(totals.evictions.values()),
             load_seconds=self.weights.load_seconds,
             backlog_seconds=self.backlog_seconds,
+            row_seconds=min(table.row_seconds() for table in tables),
+            max_rows=max(table.max_rows for table in tables),
         )

@@ -4,10 +4,11 @@
 the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 
 from rsrv.scheduler.discipline import Discipline
+from rsrv.scheduler.events import Request
 from rsrv.scheduler.history import History, HistoryRecord
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.load_queue import LoadQueue
@@ -18,7 +19,6 @@ from rsrv.scheduler.request_times import RequestTimes
 from rsrv.scheduler.residency import CompactionState, DeviceResidency
 from rsrv.scheduler.slowest import SlowRequest
 from rsrv.scheduler.statistics import (
-    LoadReport,
     MetaSnapshot,
     ModelSnapshot,
     OutcomeCounts,
@@ -26,6 +26,7 @@ from rsrv.scheduler.statistics import (
     SchedulerSnapshot,
     SharedTensors,
     Totals,
+    WeightBytes,
 )
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
 
@@ -38,7 +39,6 @@ class SchedulerQueries:
 
     _models: dict[str, ModelState]
     _draining: dict[str, ModelState]
-    _unreported: dict[ModelState, None]
     _past: PastTotals
     _queues: RequestQueues
     _admission: MetaAdmission
@@ -99,7 +99,7 @@ class SchedulerQueries:
     def last_arrival(self, model: str) -> float:
         """Return when the latest requests for a known model came; -inf for others, and if none has come."""
         state = self._models.get(model)
-        return -inf if state is None or not state.weights.arrivals else state.weights.arrivals[-1]
+        return -inf if state is None else state.weights.last_arrival
 
     def idle_since(self, model: str) -> float:
         """Return when a known model's weights were last used; inf: requests wait for them, or they load or execute."""
@@ -133,9 +133,19 @@ class SchedulerQueries:
             state.slowest.add_front(slow, before, after)
 
     def find_requests(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
-        """Return the slowest requests, and those in progress, with a client's tag other than 0, or with this id."""
-        kept = [one for state in self._states() for one in state.slowest.find(tag, id, now)]
-        return kept + self._times.in_progress(tag, id, now)
+        """Return the slowest requests, and those in progress, with a client's tag other than 0, or with this id.
+
+        With a part of a request, all of its parts are returned.
+        """
+        found = self._matching(lambda one: one.id == id or bool(tag and one.tag == tag), now)
+        if wholes := {one.request.whole for one in found} - {0}:
+            found = [one for one in found if not one.request.whole]
+            found += self._matching(lambda one: one.whole in wholes, now)
+        return found
+
+    def _matching(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
+        kept = [one for state in self._states() for one in state.slowest.find(matches, now)]
+        return kept + self._times.in_progress(matches, now)
 
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a known model wait for, in words; "" if they wait for nothing."""
@@ -149,19 +159,16 @@ class SchedulerQueries:
             device = "a request that executes alone"
         return "" if state is None else self._loads.obstacle(state, now, device)
 
-    def take_unreported(self) -> list[str]:
-        """Return the known models whose part of `load_report` may have changed since the last call."""
-        touched, self._unreported = self._unreported, {}
-        return [model.name for model in touched if not model.draining]
+    def change_counts(self) -> dict[str, int]:
+        """Return a number for each known and draining model. It rises whenever the model's counters or weights change."""
+        return {state.name: state.history.count for state in self._states()}
 
-    def load_report(self, names: Iterable[str] | None = None) -> LoadReport:
-        """Return the part of `snapshot` that is read often, of known models. `names`: of these alone; None: of all."""
-        found = self._models if names is None else {*names} & self._models.keys()
-        models = {name: self._models[name].load_report() for name in found}
+    def weight_bytes(self) -> WeightBytes:
+        """Return the device bytes of all weights. Costs O(models)."""
         accounts = self._residency.accounts
-        return LoadReport(
-            models, accounts.bytes, accounts.pinned_bytes, self._logical_bytes(), accounts.budget
-        )
+        present = (one for one in self._states() if one.weights.state in TAKING_BYTES)
+        logical = sum(one.program.weight_bytes for one in present)
+        return WeightBytes(accounts.bytes, accounts.pinned_bytes, logical, accounts.budget)
 
     def shared_tensors(self) -> list[SharedTensors]:
         """Return the weights of all models, divided by the models that have them. Costs O(models and their groups)."""
@@ -195,16 +202,12 @@ class SchedulerQueries:
     def _states(self) -> list[ModelState]:
         return [*self._models.values(), *self._draining.values()]
 
-    def _logical_bytes(self) -> int:
-        present = (one for one in self._states() if one.weights.state in TAKING_BYTES)
-        return sum(one.program.weight_bytes for one in present)
-
     def snapshot(self) -> SchedulerSnapshot:
         """Return statistics of all known and draining models."""
         states, totals = self._states(), OutcomeCounts()
         for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)
-        accounts = self._residency.accounts
+        weights = self.weight_bytes()
         return SchedulerSnapshot(
             models={state.name: state.snapshot() for state in states},
             metas=self._admission.snapshot(),
@@ -214,8 +217,8 @@ class SchedulerQueries:
             queued=self._queues.queued,
             executing=len(self._queues.live) - self._queues.queued,
             running=len(self._running),
-            weight_bytes=accounts.bytes,
-            pinned_bytes=accounts.pinned_bytes,
-            logical_bytes=self._logical_bytes(),
-            weight_budget_bytes=accounts.budget,
+            weight_bytes=weights.physical,
+            pinned_bytes=weights.pinned,
+            logical_bytes=weights.logical,
+            weight_budget_bytes=weights.budget,
         )

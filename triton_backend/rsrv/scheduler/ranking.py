@@ -1,6 +1,6 @@
 """Names in order of a rank that changes: the index behind every choice among models."""
 
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeVar
 
 #: anything that compares with the ranks of the same index, smaller is first.
@@ -33,6 +33,9 @@ class Ranking(dict[Name, Rank]):
         if self.get(name) == rank:
             return
         self[name] = rank
+        if self._heap and self._heap[0][1] == name:
+            heapreplace(self._heap, (rank, name))
+            return
         heappush(self._heap, (rank, name))
         if len(self._heap) > _MIN_CLEANED + 2 * len(self):
             self._heap = [(rank, name) for name, rank in self.items()]

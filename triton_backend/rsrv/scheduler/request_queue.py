@@ -6,7 +6,7 @@ counted and ended once.
 """
 
 from collections import Counter
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.statistics import OutcomeCounts, Stage
 from rsrv.scheduler.variant_queue import Deadlines, LiveRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
-from rsrv.scheduler.weights import WeightAccounts, remember_arrivals
+from rsrv.scheduler.weights import WeightAccounts
 
 #: seconds by which a deadline may seem to be missed, because sums of times are rounded.
 SLACK = 1e-6
@@ -188,8 +188,8 @@ class RequestQueues:
             if model.queued == len(ids) and not model.executions:
                 model.weights.observe_pause(now)
             if model.weights.state not in ON_DEVICE:
-                model.totals.misses += len(ids)
-            model.weights.arrivals = remember_arrivals(model.weights.arrivals, len(ids), now)
+                model.totals.miss_weights(len(ids))
+            model.weights.last_arrival = now
             model.history.add(now, "arrived", ids)
         if deadlines.heap:
             deadlines.clean(self.queued)
@@ -261,14 +261,17 @@ class RequestQueues:
         """Fail all waiting requests of a model whose weights could not be loaded."""
         _fail(model, self._take_out_all(model, Outcome.FAILED), error, now, out)
 
-    def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
-        """Take the first `count` requests of a queue for an execution: still live, but not queued."""
-        self.queued -= count
-        self.exclusive -= queue.front_exclusive
+    def take(
+        self, model: ModelState, counts: Iterable[tuple[VariantQueue, int]], now: float
+    ) -> tuple[int, ...]:
+        """Take the first `count` requests of each queue for an execution. They stay live, but are no longer queued."""
+        taken: list[LiveRequest] = []
+        for queue, count in counts:
+            self.exclusive -= queue.front_exclusive
+            taken += queue.take(count)
+        self.queued -= len(taken)
         self.dirty[model] = None
-        taken, observe = queue.take(count), model.totals.queue_wait.observe
-        for entry in taken:
-            observe(now - entry.arrived)
+        model.totals.queue_wait.observe_all([now - entry.arrived for entry in taken])
         if self.runs:
             self._promote([entry for entry in taken if entry.request.run])
         return tuple([entry.request.id for entry in taken])

@@ -1,9 +1,9 @@
 """The waits of slow requests: for their weights, for others to join, for other work, and for an operator."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
-from rsrv.scheduler.events import Execute, ExecutionFinished, Outcome
+from rsrv.scheduler.events import Execute, ExecutionFinished, Outcome, Request
 from rsrv.scheduler.inflight import InFlight, StartedExecution
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.request_queue import RequestQueues
@@ -57,13 +57,13 @@ class RequestTimes:
             if entry.arrived < model.slowest.latest_arrival(now):
                 model.slowest.add([entry], self._unfinished(model, entry, now, None, outcome, now))
 
-    def in_progress(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
-        """Return requests that wait or execute, with their time up to now: with a client's tag, or this id."""
+    def in_progress(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
+        """Return requests that wait or execute and match, with their time up to now."""
         executing = {id: one for one in self._running.values() for id in one.execute.requests}
         found = []
         for entry in self._queues.live.values():
             request = entry.request
-            if (not tag or request.tag != tag) and request.id != id:
+            if not matches(request):
                 continue
             running = executing.get(request.id)
             if running is not None:

@@ -11,7 +11,7 @@ from enum import Enum
 from math import inf
 from typing import assert_never
 
-from rsrv.scheduler.batching import variant_costs
+from rsrv.scheduler.batching import PaddedBatch, variant_costs
 from rsrv.scheduler.discipline import Discipline
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
@@ -90,8 +90,6 @@ class Scheduler(SchedulerQueries):
         #: known models. A removed model moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
-        #: models whose change `take_unreported` has not returned
-        self._unreported: dict[ModelState, None] = {}
         self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = RequestQueues(self._models, self._discipline)
@@ -317,13 +315,17 @@ class Scheduler(SchedulerQueries):
             told = tuple(map(str, self.history(name)))
             raise InvariantError("the discipline chose a model without work", name, told)
         batch = model.plan(queue, self._patience(queue, now) if self._discipline.sheds else inf)
+        variant, counts = queue.variant, [(queue, batch.count)]
+        if type(batch) is PaddedBatch:
+            variant = batch.variant
+            counts = [(model.queues[own], count) for own, count in batch.counts.items()]
         execute = Execute(
             running.started + 1,
             name,
-            queue.variant,
+            variant,
             batch.size,
             batch.rows,
-            self._queues.take(model, queue, batch.count, now),
+            self._queues.take(model, counts, now),
             batch.seconds,
             exclusive=self._kept_exclusive,
         )
@@ -345,7 +347,6 @@ class Scheduler(SchedulerQueries):
         if execute.again:
             self._residency.compaction.end_retry()
         elif event.out_of_memory:
-            self._unreported[model] = None
             model.history.add(now, "no memory", event)
             self._residency.compaction.retry(running)
             return
@@ -369,7 +370,6 @@ class Scheduler(SchedulerQueries):
         costs = variant_costs(program.model, program.costs, max_rows=program.max_batch_rows)
         model = ModelState(program, costs, self._residency.accounts.add(program), needs_warm_up=event.warm_up)
         self._models[model.name] = model
-        self._unreported[model] = None
         model.history.add(now, "added", f"sizes {sorted(program.costs)}")
         self._residency.admit(model, event, now, out)
         self._admission.reconsider()
@@ -440,7 +440,6 @@ class Scheduler(SchedulerQueries):
         """Drop a removed model once nothing executes on its weights and no read or load of them runs."""
         if self._residency.remove(model, now, out):
             del self._draining[model.name]
-            self._unreported.pop(model, None)
             self._queues.departed.add(model.totals.counts)
             others = any(other.family == model.family for other in self._states())
             self._past.keep(model.family, model.totals, others=others)
@@ -492,7 +491,6 @@ class Scheduler(SchedulerQueries):
             self._backlog += model.backlog_seconds
             self._round += model.turn_seconds
             self._enlist(model, now)
-        self._unreported.update(self._queues.dirty)
         self._queues.dirty.clear()
         if not self._queues.queued:
             # Rounding errors of the sums do not outlive a pause.

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, get_args
+from typing import Literal
 
 #: the disciplines of `disciplines` by name.
 DisciplineName = Literal["fair", "fifo", "edf"]
-#: a policy of eviction; see `eviction`.
-Eviction = Literal["lru", "cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +27,6 @@ class SchedulerSettings:
     #: whether weights load for waiting requests, and are evicted for those of others. If not, they load and leave only by
     #: command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
     on_demand: bool = True
-    #: the order in which idle weights are evicted.
-    eviction: Eviction = "lru"
     #: device bytes that weights may take, pinned ones included; None: no limit.
     weight_budget_bytes: int | None = None
 
@@ -39,8 +35,6 @@ class SchedulerSettings:
         self._require("meta_concurrency", self.meta_concurrency >= 1, "at least 1")
         self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
-        policies = get_args(Eviction)
-        self._require("eviction", self.eviction in policies, f"one of {sorted(policies)}")
         budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
 

@@ -1,11 +1,11 @@
-"""The slowest requests of one model in the last hour, each with what its time went to.
+"""The slowest requests of one model in the last hour, each with the parts of its time.
 
-Every request that ends is compared with the fastest of those that are kept. Of those that enter, what is lost later is
-noted, once for all of an execution; the parts of their time are computed when they are read.
+Every request that ends is compared with the fastest kept request. Facts that would be lost later are stored once for all
+slow requests of an execution. Requests are ranked when there are as many new ones as kept ones, or when a reader asks for
+them. The parts of their time are computed only for a reader.
 """
 
-from collections.abc import Collection, Iterable
-from heapq import heapify, heappush, heapreplace
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -100,10 +100,15 @@ def _overlap(periods: Periods, since: float, until: float) -> float:
 class SlowestRequests:
     """At most `KEPT` requests that ended in the last hour; each was slower than all that were not kept."""
 
-    __slots__ = ("_added", "_heap", "floor", "review_at")
+    __slots__ = ("_added", "_kept", "_new", "_new_count", "floor", "review_at")
 
     def __init__(self) -> None:
-        self._heap: list[SlowRequest] = []
+        #: Ranked requests, the slowest first.
+        self._kept: list[SlowRequest] = []
+        #: Slow requests of each execution since the latest ranking.
+        self._new: list[tuple[list[LiveRequest], Ending]] = []
+        #: Number of requests in `_new`.
+        self._new_count = 0
         self._added = 0
         #: seconds that a request has to exceed to be kept.
         self.floor = -1.0
@@ -115,48 +120,53 @@ class SlowestRequests:
         return now - self.floor if now < self.review_at else inf
 
     def add(self, entries: Iterable[LiveRequest], ending: Ending) -> None:
-        """Keep those of these requests that are slow enough."""
+        """Keep the requests that are slow enough. They are ranked later, together with other new requests."""
         at = ending.at
         if at >= self.review_at:
             self._drop_old(at)
-        heap = self._heap
-        for entry in entries:
-            arrived = entry.arrived
-            seconds = at - arrived
-            if seconds <= self.floor:
-                continue
-            self._added += 1
-            slow = SlowRequest(seconds, self._added, entry.request, arrived, ending)
-            if len(heap) < KEPT:
-                heappush(heap, slow)
-            else:
-                heapreplace(heap, slow)
-            if len(heap) == KEPT:
-                self.floor = heap[0].seconds
-            self.review_at = min(self.review_at, at + WINDOW_S)
+        latest = at - self.floor
+        slow = [entry for entry in entries if entry.arrived < latest]
+        if not slow:
+            return
+        self._new.append((slow, ending))
+        self._new_count += len(slow)
+        self.review_at = min(self.review_at, at + WINDOW_S)
+        if self._new_count >= KEPT:
+            self._rank()
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
         """Note the time that one of the requests had in its front."""
-        self._heap[self._heap.index(slow)] = slow._replace(front=(before, after))
+        self._kept[self._kept.index(slow)] = slow._replace(front=(before, after))
 
     def read(self, now: float) -> list[SlowRequest]:
         """Return the requests, the slowest first."""
         if now >= self.review_at:
             self._drop_old(now)
-        return sorted(self._heap, reverse=True)
+        self._rank()
+        return [*self._kept]
 
-    def find(self, tag: int, id: int | None, now: float) -> list[SlowRequest]:
-        """Return the requests with a client's tag, if it is not 0, or with this id."""
+    def find(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
+        """Return the requests that match."""
+        self._rank()
         old = now - WINDOW_S
-        return [
-            one
-            for one in self._heap
-            if ((one.request.tag == tag and tag) or one.request.id == id) and one.ending.at > old
-        ]
+        return [one for one in self._kept if matches(one.request) and one.ending.at > old]
+
+    def _rank(self) -> None:
+        """Rank the new requests among the others, and drop the fastest."""
+        for entries, ending in self._new:
+            for entry in entries:
+                self._added += 1
+                seconds = ending.at - entry.arrived
+                self._kept.append(SlowRequest(seconds, self._added, entry.request, entry.arrived, ending))
+        self._new.clear()
+        self._new_count = 0
+        self._kept.sort(reverse=True)
+        del self._kept[KEPT:]
+        self.floor = -1.0 if len(self._kept) < KEPT else self._kept[-1].seconds
 
     def _drop_old(self, now: float) -> None:
-        ends = [one.ending.at + WINDOW_S for one in self._heap]
-        self._heap = [one for one, end in zip(self._heap, ends, strict=True) if end > now]
-        heapify(self._heap)
+        self._rank()
+        ends = [one.ending.at + WINDOW_S for one in self._kept]
+        self._kept = [one for one, end in zip(self._kept, ends, strict=True) if end > now]
         self.review_at = min((end for end in ends if end > now), default=inf)
-        self.floor = -1.0 if len(self._heap) < KEPT else self._heap[0].seconds
+        self._rank()

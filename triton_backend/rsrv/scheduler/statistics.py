@@ -125,6 +125,9 @@ class Totals:
     def miss(self, stage: Stage) -> None:
         self.missed[stage] = self.missed.get(stage, 0) + 1
 
+    def miss_weights(self, requests: int) -> None:
+        self.misses += requests
+
     def evict(self, cause: Cause) -> None:
         self.evictions[cause] = self.evictions.get(cause, 0) + 1
 
@@ -205,8 +208,6 @@ class ModelSnapshot:
     #: bytes of all its weights; and of its distinct tensors, which it takes on the device alone.
     weight_bytes: int
     device_bytes: int
-    #: requests that found its weights absent.
-    misses: int
     #: completed loads of the weights, and expected seconds of the next one.
     loads: int
     load_seconds: float
@@ -214,6 +215,10 @@ class ModelSnapshot:
     evictions: int
     #: expected device time of the waiting requests.
     backlog_seconds: float
+    #: expected seconds per row of the full execution that costs least per row.
+    row_seconds: float
+    #: most useful rows that one execution takes.
+    max_rows: int
 
     @property
     def residency(self) -> str:
@@ -223,32 +228,13 @@ class ModelSnapshot:
         return "loading" if self.weights is WeightState.LOADING else "absent"
 
 
-class ModelLoad(NamedTuple):
-    """Statistics of one model that are read often, named as in its snapshot."""
+class WeightBytes(NamedTuple):
+    """Device bytes that weights take, each tensor once; the part of pinned ones; as if no model shared any; and the budget."""
 
-    queued: int
-    executing: int
-    pinned: bool
-    device_bytes: int
-    #: expected seconds per row of the full execution that costs least per row.
-    row_seconds: float
-    #: most useful rows that one execution takes.
-    max_rows: int
-    misses: int
-    answered: int
-    device_seconds: float
-    useful_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The part of a snapshot that is read often."""
-
-    models: Mapping[str, ModelLoad]
-    weight_bytes: int
-    pinned_bytes: int
-    logical_bytes: int
-    weight_budget_bytes: int | None
+    physical: int
+    pinned: int
+    logical: int
+    budget: int | None
 
 
 class SharedTensors(NamedTuple):

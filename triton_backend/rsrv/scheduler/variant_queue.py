@@ -31,8 +31,8 @@ class LiveRequest:
 class VariantQueue:
     """The waiting requests of one variant, in the order of service.
 
-    Requests of one queue may share an execution; requests of different queues never do. Each queue keeps its
-    own order, so a batch passes over older requests of other variants without changing their turns.
+    Requests of one queue may share an execution. Requests of different queues share one only if their model has a padded
+    axis. Each queue keeps its own order, so a batch passes over older requests of other variants without changing their turns.
     """
 
     __slots__ = ("costs", "entries", "exclusive", "rows", "variant")
@@ -79,8 +79,9 @@ class VariantQueue:
         taken = self.entries[:count]
         for entry in taken:
             entry.queue = None
-            self.rows -= entry.rows
-            self.exclusive -= entry.request.exclusive
+        self.rows -= sum(map(_rows, taken))
+        if self.exclusive:
+            self.exclusive -= sum(entry.request.exclusive for entry in taken)
         del self.entries[:count]
         return taken
 

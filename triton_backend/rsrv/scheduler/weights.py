@@ -32,18 +32,6 @@ _PAUSE_ALPHA = 0.3
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 #: share of a model's bytes that a load must move to tell how long a load of all of them takes.
 _MIN_MEASURED_SHARE = 0.5
-#: requests of a model whose times are remembered. More would tell popular models from the rest a little better where
-#: nothing changes; fewer would follow a change sooner.
-_REMEMBERED_ARRIVALS = 8
-
-#: when the latest requests for a model arrived, oldest first. The memory reaches as far back as the model's own
-#: requests do, not a number of seconds.
-Arrivals = tuple[float, ...]
-
-
-def remember_arrivals(arrivals: Arrivals, requests: int, now: float) -> Arrivals:
-    """Return the latest arrivals after that many more at `now`."""
-    return (arrivals + (now,) * min(requests, _REMEMBERED_ARRIVALS))[-_REMEMBERED_ARRIVALS:]
 
 
 class SharedTensorGroup:
@@ -128,7 +116,6 @@ class ModelWeights:
 
     __slots__ = (
         "abandoned",
-        "arrivals",
         "backoff_seconds",
         "backoff_until",
         "begun_at",
@@ -137,6 +124,7 @@ class ModelWeights:
         "expected_load_seconds",
         "groups",
         "history",
+        "last_arrival",
         "last_load_seconds",
         "last_used",
         "load_bytes",
@@ -198,8 +186,8 @@ class ModelWeights:
         self.last_used = 0.0
         #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
         self.usual_pause = 0.0
-        #: when its latest requests arrived, wherever the weights were.
-        self.arrivals: Arrivals = ()
+        #: Time when the latest request arrived, or -inf if there was none.
+        self.last_arrival = -inf
 
     @property
     def bytes(self) -> int:

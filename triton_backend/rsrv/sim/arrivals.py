@@ -25,6 +25,7 @@ class Arrival(NamedTuple):
     priority: int
     variant: int = 0
     committed: bool = False
+    length: int = 0
 
 
 def instant(seconds: float) -> float:
@@ -64,7 +65,9 @@ def _listed(requests: Sequence[RequestKeys], end: float) -> Iterator[Arrival]:
     for one in sorted(requests, key=lambda request: request.t):
         t = instant(one.t)
         if t <= end:
-            yield Arrival(t, one.model, one.rows, one.deadline_s, one.priority, one.variant, one.committed)
+            yield Arrival(
+                t, one.model, one.rows, one.deadline_s, one.priority, one.variant, one.committed, one.length
+            )
 
 
 def _daily(

@@ -201,9 +201,14 @@ class SimulatedDevice:
         seconds = max(instant(seconds), SHORTEST)
         start = max(now, self._device_free)
         self._device_free = end = instant(start + seconds)
-        self.record.executions.append(ExecutionRecord(execute, start, end))
-        for request in execute.requests:
-            self.record.requests[request - 1].started = start
+        lengths, useful, size = self.scenario.lengths.get(name), execute.rows, execute.size
+        sent = [self.record.requests[request - 1] for request in execute.requests]
+        for one in sent:
+            one.started = start
+        if lengths is not None:
+            size *= lengths[execute.variant]
+            useful = sum(one.request.rows * (one.length or lengths[one.request.variant]) for one in sent)
+        self.record.executions.append(ExecutionRecord(execute, start, end, useful, size))
         self._push(end, _FINISHED, ExecutionFinished(execute.number, seconds))
 
     def _read(self, read: ReadWeights, now: float) -> None:

@@ -15,7 +15,7 @@ from rsrv.placement.device_choice import allowed, by_preference, soonest
 from rsrv.placement.devices import ModelDevices, ServerDevice, as_one, placements, routes_to_servers
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Choice, Router
-from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
+from rsrv.scheduler.events import Event, Evict, Outcome, Prefetch, Program, Request
 from rsrv.sim.arrivals import instant
 from rsrv.sim.device import SimulatedDevice
 from rsrv.sim.scenario import Scenario
@@ -137,30 +137,31 @@ class SimulatedGateway:
                 return index, Evict((step.model,))
 
     def _view(self, name: str, device: SimulatedDevice, now: float) -> WorkerView:
-        report = device.scheduler.load_report()
+        snapshot = device.scheduler.snapshot()
         loading = None if device.loading is None else device.loading.model
         seen = {
             model: ModelView(
-                bytes=load.device_bytes,
+                bytes=one.device_bytes,
                 weights=_weights(model, device.resident, loading),
-                pinned=load.pinned,
-                item_s=load.row_seconds,
-                queued=load.queued,
-                executing=load.executing,
-                requests=load.answered,
-                items=load.useful_rows,
-                device_seconds=load.device_seconds,
-                max_items=load.max_rows,
+                pinned=one.pinned,
+                item_s=one.row_seconds,
+                queued=one.queued,
+                executing=one.executing,
+                requests=one.outcomes[Outcome.ANSWERED],
+                items=one.useful_rows,
+                device_seconds=one.device_seconds,
+                max_items=one.max_rows,
                 batch_input=_ROWS,
             )
-            for model, load in report.models.items()
+            for model, one in snapshot.models.items()
+            if not one.draining
         }
         return WorkerView(
             alive=True,
             ready=self._ready,
             instance=name,
             budget_bytes=self._budget,
-            free_bytes=None if self._budget is None else max(self._budget - report.weight_bytes, 0),
+            free_bytes=None if self._budget is None else max(self._budget - snapshot.weight_bytes, 0),
             backlog_s=device.scheduler.backlog_seconds(now),
             models=_Models(seen, self._unseen),
             measurement=self._looks,

@@ -77,7 +77,7 @@ def summarize(record: Record) -> dict[str, Any]:
         "jain": index,
         "jain_models": counted,
         "jain_seconds": seconds,
-        "padding_ratio": ratio(total.padded_rows, total.padded_rows + total.useful_rows),
+        "padding_ratio": ratio(total.size - total.useful, total.size),
         "host_bytes_mean": mean(record.host, window),
         "host_bytes_peak": max((nbytes for at, nbytes in record.host if at <= window), default=0),
         "device_bytes_mean": mean(record.device, window),

@@ -26,6 +26,8 @@ from rsrv.text import amount, duration, percent
 MOST_REQUESTS = 20_000
 #: copies of each model, and cards, that a search tries at most
 _MOST_COPIES, _MOST_CARDS = 16, 16
+#: Type that `rsrv-bundle narrow` stores f32 weights in -> how many times fewer bytes they take.
+_NARROWER = {"bf16": 2, "i8": 4}
 #: share of the budget that a search does not tell apart
 _BUDGET_STEP = 0.02
 #: share of a model's executions from which a size is worth a place, and of its device time from which sizes are named
@@ -83,6 +85,11 @@ def plan(scenario: Scenario, goal_s: float, tell: Callable[[str], object]) -> It
     yield _more_models(scenario, goal_s, attempt) if met else Answer("more models", "none", None)
     yield _budget(scenario, goal_s, attempt)
     yield _cards(scenario, goal_s, attempt)
+    if any(program.load_seconds for program in scenario.programs.values()):
+        for kind, divisor in _NARROWER.items():
+            trial = attempt(f"weights in {kind}", with_narrow_weights(scenario, divisor))
+            whole = amount(_tensor_bytes(scenario) // divisor)
+            yield Answer("narrow weights", f"{kind}, {whole} if all are f32 now", trial)
     yield from _sizes(scenario, now, attempt)
 
 
@@ -176,8 +183,7 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     question = "smallest weight budget"
     if all(not program.load_seconds for program in scenario.programs.values()):
         return Answer(question, "not known: no load was measured (device.h2d_bytes_per_s)", None)
-    tensors = {key: size for one in scenario.programs.values() for key, size in (one.tensors or {}).items()}
-    whole = sum(tensors.values())
+    whole = _tensor_bytes(scenario)
     least = max(program.weight_bytes for program in scenario.programs.values())
     trials: dict[int, Simulated] = {}
 
@@ -195,6 +201,28 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     # In bytes as well: the rounded figure may be too small for the largest model.
     found = f"{budget(step)} bytes ({amount(budget(step))})"
     return Answer(question, f"{found}; all weights are {amount(whole)}", trials[step])
+
+
+def _tensor_bytes(scenario: Scenario) -> int:
+    """Return the bytes of all weights, shared tensors once."""
+    tensors = {key: size for one in scenario.programs.values() for key, size in (one.tensors or {}).items()}
+    return sum(tensors.values())
+
+
+def with_narrow_weights(scenario: Scenario, divisor: int) -> Scenario:
+    """Return a scenario whose models have so many times fewer bytes of weights."""
+
+    def narrow(program: Program) -> Program:
+        tensors = program.tensors
+        return replace(
+            program,
+            weight_bytes=program.weight_bytes // divisor,
+            load_seconds=program.load_seconds / divisor,
+            tensors=None if tensors is None else {key: size // divisor for key, size in tensors.items()},
+        )
+
+    programs = {name: narrow(program) for name, program in scenario.programs.items()}
+    return replace(scenario, programs=programs)
 
 
 def _cards(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:

@@ -28,6 +28,8 @@ class RequestRecord:
     device: int = 0
     #: whether its model had not started when it arrived.
     cold: bool = False
+    #: along its model's padded axis; 0: the model has none.
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class ExecutionRecord:
     execute: Execute
     started: float
     ended: float
+    #: the rows of its requests and its size; with a padded axis each row times its length.
+    useful: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

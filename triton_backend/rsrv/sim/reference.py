@@ -57,7 +57,7 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("`utilisation`", "total", "`device_seconds` / `window_s`"),
     ("`goodput`", "total", "requests answered in time, per second of the window"),
     ("`goodput_ratio`", "total", "requests answered in time, of `arrived`"),
-    ("`padding_ratio`", "total", "padding, of all rows"),
+    ("`padding_ratio`", "total", "padding, of all rows, each times its length if the axis is padded"),
     ("`load_seconds`, `link_utilisation`", "total", "link time, and its share of the window"),
     (
         "`host_bytes_mean`, `host_bytes_peak`, `device_bytes_mean`",

@@ -1,6 +1,7 @@
 """Scenarios: read from a file, checked as a whole, and resolved for the simulation."""
 
 import csv
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -61,6 +62,8 @@ class Scenario:
     zipf: Sequence[Zipf]
     bursts: Sequence[Bursts]
     closed: Sequence[ClosedLoop]
+    #: model -> length of each variant, of the models with a padded axis.
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: seconds that an answer takes beside the runtime
     front_s: float = 0.0
     devices: int = 1
@@ -161,6 +164,14 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     for trace, requests in zip(arrivals.trace, recorded, strict=True):
         for name in dict.fromkeys(one.model for one in requests if one.model not in programs):
             problems.append(f"arrivals.trace: {trace.path}: {_no_model(name, programs)}")
+    lengths = {
+        name: model.lengths for group, model in file.models.items() if model.lengths for name in groups[group]
+    }
+    requests = _with_variants(arrivals.requests, lengths, "arrivals", problems)
+    recorded = [
+        _with_variants(one, lengths, f"arrivals.trace: {trace.path}", problems)
+        for trace, one in zip(arrivals.trace, recorded, strict=True)
+    ]
     names = _Names(groups, programs, problems)
     section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
     # The simulated device gets its next execution at the moment one ends, so a greater depth gains nothing.
@@ -177,7 +188,8 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         start_timeout_s=file.runtime.start_timeout_s,
         host_memory_bytes=file.runtime.host_memory_bytes,
         read_bytes_per_s=file.device.read_bytes_per_s,
-        requests=arrivals.requests,
+        requests=requests,
+        lengths=lengths,
         recorded=recorded,
         poisson=[one.model_copy(update={"models": names.shares(one.models)}) for one in arrivals.poisson],
         zipf=[one.model_copy(update={"models": names.all(one.models, "zipf")}) for one in arrivals.zipf],
@@ -193,6 +205,26 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         estimated={group: estimate.card for group, estimate in estimates.items()},
         gateway=_gateway(file, groups, problems),
     )
+
+
+def _with_variants(
+    requests: Iterable[RequestKeys], lengths: Mapping[str, Sequence[int]], about: str, problems: list[str]
+) -> list[RequestKeys]:
+    """Return the requests with the shortest variant that holds their length; report the first that none holds."""
+    found = []
+    for request in requests:
+        if request.length:
+            known = lengths.get(request.model, ())
+            variant = bisect_left(known, request.length)
+            if variant == len(known):
+                problems.append(
+                    f"{about}: a request of {request.model} has the length {request.length}; `lengths` of the model are"
+                    f" {', '.join(map(str, known)) or 'not given'}"
+                )
+                return []
+            request = request.model_copy(update={"variant": variant})
+        found.append(request)
+    return found
 
 
 def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> GatewayKeys | None:
@@ -325,6 +357,7 @@ def _program(
         weight=model.weight,
         max_delay=model.max_delay_us / 1e6,
         idle_seconds=_life(model, file).idle.device,
+        padded=model.lengths is not None and model.share_lengths,
     )
 
 

@@ -96,6 +96,14 @@ class ModelKeys(Part):
         min_length=1,
         description="Instead of `cost`: one such mapping for each compiled input-shape variant.",
     )
+    lengths: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None,
+        description="Lengths of a padded axis, ascending, one for each of `variants`. A request takes the shortest that holds "
+        "its `length`, and may be padded to a longer one to share an execution.",
+    )
+    share_lengths: bool = Field(
+        True, description="false: requests of different `lengths` never share an execution."
+    )
     compiled: Path | None = Field(
         None,
         description="Instead of `cost`: a file of `rsrv-gen --compile-for`, which has estimates for the model of this name.",
@@ -158,6 +166,15 @@ class ModelKeys(Part):
         return self
 
     @model_validator(mode="after")
+    def _one_length_each(self) -> "ModelKeys":
+        lengths = self.lengths
+        if lengths is not None and (
+            len(lengths) != len(self.variants or ()) or lengths != sorted(set(lengths))
+        ):
+            raise ValueError("lengths: give one for each of `variants`, in ascending order")
+        return self
+
+    @model_validator(mode="after")
     def _no_more_than_all(self) -> "ModelKeys":
         shared = self.shared_bytes + sum(self.shares.values())
         if shared > self.weight_bytes:
@@ -178,6 +195,9 @@ class RequestKeys(Part):
     )
     priority: int = Field(0, ge=0, description="1 is the most urgent; 0 means the scheduler's default level.")
     variant: int = Field(0, ge=0, description="Index in the model's `variants`.")
+    length: int = Field(
+        0, ge=0, description="Length along a padded axis, in place of `variant`; 0: it has none."
+    )
     committed: bool = Field(False, description="A sub-call of a running meta model: goes first.")
 
 
@@ -266,7 +286,7 @@ class ClosedLoop(_SourceKeys):
 
 
 class TraceKeys(Part):
-    """Recorded requests: a CSV with the header t,model and any of rows,deadline_s,priority,variant,committed."""
+    """Recorded requests: a CSV with the header t,model and any of rows,deadline_s,priority,variant,length,committed."""
 
     path: str = Field(description="The file, relative to the scenario.")
     scale: float = Field(1.0, gt=0, description="Multiplies all t.")

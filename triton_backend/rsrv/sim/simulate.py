@@ -57,7 +57,7 @@ def _checked(run: Callable[[], _T]) -> _T:
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
+class _SimulatedClient:
     """A closed-loop client."""
 
     source: ClosedLoop
@@ -85,10 +85,10 @@ class _Simulation:
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
         #: clients by the time of their next request.
-        self.sends: list[tuple[float, int, _Client]] = []
+        self.sends: list[tuple[float, int, _SimulatedClient]] = []
         self.sequence = count()
         #: request -> the client that waits for its end.
-        self.clients: dict[int, _Client] = {}
+        self.clients: dict[int, _SimulatedClient] = {}
         self.events = 0
 
     def run(self) -> "_Simulation":
@@ -102,7 +102,7 @@ class _Simulation:
         for source in self.scenario.closed:
             for model in source.models or ():
                 for _ in range(source.clients):
-                    self._send_at(0.0, _Client(source, model))
+                    self._send_at(0.0, _SimulatedClient(source, model))
         # At one instant each model may load, execute and tick a few times, and clients may send once each.
         patience = (10_000 + 100 * len(self.scenario.programs)) * len(self.devices)
         still = 0
@@ -194,7 +194,7 @@ class _Simulation:
             self._schedule(index)
 
     def _send(self, arrival: Arrival, sent: dict[int, list[Request]]) -> None:
-        t, model, rows, deadline_s, priority, variant, committed = arrival
+        t, model, rows, deadline_s, priority, variant, committed, length = arrival
         deadline = None if deadline_s is None else instant(t + deadline_s)
         number = len(self.requests) + 1
         run = number if committed else 0
@@ -204,7 +204,8 @@ class _Simulation:
         if self.gateway is not None:
             device.meet(model, t)
         cold = model not in device.catalogue.started
-        self.requests.append(RequestRecord(request, t, model in device.resident, device=index, cold=cold))
+        hit = model in device.resident
+        self.requests.append(RequestRecord(request, t, hit, device=index, cold=cold, length=length))
         sent.setdefault(index, []).append(request)
 
     def _ended(self, finish: Finish, now: float) -> None:
@@ -220,5 +221,5 @@ class _Simulation:
         if again <= (self.scenario.duration or inf):
             self._send_at(again, client)
 
-    def _send_at(self, t: float, client: _Client) -> None:
+    def _send_at(self, t: float, client: _SimulatedClient) -> None:
         heappush(self.sends, (t, next(self.sequence), client))

@@ -35,6 +35,9 @@ class Tally:
     dispatches: int = 0
     useful_rows: int = 0
     padded_rows: int = 0
+    #: `ExecutionRecord.useful` and `size`.
+    useful: int = 0
+    size: int = 0
     loads: int = 0
     loaded_bytes: int = 0
     evictions: int = 0
@@ -98,6 +101,8 @@ class Tally:
         self.dispatches += 1
         self.useful_rows += one.execute.rows
         self.padded_rows += one.execute.size - one.execute.rows
+        self.useful += one.useful
+        self.size += one.size
 
     def load(self, one: LoadRecord) -> None:
         self.loads += 1

@@ -196,6 +196,7 @@ class FakeEvents:
 def device(number: int, second: int) -> dict[str, Any]:
     return {
         "number": number,
+        "name": "L4",
         "card": {"used_bytes": 5e10, "total_bytes": 85e9},
         "limit": 80e9,
         "budget": 60e9,
@@ -273,7 +274,7 @@ async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeEvents, st
         return ""
 
     source = FakeEvents()
-    server = HttpServer(nothing, Served(source, token))
+    server = HttpServer(nothing, Served(source, None if token is None else lambda: token))
     port = await server.start("127.0.0.1:0")
     try:
         yield source, f"http://127.0.0.1:{port}/"
@@ -340,9 +341,9 @@ def test_each_device_of_a_server_has_a_lane() -> None:
             ]
             assert (
                 first
-                == "device 039 GB (50 GB without sharing, 20% saved) of 60 GB for weights · GPU 50 GB of 85 GB in use · busy 90% · host 90 GB"
+                == "device 0 · L439 GB (50 GB without sharing, 20% saved) of 60 GB for weights · GPU 50 GB of 85 GB in use · busy 90% · host 90 GB"
             )
-            assert second.startswith("device 139 GB")
+            assert second.startswith("device 1 · L439 GB")
             for number in (0, 1):
                 painted = PAINTED.replace(".device canvas", f".device:nth-child({number + 1}) canvas")
                 await page.until(f"{painted}.every((share) => share > 0.005)")
@@ -469,8 +470,15 @@ def test_a_phone_and_a_dark_screen_show_the_whole_page(width: int, scheme: str) 
             assert await page.value(TOKENS) == [False, "", "400"]
             await page.value("document.querySelector('#models button').click()")
             await page.until("document.querySelector('#curl') !== null")
-            root = "document.documentElement"
-            assert await page.value(f"{root}.scrollWidth - {root}.clientWidth") == 0
+            root, table = "document.documentElement", "document.querySelector('#models').closest('.scroll')"
+            for wide in (root, table) if width == 390 else (root,):
+                assert await page.value(f"{wide}.scrollWidth - {wide}.clientWidth") == 0
+            told = "getComputedStyle(document.querySelector('#models td'), '::after').content"
+            assert (await page.value(told)).startswith('"pinned, ') == (width == 390)
+            heads = await page.value(
+                "[...document.querySelectorAll('#columns th')].filter((one) => one.offsetWidth).map((one) => one.textContent)"
+            )
+            assert {"model", "requests/s", "p99", "errors"} <= set(heads)
             ground, faint = await page.value(SEEN)
             assert (ground < 0.1) == (scheme == "dark")
             assert faint == []

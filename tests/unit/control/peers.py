@@ -1,6 +1,7 @@
 """A fake runtime on a real socket and on the test's own event loop, with answers that a test sets."""
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -23,14 +24,18 @@ from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.reconciler import ReloadError
+from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import LinkTiming, RuntimeLink
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.service import ControlledServer, ControlService, Monitoring
 from rsrv.control.settings_file import SettingsFile
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.desired import changed, document_of
+from rsrv.histogram import Histogram
 from rsrv.settings import Shares, load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
-from rsrv.wire.memory import Board, create_document
+from rsrv.wire.memory import Board, create_document, read_document
 from rsrv.wire.socket import Closed, Receiver, listen, send
 
 
@@ -91,18 +96,17 @@ def entry(name: str, **differs: Any) -> ModelVersion:
 GENERATED = {"answers": 2, "tokens_in": 22, "tokens_out": 80, "first_token_s": 0.006, "token_s": 0.156}
 
 
-def model_status(**differs: Any) -> dict[str, Any]:
-    """Return what STATUS answers about a model."""
-    return {
-        "key": "a@0123456789ab",
-        "digest": "0123456789abcdef" * 4,
-        "state": "ready",
-        "residency": "system",
-        "weights": "resident",
+def model_record(name: str = "a", **differs: Any) -> pb.ModelRecord:
+    """Return the record of a model."""
+    common: dict[str, Any] = {
+        "residency": pb.RESIDENCY_SYSTEM,
+        "weights": pb.WEIGHTS_RESIDENT,
         "weights_state": "evicting",
         "queued": 1,
         "executing": 2,
         "outcomes": {"answered": 7, "refused": 1, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0},
+        "answered": 7,
+        "errors": 1,
         "dispatches": 4,
         "useful_rows": 30,
         "padded_rows": 2,
@@ -111,31 +115,43 @@ def model_status(**differs: Any) -> dict[str, Any]:
         "device_bytes": 1000,
         "misses": 3,
         "loads": 2,
-        "evictions": 1,
+        "evictions": {"room": 1},
         "load_seconds": 0.125,
-        "sizes": {"0/8": 4},
         "sequences": {"waiting": 0, "idle": 3, "stepping": 1, "stored": 0},
         "generations": 1,
         "generated": GENERATED,
-        "costs": {"0/1": 0.001, "0/8": 0.002, "0/16": 0.003},
-        "precisions": {"0/8": {"f32": 5, "pinned": 4, "ungovernable": {"cholesky": 1}}},
-        **differs,
+        "task": "text-classification",
+        "executables": [
+            {"size": 1, "cost_s": 0.001},
+            {
+                "size": 8,
+                "count": 4,
+                "cost_s": 0.002,
+                "precision": {"f32": 5, "pinned": 4, "ungovernable": {"cholesky": 1}},
+            },
+            {"size": 16, "cost_s": 0.003},
+        ],
     }
+    return pb.ModelRecord(name=name, **{**common, **differs})
 
 
-SECTION = {
-    "discipline": "fair",
-    "depth": 2,
-    "max_queue_depth": 1024,
-    "meta_concurrency": 2,
-    "eviction": "lru",
-}
+def records(*models: pb.ModelRecord, **device: Any) -> RuntimeRecords:
+    """Return the records of a runtime with these models."""
+    shared = device.pop("shared", ())
+    return RuntimeRecords(pb.DeviceRecord(**device), {one.name: one for one in models}, shared)
+
+
+def trimmed(histogram: Histogram) -> pb.Histogram:
+    """Return a histogram as a record has it."""
+    first, counts = histogram.trimmed()
+    return pb.Histogram(sum=histogram.sum, first=first, counts=counts)
 
 
 class FakeRuntime:
     """Listens at `path` until `die`.
 
-    `commands` are those received, without pings; `answers` gives the reply to one.
+    `commands` are those received, without pings; `answers` gives the reply to one. Among them are the changes of the desired
+    document, but not the whole documents; `document` is as they make it.
     """
 
     def __init__(self, path: Path, instance: str = "11" * 8) -> None:
@@ -145,12 +161,30 @@ class FakeRuntime:
         self.pid = 4711
         self.revision = 5
         self.entries: dict[str, ModelVersion] = {}
-        self.models: dict[str, dict[str, Any]] = {}
-        self.metas: dict[str, dict[str, Any]] = {}
-        self.starting: dict[str, str] = {}
-        self.section: dict[str, Any] = dict(SECTION)
+        #: Records of models and meta models, and the other parts of the record of the device.
+        self.models: dict[str, pb.ModelRecord] = {}
+        self.record = pb.DeviceRecord(
+            memory={
+                "name": "cpu",
+                "budget_bytes": 5000,
+                "logical_bytes": 1000,
+                "physical_bytes": 1000,
+                "held_bytes": 1000,
+            },
+            host={"logical_bytes": 2000, "physical_bytes": 2000, "tensors": 3},
+            numerics=pb.NUMERICS_AUTO,
+            compiled=3,
+            from_cache=4,
+            uptime_s=12.5,
+        )
+        #: The positions from which records were asked for.
+        self.asked: list[int] = []
         self.commands: list[dict[str, Any]] = []
-        self.configured: list[dict[str, Any]] = []
+        self.document: Any = document_of(load_settings())
+        #: The answer to the next document, in place of following it.
+        self.refuses_next: dict[str, Any] | None = None
+        #: The control process and the revision that the runtime follows.
+        self.follows: tuple[str, int] = ("", 0)
         self.answers: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda command: {}
         self._came = asyncio.Event()
         self._silent = False
@@ -214,7 +248,7 @@ class FakeRuntime:
 
     def _readable(self, sock: socket.socket, receiver: Receiver) -> None:
         try:
-            frame, _ = receiver.receive()
+            frame, fds = receiver.receive()
         except Closed:
             self._loop.remove_reader(sock)
             self._sockets.remove(sock)
@@ -222,10 +256,14 @@ class FakeRuntime:
                 self._watchers.remove(sock)
             sock.close()
             return
+        whole = bytes(frame)
+        for fd in fds:
+            whole = whole[:8] + json.dumps(read_document(fd)).encode()
+            os.close(fd)
         if self._silent:
-            self._kept.append((sock, bytes(frame)))
+            self._kept.append((sock, whole))
         else:
-            self._take(sock, bytes(frame))
+            self._take(sock, whole)
 
     def _take(self, sock: socket.socket, frame: bytes) -> None:
         kind, _ = read_header(frame)
@@ -246,15 +284,14 @@ class FakeRuntime:
                     },
                 )
             case Kind.STATUS:
-                self._document(sock, Kind.STATUS_REPLY, self._status())
-            case Kind.CONFIGURE:
-                if body:
-                    self.configured.append(body)
-                self.section |= body
-                send(sock, pack_json(Kind.CONFIGURED, self.section))
+                self.asked.append(body["since"])
+                self._document(sock, Kind.STATUS_REPLY, self.status(body["since"]).SerializeToString())
             case Kind.COMMAND if body["command"] == "ping":
                 said = {"instance": self.instance, "revision": self.revision}
                 send(sock, pack_json(Kind.COMMANDED, said))
+            case Kind.COMMAND if body["command"] == "follow":
+                refusal, self.refuses_next = self.refuses_next, None
+                send(sock, pack_json(Kind.COMMANDED, refusal or self._follow(body)))
             case Kind.COMMAND:
                 self.commands.append(body)
                 answer = self.answers(body)
@@ -262,33 +299,35 @@ class FakeRuntime:
                     send(sock, pack_json(Kind.COMMANDED, answer))
         self._came.set()
 
-    def _status(self) -> dict[str, Any]:
-        return {
-            "pid": self.pid,
-            "uptime_s": 12.5,
-            "connections": len(self._sockets),
-            "compiled": 3,
-            "from_cache": 4,
-            "numerics": "auto",
-            "computes": None,
-            "memory": {
-                "device": {
-                    "name": "cpu",
-                    "limit_bytes": None,
-                    "budget_bytes": 5000,
-                    "pinned_bytes": 0,
-                    "logical_bytes": 1000,
-                    "physical_bytes": 1000,
-                    "held_bytes": 1000,
-                },
-                "host": {"logical_bytes": 2000, "physical_bytes": 2000, "tensors": 3},
-            },
-            "models": self.models,
-            "metas": self.metas,
-            "starting": self.starting,
-        }
+    def _follow(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["since"] is None:
+            self.document = body["document"]
+            self.follows = body["instance"], body["revision"]
+        elif self.follows == (body["instance"], body["since"]):
+            self.document = changed(self.document, body["document"])
+            self.commands.append({"command": "follow", **body["document"]})
+            self.follows = body["instance"], body["revision"]
+        return {"instance": self.follows[0], "revision": self.follows[1]}
 
-    def _document(self, sock: socket.socket, kind: Kind, value: dict[str, Any]) -> None:
+    def wants(self, model: str) -> dict[str, Any]:
+        """Return what the document wants of a model."""
+        wanted: dict[str, Any] = self.document["models"].get(model, {})
+        return wanted
+
+    def status(self, since: int = 0) -> pb.DeviceRecord:
+        """Return the record, which is always whole."""
+        record = pb.DeviceRecord(
+            instance=self.instance,
+            pid=self.pid,
+            next=1,
+            connections=len(self._sockets),
+            depth=self.document["scheduler"]["depth"] or 2,
+            models=self.models.values(),
+        )
+        record.MergeFrom(self.record)
+        return record
+
+    def _document(self, sock: socket.socket, kind: Kind, value: dict[str, Any] | bytes) -> None:
         fd = create_document(value)
         try:
             send(sock, pack_json(kind, {}), (fd,))
@@ -297,9 +336,12 @@ class FakeRuntime:
 
 
 @asynccontextmanager
-async def linked(*directories: Path, ping: float = 0.01, silence: float = 10.0) -> AsyncIterator[Runtimes]:
+async def linked(
+    *directories: Path, settings: str = "", ping: float = 0.01, silence: float = 10.0, **more: Any
+) -> AsyncIterator[Runtimes]:
     """Run links that ping often, and are patient unless a test is about silence."""
-    runtimes = Runtimes(directories, LinkTiming(ping, silence, pause_s=0.01))
+    timing = LinkTiming(ping, silence, pause_s=0.01)
+    runtimes = Runtimes(directories, load_settings(settings), timing, **more)
     running = asyncio.create_task(runtimes.run())
     try:
         yield runtimes
@@ -316,6 +358,7 @@ class FakeLifecycle:
         self.failures: dict[str, BundleFailure] = {}
         self.process_ends: dict[str, int] = {}
         self.load_threads = 4
+        self.barred = ""
         self.reached = True
         self.loading: set[str] = set()
         self.unwanted: set[str] = set()
@@ -323,6 +366,9 @@ class FakeLifecycle:
         self.refusals: dict[str, ReloadError] = {}
         self.asked = asyncio.Event()
         self.aliases: Mapping[str, Shares] = {}
+
+    def bundle_state(self, name: str) -> str:
+        return "served"
 
     def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
         self.aliases = aliases
@@ -381,9 +427,9 @@ async def served(
         add_model(repository, name)
         for one in found:
             one.entries[f"{name}@1"] = entry(name)
-            one.models[name] = model_status()
+            one.models[name] = model_record(name)
     lifecycle = FakeLifecycle()
-    async with linked(*folders, silence=silence) as runtimes:
+    async with linked(*folders, settings=settings, silence=silence) as runtimes:
         link = runtimes.links[0]
         readiness = Readiness(runtimes, repository, lifecycle, decides=decides)
         cards = Cards(["cpu"] * len(runtimes.links))
@@ -392,14 +438,27 @@ async def served(
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
         diagnosis = Diagnosis(runtimes, file, lifecycle, readiness, {}, no_queues)
-        live = Live(runtimes, cards, {}, lambda: Troubles({}, diagnosis.findings), every=0.1)
+        live = Live(
+            runtimes,
+            cards,
+            {},
+            lambda: Troubles({}, diagnosis.findings),
+            lambda: lifecycle.aliases,
+            every=0.1,
+        )
         service = ControlService(
             ControlledServer(os.getpid(), file, Prewarming(file, runtimes)),
             runtimes,
             lifecycle,
             placing,
             Monitoring(
-                Metrics(runtimes, lambda: lifecycle.failures.keys(), {}, lambda: diagnosis.findings),
+                Metrics(
+                    runtimes,
+                    lambda: lifecycle.failures.keys(),
+                    {},
+                    lambda: diagnosis.findings,
+                    lambda: lifecycle.aliases,
+                ),
                 live,
                 cards,
                 diagnosis,

@@ -233,40 +233,27 @@ def test_no_sequence_of_events_leaves_a_bundle_stuck(steps: list[tuple[str, str]
 
 
 def test_a_stub_is_dead_when_two_looks_agree() -> None:
-    """A stub is dead if two looks half a second apart agree; a stub that was only late is not."""
+    """A stub is dead if two looks half a second apart find no process; a stub that had yet to start is not."""
     health = StubHealth()
-    assert not health.look({"a", "b"}, {"a"}, 0.0, 20.0)
+    assert not health.look({"b"}, 20.0)
     assert health.suspicious
-    assert not health.look({"a", "b"}, {"b"}, 0.0, 20.4)
-    assert health.look({"a", "b"}, {"b"}, 0.0, 20.9) == {"a"}
+    assert not health.look({"a"}, 20.4)
+    assert health.look({"a"}, 20.9) == {"a"}
 
 
 def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
     """A model that Triton does not report as ready has no dead stub."""
     health = StubHealth()
-    assert not health.look(set(), set(), 0.0, 20.0)
-    assert not health.look(set(), set(), 0.0, 30.0)
+    assert not health.look(set(), 20.0)
+    assert not health.look(set(), 30.0)
     assert not health.suspicious
-
-
-def test_stubs_have_time_to_find_a_new_runtime() -> None:
-    """Stubs have ten seconds to reconnect to a new runtime, and fifteen to start one."""
-    health = StubHealth()
-    assert not health.look({"a"}, set(), 100.0, 101.0)
-    assert not health.look({"a"}, set(), 100.0, 109.9)
-    assert health.look({"a"}, set(), 100.0, 110.0) == {"a"}
-    assert not health.look({"a"}, set(), None, 120.0)
-    assert not health.look({"a"}, set(), None, 134.9)
-    assert health.look({"a"}, set(), None, 135.0) == {"a"}
-    assert not health.look({"a"}, set(), 136.0, 137.0)
-    assert not health.look({"a"}, set(), None, 150.0)
 
 
 def test_a_replaced_stub_has_time_to_start() -> None:
     """A replaced stub has time to start, and can be found dead after it."""
     health = StubHealth()
     health.expect_start("a", 30.0)
-    assert not health.look({"a"}, set(), 0.0, 20.0)
-    assert not health.look({"a"}, set(), 0.0, 29.0)
-    assert not health.look({"a"}, set(), 0.0, 30.0)
-    assert health.look({"a"}, set(), 0.0, 30.5) == {"a"}
+    assert not health.look({"a"}, 20.0)
+    assert not health.look({"a"}, 29.0)
+    assert not health.look({"a"}, 30.0)
+    assert health.look({"a"}, 30.5) == {"a"}

@@ -28,8 +28,8 @@ from rsrv.control.sentences import clock_time
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
-from tests.unit.control.peers import Served, entry, served, slow_request, until
-from tests.unit.control.test_findings import counts, model, outcomes
+from tests.unit.control.peers import FakeRuntime, Served, entry, served, slow_request, until
+from tests.unit.control.test_findings import model, outcomes
 from tests.waiting import looped
 
 
@@ -87,6 +87,36 @@ def test_commands_need_no_settings_reader_and_no_numpy() -> None:
 
 
 @looped
+async def test_a_watched_status_goes_on_through_a_runtimes_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shown again and again; a look without an answer is a line, and Ctrl-C ends it."""
+    looks = 0
+    loop = asyncio.get_running_loop()
+
+    def pause(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            loop.call_soon_threadsafe(server.runtime.die)
+            asyncio.run_coroutine_threadsafe(until(server.runtimes, lambda: not server.link.up), loop).result(
+                30
+            )
+        if looks == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("rsrv.cli.server_commands.time.sleep", pause)
+    async with shell(tmp_path, capsys) as rsrv:
+        server = rsrv.server
+
+        said = await rsrv("status", "--watch")
+
+        assert said.status == 130
+        assert said.out.count("server     tritonserver ") == 2
+        assert said.err.count("the runtime does not answer") == 2
+
+
+@looped
 async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal, `rsrv status` prints plain columns, failures included."""
     async with shell(tmp_path, capsys) as rsrv:
@@ -94,7 +124,15 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
             "manifest.yaml:\n  no such key", since=1.0, tries=3
         )
         rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
+        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
+
+        # A pattern has the failures of its models, and a command about one gets the reason.
+        said = await rsrv("status", "c*")
+        assert said.out.splitlines() == ["", "c has failed, 3 tries: manifest.yaml: no such key"]
+        refused = {"error": "there is no model 'c'", "code": "NOT_FOUND"}
+        rsrv.server.runtime.answers = lambda command: refused if command["command"] == "evict" else {}
+        said = await rsrv("evict", "c")
+        assert said.err == "rsrv evict: c has failed: manifest.yaml: no such key\n"
 
         said = await rsrv("status")
 
@@ -110,7 +148,7 @@ async def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixtu
         ]
         assert head.index("STATE") == row.index("resident")
         assert any(line.startswith("m ") for line in lines)
-        assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
+        assert lines[-1] == "c has failed, 3 tries: manifest.yaml: no such key"
 
 
 def test_a_member_of_a_newer_server_has_no_name() -> None:
@@ -122,10 +160,10 @@ def test_a_member_of_a_newer_server_has_no_name() -> None:
     )
 
 
-#: An answer to the command `memory`, of a GPU.
-MEMORY: dict[str, Any] = {
-    "memory": {
-        "device": {
+def remember(runtime: FakeRuntime) -> None:
+    """Give a runtime the records of a GPU with two models that share tensors."""
+    runtime.record = pb.DeviceRecord(
+        memory={
             "name": "L4",
             "limit_bytes": 20_000_000,
             "budget_bytes": 15_000_000,
@@ -134,41 +172,24 @@ MEMORY: dict[str, Any] = {
             "physical_bytes": 9_000_000,
             "held_bytes": 9_000_000,
         },
-        "host": {"logical_bytes": 12_000_000, "physical_bytes": 9_000_000, "tensors": 3, "limit_bytes": None},
-        "scratch_bytes": 3_000_000,
-        "kept_bytes": 500_000,
-        "in_use_bytes": 10_000_000,
-        "largest_free_bytes": 4_000_000,
-    },
-    "models": {
-        "a": {
-            "device_bytes": 7_000_000,
-            "own_bytes": 3_500_000,
-            "state_bytes": 500_000,
-            "host_bytes": 7_000_000,
-            "weights": "resident",
-            "pinned": True,
-        },
-        "b": {
-            "device_bytes": 5_000_000,
-            "own_bytes": 2_000_000,
-            "state_bytes": 0,
-            "host_bytes": 0,
-            "weights": "absent",
-            "pinned": False,
-        },
-    },
-    "groups": [
-        {"bytes": 3_000_000, "models": ["a", "b"], "on_device": True},
-    ],
-}
+        host={"logical_bytes": 12_000_000, "physical_bytes": 9_000_000, "tensors": 3},
+        scratch_bytes=3_000_000,
+        kept_bytes=500_000,
+        in_use_bytes=10_000_000,
+        largest_free_bytes=4_000_000,
+        shared=[pb.SharedTensors(bytes=3_000_000, models=["a", "b"], on_device=True)],
+    )
+    runtime.models["a"].MergeFrom(
+        pb.ModelRecord(device_bytes=7_000_000, state_bytes=500_000, host_bytes=7_000_000, pinned=True)
+    )
+    runtime.models["b"].MergeFrom(pb.ModelRecord(device_bytes=5_000_000, weights=pb.WEIGHTS_ABSENT))
 
 
 @looped
 async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The budget's arithmetic, each model's own and shared bytes, and the free pieces are told; a model names its sharers."""
     async with shell(tmp_path, capsys) as rsrv:
-        rsrv.server.runtime.answers = lambda command: MEMORY if command["command"] == "memory" else {}
+        remember(rsrv.server.runtime)
 
         lines = (await rsrv("memory")).out.splitlines()
 
@@ -197,6 +218,38 @@ async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest
         assert weights.endswith("3.5 MB own, 3 MB shared with b")
 
 
+@looped
+async def test_aliases_are_rows_of_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each model behind an alias has a line with its share and counts; an alias and a model name each other."""
+    async with shell(tmp_path, capsys) as rsrv:
+        rsrv.server.lifecycle.aliases = {"ab": {"a": 80.0, "b": 20.0, "lost": "shadow"}}
+        models = rsrv.server.runtime.models
+        models["a"].aliases["ab"].counts.update({"ok": 8, "internal": 2})
+        models["lost"] = pb.ModelRecord(name="lost", weights=pb.WEIGHTS_ABSENT)
+        models["lost"].shadows["ab"].counts["different"] = 3
+        table = [
+            ["ALIAS", "MODEL", "SHARE", "STATE", "ANSWERED", "ERRORS", "COPIES"],
+            ["ab", "a", "80%", "resident", "8", "2"],
+            ["ab", "b", "20%", "resident", "0", "0"],
+            ["ab", "lost", "shadow", "0", "0", "3", "different"],
+        ]
+        for words in ((), ("a*",)):
+            lines = [line.split() for line in (await rsrv("status", *words)).out.splitlines()]
+            assert [line for line in lines if line in table] == table, words
+
+        lines = [line.split() for line in (await rsrv("status", "ab")).out.splitlines()]
+        assert lines[:2] == [["alias", "ab"], ["requests", "8", "answered,", "2", "errors"]]
+        assert [line[:2] for line in lines if line[1:2] == ["resident"]] == [
+            ["a", "resident"],
+            ["b", "resident"],
+        ]
+        assert [line for line in lines if line in table] == table
+        assert ["aliases", "ab", "(80%)"] in [
+            line.split() for line in (await rsrv("status", "a")).out.splitlines()
+        ]
+        assert (await rsrv("alias")).out == "ab: a 80%, b 20%, lost shadow\n"
+
+
 @pytest.mark.parametrize(("failed", "status"), [(0, 0), (30, 3)])
 @looped
 async def test_the_doctor_says_what_to_do(
@@ -204,9 +257,10 @@ async def test_the_doctor_says_what_to_do(
 ) -> None:
     """The findings have numbers, a cause and a cure, and the exit status their severity; rsrv status begins with the severest."""
     async with shell(tmp_path, capsys) as rsrv:
-        said = counts({"a": model(requests=outcomes(failed=failed), responses={"internal": failed})})
-        answers = {"metrics": said, "memory": MEMORY}
-        rsrv.server.runtime.answers = lambda command: answers.get(command["command"], {})
+        responses = {"internal": failed}
+        rsrv.server.runtime.models["a"] = model(
+            name="a", device_bytes=1000, outcomes=outcomes(failed=failed), responses=responses
+        )
 
         doctor = await rsrv("doctor")
 
@@ -233,7 +287,7 @@ async def test_cold_models_are_counted_and_listed_on_request(
     """A thousand cold models are one line; those that a pattern names have a line each, with what their start waits for."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtimes.show_cold({f"cold-{number}" for number in range(1000)})
-        rsrv.server.runtime.starting = {"cold-7": "waits for its turn"}
+        rsrv.server.runtime.record.starting["cold-7"] = "waits for its turn"
 
         said = await rsrv("status")
 
@@ -257,8 +311,8 @@ async def test_a_model_waits_for_the_import_of_its_model_py(
     """It is not resident for clients, though its weights are on the device."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.entries)
-        rsrv.server.runtime.starting = dict.fromkeys("am", "importing model.py")
+        await until(rsrv.server.runtimes, lambda: "m@1" in rsrv.server.link.state.entries)
+        rsrv.server.runtime.record.starting.update(dict.fromkeys("am", "importing model.py"))
 
         said = await rsrv("status", "a")
         assert "state       starting, importing model.py" in said.out
@@ -274,6 +328,7 @@ async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFix
 
         assert said.status == 0
         assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
+        assert "task        text-classification" in said.out
         rows = [line.split() for line in said.out.splitlines()]
         assert ["a@1", "resident", "100"] in rows
         assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
@@ -281,12 +336,19 @@ async def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFix
         assert await rsrv("status", "x") == Said(
             1, "", "rsrv status: there is no model 'x'; known are a, b\n"
         )
+        rsrv.server.lifecycle.failures["a"] = BundleFailure("no manifest", 0.0)
+        assert "\na is served in an older version, 1 try: no manifest\n" in (await rsrv("status", "a")).out
+        del rsrv.server.lifecycle.failures["a"]
         assert (await rsrv("alias", "x", "a", "b=shadow")).status == 0
         rsrv.server.lifecycle.failures["x"] = BundleFailure("it is\nwrong", 0.0)
-        assert (await rsrv("alias")).out == "x: a 1, b shadow (not served so: it is wrong)\n"
-        del rsrv.server.lifecycle.failures["x"]
-        assert await rsrv("status", "x") == Said(
-            1, "", "rsrv status: there is no model 'x'; the name is an alias of a, b: name one of these\n"
+        assert (await rsrv("alias")).out == "x: a 100%, b shadow (not served so: it is wrong)\n"
+        assert "not served so  it is wrong" in (await rsrv("status", "x")).out
+        # The alias is no failed model.
+        assert "models     2 resident\n" in (await rsrv("status")).out
+        refused = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
+        rsrv.server.runtime.answers = lambda command: refused if command["command"] == "evict" else {}
+        assert await rsrv("evict", "x") == Said(
+            1, "", "rsrv evict: there is no model 'x'; the name is an alias of a, b: name one of these\n"
         )
 
 
@@ -297,7 +359,7 @@ async def test_a_table_on_a_terminal(
     """On a terminal, rich draws the table; text from a server is not read as rich's markup."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
-        await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.entries)
+        await until(rsrv.server.runtimes, lambda: "c@1" in rsrv.server.link.state.entries)
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
 
@@ -339,7 +401,9 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
     async with shell(tmp_path, capsys) as rsrv:
         status = (await rsrv("status", "--json")).json
 
-        assert set(status) == {*("server", "devices", "scheduler", "models", "metas", "failures", "findings")}
+        assert set(status) == {
+            *("server", "devices", "scheduler", "models", "metas", "failures", "findings", "aliases")
+        }
         assert set(status["server"]) == {
             *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
         }
@@ -362,7 +426,7 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
             *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
         }
         assert set(status["scheduler"]) == {
-            *("discipline", "depth", "metaConcurrency", "eviction"),
+            *("discipline", "depth", "metaConcurrency"),
             "maxQueueDepth",
         }
         model = status["models"][0]
@@ -381,6 +445,8 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
                 "sequences",
                 "generations",
                 "generated",
+                "bundle",
+                "task",
             ),
             "devices",
         }
@@ -436,34 +502,45 @@ RECORDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("arguments", "command", "out"),
     [
-        (["pin", "a"], {"command": "residency", "model": "a", "residency": "device"}, "a: residency device"),
+        (
+            ["pin", "a"],
+            {"command": "follow", "models": {"a": {"settings": {"residency": "device"}, "asked": 1}}},
+            "a: residency device",
+        ),
         (
             ["unpin", "a"],
-            {"command": "residency", "model": "a", "residency": "system"},
+            {"command": "follow", "models": {"a": {"settings": {"residency": "system"}, "asked": 1}}},
             "a: residency system",
         ),
         (
             ["residency", "a", "unpinned"],
-            {"command": "residency", "model": "a", "residency": "unpinned"},
+            {"command": "follow", "models": {"a": {"settings": {"residency": "unpinned"}, "asked": 1}}},
             "a: residency unpinned",
         ),
         (
             ["policy", "a", "--weight", "2.5", "--max-delay-us", "100"],
-            {"command": "policy", "model": "a", "weight": 2.5, "max_delay_us": 100},
+            {"command": "follow", "models": {"a": {"settings": {"weight": 2.5, "max_delay_us": 100}}}},
             "a: weight 2.5, max_delay_us 100",
         ),
-        (["prefetch", "a"], {"command": "prefetch", "model": "a"}, "a: the weights will be loaded"),
+        (
+            ["policy", "a", "--max-delay-us", "5ms"],
+            {"command": "follow", "models": {"a": {"settings": {"max_delay_us": 5000}}}},
+            "a: max_delay_us 5000",
+        ),
+        (
+            ["prefetch", "a"],
+            {"command": "follow", "models": {"a": {"prefetched": True, "asked": 1}}},
+            "a: the weights will be loaded",
+        ),
         (["evict", "--all"], {"command": "evict", "model": None}, "freed: a, b"),
         (["evict", "a", "--device", "0"], {"command": "evict", "model": "a"}, "freed: a, b"),
         (["compact"], {"command": "compact"}, "the weights that are not pinned are evicted and loaded again"),
-        (["pause", "a"], {"command": "pause", "model": "a", "mode": "hold"}, "a: paused (hold)"),
+        (["pause", "a"], {"command": "follow", "models": {"a": {"paused": "hold"}}}, "a: paused (hold)"),
         (
             ["pause", "--all", "--mode", "drain"],
-            {"command": "pause", "model": None, "mode": "drain"},
+            {"command": "follow", "paused": "drain"},
             "all models: paused (drain)",
         ),
-        (["continue", "a"], {"command": "continue", "model": "a"}, "a: not paused"),
-        (["resume", "--all"], {"command": "continue", "model": None}, "all models: not paused"),
         (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 already execute"),
         (
             ["history", "a"],
@@ -507,7 +584,8 @@ async def test_why_lists_all_requests_with_an_id(tmp_path: Path, capsys: pytest.
         assert ("after 250 ms" in first, "after 500 ms" in second) == (True, True)
         assert len((await rsrv("why", "r", "--json")).json["requests"]) == 2
         table = (await rsrv("why", "--slowest", "a")).out.splitlines()
-        assert [line.split()[0] for line in table] == ["NUMBER", "3.17", "3.17"]
+        assert [line.split()[0] for line in table[:3]] == ["NUMBER", "3.17", "3.17"]
+        assert "OTHERS (the device executed other requests)" in "".join(table[3:])
         assert "500 ms" in table[1]
         found.clear()
         missing = await rsrv("why", "r")
@@ -586,7 +664,8 @@ async def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest
 
         said = await rsrv("scheduler", "discipline=edf", "depth=null", "meta_concurrency=3", "--json")
         assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
-        assert rsrv.server.runtime.configured == [{"discipline": "edf", "depth": None, "meta_concurrency": 3}]
+        wanted = {"discipline": "edf", "depth": None, "meta_concurrency": 3}
+        assert wanted.items() <= rsrv.server.runtime.document["scheduler"].items()
 
 
 @looped
@@ -597,7 +676,7 @@ async def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFi
         assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
 
         rsrv.server.runtime.change("a@1", None)
-        await until(rsrv.server.runtimes, lambda: "a@1" not in rsrv.server.link.entries)
+        await until(rsrv.server.runtimes, lambda: "a@1" not in rsrv.server.link.state.entries)
 
         reason = "not serving: a is not loaded\n"
         assert await rsrv("health") == Said(1, reason, "")
@@ -633,14 +712,14 @@ async def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path
         else:
             assert await watch.stdout.readline() == b"runtime 1111111111111111, revision 5\n"
             line = await watch.stdout.readline()
-            assert line == b"5 a@1 resident, residency system, 1 stubs\n"
+            assert line == b"5 a@1 resident, residency system, 1 stub\n"
 
         server.runtime.change("a@1", entry("a", paused="hold"))
         line = await watch.stdout.readline()
         if flag:
             assert json.loads(line)["change"]["entry"]["version"]["paused"] == "PAUSE_HOLD"
         else:
-            assert line == b"6 a@1 resident, residency system, 1 stubs, paused (hold)\n"
+            assert line == b"6 a@1 resident, residency system, 1 stub, paused (hold)\n"
 
         watch.send_signal(signal.SIGINT)
         assert await watch.communicate() == (b"", b"")
@@ -663,16 +742,19 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
 
     assert capsys.readouterr().out.splitlines() == [
         "6 a@1 failed, 0 stubs, no room ?[2J",
-        "7 a@1 gone",
+        "7 a@1 has left",
         "the runtime does not answer",
-        "b failed: no manifest",
+        "b is not as its bundle says: no manifest",
         "all models are as their bundles say",
     ]
 
 
 @looped
-async def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_profile_of_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`rsrv profile` starts a profile and stops it when the time is over."""
+    monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with shell(tmp_path, capsys) as rsrv:
 
         def answer(command: dict[str, Any]) -> dict[str, Any]:
@@ -718,6 +800,27 @@ async def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture
         said = await rsrv("health")
         assert (said.status, said.err) == (1, "")
         assert said.out.startswith("not serving: the runtime does not answer")
+
+
+@looped
+async def test_no_proxy_is_asked_for_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server at a loopback address is reached, although the environment names a proxy, which does not answer."""
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    section = ControlSection(listen="127.0.0.1:0", token_file=tmp_path / "token")
+    async with shell(tmp_path, capsys) as rsrv:
+        listener, port = await listen(section, rsrv.server.service, rsrv.server.health)
+        try:
+            for host in ("127.0.0.1", "localhost"):
+                token = ["--token-file", str(tmp_path / "token")]
+                answer = await rsrv("health", *token, address=f"{host}:{port}")
+                assert (answer.status, answer.out) == (0, "serving\n")
+        finally:
+            await listener.stop(0)
 
 
 @looped
@@ -830,6 +933,22 @@ def test_several_servers_are_named_by_folder_and_port(
             find.address(".")
 
 
+def test_a_command_asks_the_server_of_its_folder(
+    servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several servers, the one that was started there or above, or whose models are below; elsewhere one must be named."""
+    with _tritonserver(tmp_path / "one") as first, _tritonserver(tmp_path / "two") as second:
+        addresses = {"one": _server(servers, first), "two": _server(servers, second)}
+        (tmp_path / "two" / "bundles").mkdir()
+
+        for folder, server in (("one", "one"), ("two", "two"), ("two/gen", "two"), ("two/bundles", "two")):
+            monkeypatch.chdir(tmp_path / folder)
+            assert find.address(None) == addresses[server]
+        monkeypatch.chdir("/")
+        with pytest.raises(find.NotFound, match="several servers run here"):
+            find.address(None)
+
+
 def test_a_server_s_own_folder_precedes_a_folder_above(servers: Path, tmp_path: Path) -> None:
     """Of two servers, one in a folder below the other's, each is chosen by its own folder."""
     with _tritonserver(tmp_path / "m") as upper, _tritonserver(tmp_path / "m" / "gen" / "b") as lower:
@@ -894,7 +1013,10 @@ async def test_without_a_command_the_status_is_shown(
         (["pause", "a", "--mode", "dran"], "argument --mode: unknown value 'dran'; did you mean 'drain'?"),
         (["scheduler", "dept=3"], "rsrv scheduler: unknown key 'dept'; did you mean 'depth'?"),
         (["scheduler", "discipline=fiar"], "discipline cannot be 'fiar'; did you mean 'fair'?"),
-        (["status", "--timeout", "x"], "argument --timeout: 'x' is not a number of seconds above 0"),
+        (
+            ["status", "--timeout", "x"],
+            "argument --timeout: 'x' is not a time above 0, such as 30, 500ms or 5m",
+        ),
     ],
 )
 @looped
@@ -932,7 +1054,7 @@ def test_health_names_each_model_that_does_not_serve_and_why() -> None:
     )
 
     assert reasons(status) == [
-        "e failed: no manifest",
+        "e has failed: no manifest",
         "a failed: no room",
         "b is starting",
         "c has no stub; it is loaded again",

@@ -13,7 +13,7 @@ from rsrv.control.card_memory import CardMemory, Cards, NoFigures
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.paths import NO_DEVICE
-from tests.unit.control.peers import FakeRuntime, entry, model_status, served, until
+from tests.unit.control.peers import FakeRuntime, entry, model_record, served, until
 from tests.waiting import looped
 
 READY = {"records": [{"at": 1.0, "what": "model ready", "why": "warmed up"}], "waits_for": ""}
@@ -25,7 +25,11 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
     async with served(tmp_path, models=["a"], devices=2) as server:
         first, second = server.all
         first.change("a@1", entry("a", weights="absent"))
-        first.models["a"] = model_status(weights="absent", weights_state="queued", costs={"0/8": 0.004})
+        first.models["a"] = model_record(
+            weights=pb.WEIGHTS_ABSENT,
+            weights_state="queued",
+            executables=[{"size": size, "count": 4 * (size == 8), "cost_s": 0.004} for size in (1, 8, 16)],
+        )
         second.change("b@1", entry("b", state="failed", error="no room", weights="absent"))
         await until(server.runtimes, lambda: "b@1" in server.runtimes.entries)
 
@@ -46,9 +50,9 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
         assert (a.generated["answers"], a.generated["token_s"]) == (4, 0.312)
         assert (a.weights, a.weights_state, a.device_bytes) == (pb.WEIGHTS_RESIDENT, "evicting", 1000)
         assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
-            (1, 0, 0.001),
+            (1, 0, 0.004),
             (8, 8, 0.004),
-            (16, 0, 0.003),
+            (16, 0, 0.004),
         ]
         assert [(one.number, one.weights, one.queued) for one in a.devices] == [
             (0, pb.WEIGHTS_ABSENT, 1),
@@ -105,11 +109,11 @@ async def test_a_device_that_is_not_found_has_its_reason_in_the_status(
         server.all[0].die()
         await until(server.runtimes, lambda: not server.runtimes.up)
         with pytest.raises(StatusError, match="No model can serve until it is back; the card is full"):
-            await server.runtimes.status()
+            await server.runtimes.records()
 
         note.unlink()
         with pytest.raises(StatusError, match="see the server's log"):
-            await server.runtimes.status()
+            await server.runtimes.records()
 
 
 @looped
@@ -119,7 +123,7 @@ async def test_a_model_is_on_the_disk_of_one_device_and_in_memory_for_another(
     """The status has the nearest place of its weights."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         for one, place in zip(server.all, ("on disk", "absent"), strict=True):
-            one.models["a"]["weights_state"] = place
+            one.models["a"].weights_state = place
         status_page(await server.control.GetStatus(pb.GetStatusRequest()))
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
         assert row.split()[:3] == ["a", "warm", "0"]
@@ -132,7 +136,7 @@ async def test_pages_name_devices_where_there_are_several(
     """The pages have a line per device, the devices of each model's weights, and a history over all of them."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", weights="absent"))
-        await until(server.runtimes, lambda: server.runtimes.links[1].revision == 6)
+        await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)
         for one in server.all:
             one.answers = lambda command: {"unix_s": 1e9, "histories": {"a@1": READY}}
 
@@ -152,24 +156,28 @@ async def test_pages_name_devices_where_there_are_several(
 @looped
 async def test_a_prefetch_reaches_the_devices_that_placement_has(tmp_path: Path) -> None:
     """A prefetch goes to the named devices, else to those of placement, else to all; an eviction to all or the named."""
-    prefetch, evict = {"command": "prefetch", "model": "a"}, {"command": "evict", "model": "a"}
     async with served(tmp_path, models=["a"], devices=2) as server:
         for one in server.all:
             one.answers = lambda command: {"models": ["a"]} if command["command"] == "evict" else {}
 
-        async def sent(call: Any, request: Any) -> list[list[dict[str, Any]]]:
+        async def after(call: Any, request: Any) -> tuple[list[int], list[int]]:
+            """Return the devices that are to have the weights, and those that were told to evict them."""
             for one in server.all:
                 one.commands.clear()
             await call(request)
-            return [list(one.commands) for one in server.all]
+            numbered = list(enumerate(server.all))
+            wanted = [number for number, one in numbered if one.wants("a").get("prefetched")]
+            return wanted, [
+                number for number, one in numbered if {"command": "evict", "model": "a"} in one.commands
+            ]
 
         control, target = server.control, pb.Target(model="a")
-        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a")) == [[prefetch], [prefetch]]
+        assert await after(control.Prefetch, pb.PrefetchRequest(model="a")) == ([0, 1], [])
+        assert await after(control.Evict, pb.EvictRequest(target=target)) == ([], [0, 1])
         server.runtimes.placement = {"a": [1]}
-        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a")) == [[], [prefetch]]
-        assert await sent(control.Prefetch, pb.PrefetchRequest(model="a", devices=[0])) == [[prefetch], []]
-        assert await sent(control.Evict, pb.EvictRequest(target=target)) == [[evict], [evict]]
-        assert await sent(control.Evict, pb.EvictRequest(target=target, devices=[1])) == [[], [evict]]
+        assert await after(control.Prefetch, pb.PrefetchRequest(model="a")) == ([1], [])
+        assert await after(control.Prefetch, pb.PrefetchRequest(model="a", devices=[0])) == ([0, 1], [])
+        assert await after(control.Evict, pb.EvictRequest(target=target, devices=[1])) == ([0], [1])
         with pytest.raises(
             grpc.aio.AioRpcError, match="there is no device 2: the server's devices are 0 to 1"
         ):
@@ -184,13 +192,13 @@ async def test_a_pin_waits_for_all_devices_that_serve_the_model(tmp_path: Path) 
         for one in (first, second):
             one.change("a@1", entry("a", weights="absent"))
         third.change("a@1", entry("a", state="failed", error="no room", weights="absent"))
-        await until(server.runtimes, lambda: all(link.revision == 6 for link in server.runtimes.links))
+        await until(server.runtimes, lambda: all(link.state.revision == 6 for link in server.runtimes.links))
         request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
         call = asyncio.ensure_future(server.control.SetResidency(request))
         await second.came(lambda: bool(second.commands))
         first.change("a@1", entry("a"))
-        await until(server.runtimes, lambda: server.link.revision == 7)
-        await server.link.status()
+        await until(server.runtimes, lambda: server.link.state.revision == 7)
+        await server.link.record()
         assert not call.done()
         second.change("a@1", entry("a"))
         await call
@@ -203,12 +211,12 @@ async def test_a_reload_waits_for_all_devices_that_serve_the_model(tmp_path: Pat
         first, second = server.all
         for one in (first, second):
             one.change("a@2", entry("a", state="loading", weights="absent"))
-        await until(server.runtimes, lambda: all(link.revision == 6 for link in server.runtimes.links))
+        await until(server.runtimes, lambda: all(link.state.revision == 6 for link in server.runtimes.links))
         call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
         await server.lifecycle.asked.wait()
         first.change("a@2", entry("a"))
-        await until(server.runtimes, lambda: server.link.revision == 7)
-        await server.link.status()
+        await until(server.runtimes, lambda: server.link.state.revision == 7)
+        await server.link.record()
         assert not call.done()
         second.change("a@2", entry("a", state="failed", error="no room", weights="absent"))
 
@@ -225,7 +233,7 @@ async def test_a_model_that_one_device_cannot_have_is_ready_and_says_so(
     """A model that failed on one of two devices serves, is no failure of the server, and the page says where it is not."""
     async with served(tmp_path, models=["a"], devices=2) as server:
         server.all[1].change("a@1", entry("a", state="failed", error="no\nroom", weights="absent", stubs=[]))
-        await until(server.runtimes, lambda: server.runtimes.links[1].revision == 6)
+        await until(server.runtimes, lambda: server.runtimes.links[1].state.revision == 6)
 
         assert server.health.serving("") is True
         status_page(await server.control.GetStatus(pb.GetStatusRequest()))
@@ -265,8 +273,11 @@ async def test_a_timeline_has_the_spans_of_each_device(tmp_path: Path) -> None:
 
 
 @looped
-async def test_a_profile_of_two_devices_has_a_folder_for_each(tmp_path: Path) -> None:
+async def test_a_profile_of_two_devices_has_a_folder_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """StartProfile records on all live devices, and StopProfile ends all."""
+    monkeypatch.setattr("rsrv.control.service.PROFILES", tmp_path / "profiles")
     async with served(tmp_path, devices=2) as server:
         started = await server.control.StartProfile(pb.StartProfileRequest())
         for number, one in enumerate(server.all):
@@ -294,7 +305,7 @@ async def test_a_watcher_sees_the_states_of_each_device(
         for update in (change, down):
             print_update(update)
         assert capsys.readouterr().out.splitlines() == [
-            "6 of device 1 a@1 resident, residency system, 1 stubs",
+            "6 of device 1 a@1 resident, residency system, 1 stub",
             "the runtime of device 1 does not answer",
         ]
 

@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,8 @@ from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.settings import load_settings
 from rsrv_gen.plan import BUNDLE_FOLDER
-from tests.unit.control.peers import FakeLifecycle, FakeRuntime, entry, linked, model_status, no_queues, until
-from tests.unit.control.test_findings import counts, model, outcomes
+from tests.unit.control.peers import FakeLifecycle, FakeRuntime, entry, linked, no_queues, until
+from tests.unit.control.test_findings import model, outcomes
 from tests.waiting import looped
 
 
@@ -27,12 +26,10 @@ class Diagnosed:
     runtime: FakeRuntime
     runtimes: Runtimes
     diagnosis: Diagnosis
-    models: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, BundleFailure] = field(default_factory=dict)
+    failures: dict[str, BundleFailure]
 
-    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
-        shared = {"groups": [{"bytes": 500, "models": ["a", "b"], "on_device": True}]}
-        return {"metrics": counts(self.models), "memory": shared}.get(command["command"], {})
+    def fail(self) -> None:
+        self.runtime.models["a"] = model(name="a", device_bytes=1000, outcomes=outcomes(failed=30))
 
     @property
     def names(self) -> list[str]:
@@ -44,15 +41,15 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
     """Serve a runtime with one model that is well."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
-    runtime.models["a"] = model_status()
+    runtime.models["a"] = model(name="a", device_bytes=1000)
+    runtime.record.shared.add(bytes=500, models=["a", "b"], on_device=True)
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
         bundles = FakeLifecycle()
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
         readiness = Readiness(runtimes, tmp_path, bundles, decides=False)
         diagnosis = Diagnosis(runtimes, file, bundles, readiness, {}, no_queues)
-        found = Diagnosed(runtime, runtimes, diagnosis, {"a": model()}, bundles.failures)
-        runtime.answers = found.answer
+        found = Diagnosed(runtime, runtimes, diagnosis, bundles.failures)
         try:
             yield found
         finally:
@@ -65,11 +62,10 @@ async def test_findings_are_those_of_the_latest_look(tmp_path: Path) -> None:
     async with diagnosed(tmp_path) as server:
         figures, _ = await server.diagnosis.look()
         assert server.names == []
-        assert figures.facts["a"].device_bytes == 1000
-        assert figures.devices[0].shared == [(500, frozenset("ab"))]
-        assert dict(figures.facts["a"].costs) == {1: 0.001, 8: 0.002, 16: 0.003}
+        (shared,) = figures.devices[0].records.shared
+        assert (shared.bytes, [*shared.models]) == (500, ["a", "b"])
 
-        server.models["a"] = model(requests=outcomes(failed=30))
+        server.fail()
         server.failures["b"] = BundleFailure("no manifest", since=0.0)
         await server.diagnosis.look()
         assert server.names == ["model_failed", "requests_fail"]
@@ -107,36 +103,19 @@ async def test_trouble_is_forgotten_after_the_window(tmp_path: Path, monkeypatch
     async with diagnosed(tmp_path) as server:
         running = asyncio.create_task(server.diagnosis.run())
         try:
-            commands = server.runtime.commands
-            await server.runtime.came(lambda: len(commands) > 1)
-            server.models["a"] = model(requests=outcomes(failed=30))
-            await server.runtime.came(lambda: len(commands) > 3)
+            asked = server.runtime.asked
+            await server.runtime.came(lambda: len(asked) > 1)
+            server.fail()
+            await server.runtime.came(lambda: len(asked) > 3)
             assert server.names == ["requests_fail"]
-            seen = len(commands)
-            await server.runtime.came(lambda: len(commands) > seen + 2 * module._LOOKS)
+            seen = len(asked)
+            await server.runtime.came(lambda: len(asked) > seen + 2 * module._LOOKS)
             assert server.names == []
             first, *others = server.diagnosis._looks
             assert all(
-                one.devices[0].counts["models"]["a"] is first.devices[0].counts["models"]["a"]
-                for one in others
+                one.devices[0].records.models["a"] is first.devices[0].records.models["a"] for one in others
             )
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
-
-
-@looped
-async def test_a_look_takes_the_answers_that_prometheus_has_just_got(tmp_path: Path) -> None:
-    """A look that may be old costs the runtime nothing after an answer, but a new runtime is asked at once."""
-    async with diagnosed(tmp_path) as server:
-        runtimes = server.diagnosis._runtimes
-
-        async def look(max_age_s: float) -> int:
-            await server.diagnosis.look(max_age_s)
-            return sum(command["command"] == "metrics" for command in server.runtime.commands)
-
-        await runtimes.metrics()
-        assert [await look(60.0), await look(60.0), await look(0.0)] == [1, 1, 2]
-        runtimes.links[0].instance = "another"
-        assert await look(60.0) == 3

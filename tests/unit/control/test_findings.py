@@ -1,7 +1,7 @@
 """Findings from figures: each is raised by its trouble, and none by a server that is well."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,51 +10,59 @@ import pytest
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import find
-from rsrv.control.figures import DeviceFigures, ModelFacts, ServerFigures
+from rsrv.control.figures import DeviceFigures, ServerFigures
 from rsrv.control.findings import ServerFinding
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.shm_usage import ShmUsage
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
+from rsrv.renewal import FileState
 from rsrv.settings import load_settings
-from tests.unit.control.peers import entry
+from tests.unit.control.peers import entry, records, trimmed
 
 MB = 1_000_000
 E2E = Path(__file__).parents[2] / "e2e"
 HELP = next(family.help for family in FAMILIES if family.name == "rsrv_findings")
 
 
-def times(count: int, value: float, bounds: tuple[float, ...] = SECONDS) -> list[float]:
-    """Return a histogram of equal values, as the runtime answers."""
+def times(count: int, value: float, bounds: tuple[float, ...] = SECONDS) -> pb.Histogram:
+    """Return a histogram of equal values, as a record has it."""
     histogram = Histogram(bounds)
     for _ in range(count):
         histogram.observe(value)
-    return histogram.to_json()
+    return trimmed(histogram)
 
 
-def model(n: int = 1000, **differs: Any) -> dict[str, Any]:
-    """Return the counters of a model that answered `n` requests of a row in 4 ms each, without waiting."""
-    return {
-        "queued": 0,
-        "resident": True,
+def model(n: int = 1000, costs: Mapping[int, float] | None = None, **differs: Any) -> pb.ModelRecord:
+    """Return the record of a model that answered `n` requests of a row in 4 ms each, without waiting.
+
+    `costs`: seconds of an execution by its size.
+    """
+    common: dict[str, Any] = {
+        "weights": pb.WEIGHTS_RESIDENT,
         "host_bytes": 10 * MB,
         "device_bytes": 10 * MB,
-        "requests": {"answered": n, "refused": 0, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0},
+        "outcomes": {**outcomes(), "answered": n},
+        "answered": n,
         "responses": {"ok": n},
-        "refused": {},
-        "missed": {},
-        "executions": n,
-        "rows": n,
+        "dispatches": n,
+        "useful_rows": n,
         "device_seconds": 0.004 * n,
-        "misses": 0,
-        "evictions": {},
         "queue_wait": times(n, 0.0005),
         "execute": times(n, 0.004),
+        "loads": 1,
         "load": times(1, 0.02),
         "batch_rows": times(n, 1, ROWS),
-        "batch_padding": times(n, 0, PADDING),
-        "hooks": {},
         "request": times(n, 0.006),
-        **differs,
+        "executables": [
+            {"size": size, "cost_s": seconds}
+            for size, seconds in ({1: 0.004, 16: 0.02} if costs is None else costs).items()
+        ],
     }
+    record = pb.ModelRecord(**{**common, **differs})
+    record.errors = sum(record.outcomes.values()) - record.outcomes["answered"]
+    return record
 
 
 def outcomes(**differs: int) -> dict[str, int]:
@@ -62,37 +70,45 @@ def outcomes(**differs: int) -> dict[str, int]:
 
 
 def counts(
-    models: Mapping[str, Any], *, metas: Mapping[str, Any] | None = None, **memory: Any
-) -> dict[str, Any]:
-    """Return a runtime's answer to `metrics`; `memory` replaces figures of the device."""
-    device = {"limit_bytes": None, "budget_bytes": 100 * MB, "pinned_bytes": 0, "held_bytes": 20 * MB}
-    return {
-        "models": models,
-        "metas": metas or {},
-        "memory": {
-            "device": {**device, **memory},
-            "host": {"logical_bytes": 40 * MB, "physical_bytes": 40 * MB, "limit_bytes": 1000 * MB},
-            "scratch_bytes": 0,
-            "kept_bytes": 0,
+    models: Mapping[str, pb.ModelRecord],
+    *,
+    importing: Mapping[str, tuple[float, int]] | None = None,
+    cache_obstacle: str = "",
+    compile: pb.Histogram | None = None,
+    shared: Sequence[pb.SharedTensors] = (),
+    **memory: Any,
+) -> RuntimeRecords:
+    """Return the records of a runtime; `memory` replaces figures of the device."""
+    named, device = [], {"budget_bytes": 100 * MB, "held_bytes": 20 * MB}
+    for name, one in models.items():
+        named.append(copy := pb.ModelRecord(name=name))
+        copy.MergeFrom(one)
+    return records(
+        *named,
+        memory={key: size for key, size in {**device, **memory}.items() if size is not None},
+        host={"logical_bytes": 40 * MB, "physical_bytes": 40 * MB},
+        host_limit_bytes=1000 * MB,
+        compiled=2,
+        compile=compile or times(2, 1.0, LONG_SECONDS),
+        cache_obstacle=cache_obstacle,
+        importing={
+            name: pb.Import(seconds=seconds, line=line) for name, (seconds, line) in (importing or {}).items()
         },
-        "executables": {"compiled": 2, "cache": 0, "shared": 0},
-        "compile": times(2, 1.0, LONG_SECONDS),
-        "loop_bans": 0,
-    }
+        shared=shared,
+    )
 
 
-def server(*devices: dict[str, Any], settings: str = "", **differs: Any) -> ServerFigures:
+def server(*devices: RuntimeRecords, settings: str = "", **differs: Any) -> ServerFigures:
     """Return a server's figures after a minute; its counters began with it."""
-    names = [name for one in devices for name in one["models"]]
+    names = [name for one in devices for name in one.models]
     figures = ServerFigures(
         t=60.0,
         unix_s=1060.0,
-        devices={at: DeviceFigures(instance="1", since=0.0, counts=one) for at, one in enumerate(devices)},
+        devices={at: DeviceFigures(instance="1", since=0.0, records=one) for at, one in enumerate(devices)},
         entries={f"{name}@1": entry(name) for name in names},
         failures={},
         settings=load_settings(settings),
-        facts={name: ModelFacts(10 * MB, {1: 0.004, 16: 0.02}) for name in names},
-        shm=(900, 1000),
+        shm=ShmUsage(900, 1000),
     )
     return replace(figures, **differs)
 
@@ -111,6 +127,31 @@ def found(now: ServerFigures, before: ServerFigures | None = None) -> dict[str, 
     return {one.name: one for one in findings}
 
 
+def test_a_restart_that_an_operator_asked_for_earlier_excuses_no_death() -> None:
+    """Only the restarts of the time that the findings are about are subtracted from the lives of a runtime."""
+    runtime = DeviceFigures(instance="1", since=0.0, records=counts({}), lives=3, restarts=2)
+    died = replace(runtime, instance="2", since=100.0, lives=4)
+    past = server(devices={0: runtime})
+
+    (finding,) = found(server(t=120.0, devices={0: died}), past).values()
+
+    assert finding.name == "runtime_restarts"
+    assert "the runtime of device 0 died" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("discipline", "cure"),
+    [("fair", "`rsrv scheduler discipline=edf`"), ("edf", "add devices, or send fewer requests")],
+)
+def test_the_discipline_is_no_cure_where_it_is_set(discipline: str, cure: str) -> None:
+    """Under `edf` already, requests that wait beyond their deadlines need another device."""
+    late = counts({"a": model(outcomes=outcomes(expired=100), missed={"queue": 100})})
+
+    findings = found(server(late, settings=f"scheduler: {{discipline: {discipline}}}"))
+
+    assert findings["deadlines_queue"].cure.startswith(cure)
+
+
 def test_each_finding_has_a_test_with_a_real_server() -> None:
     """Figures that no server has prove nothing: an end-to-end test makes the trouble of each finding."""
     names = re.findall(r"\w+", HELP.partition("and name:")[2])
@@ -124,7 +165,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
     busy = server(counts({"a": model(8000), "b": model()}))
     assert found(busy) == {}
     assert found(replace(busy, t=120.0), busy) == {}
-    assert found(server({**counts({"a": model()}), "importing": {"a": [29.0, 7]}}, starting=True)) == {}
+    assert found(server(counts({"a": model()}, importing={"a": (29.0, 7)}), starting=True)) == {}
     assert found(server(counts({}))) == {}
     assert found(replace(busy, t=0.1)) == {}
 
@@ -140,7 +181,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
                 counts(
                     {
                         name: model(
-                            100, misses=78, evictions={"room": 70}, load=times(78, 0.026), resident=False
+                            100, misses=78, evictions={"room": 70}, loads=78, load=times(78, 0.026), weights=pb.WEIGHTS_ABSENT
                         )
                         for name in "abcd"
                     },
@@ -159,7 +200,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "model_failed",
             "critical",
-            "a cannot be served",
+            "a has failed",
             server(
                 counts({}),
                 entries={"a@1": entry("a", state="failed", error="torn")},
@@ -196,13 +237,19 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "compiled_at_start",
             "note",
             "2 executables were compiled since this runtime's start: 41 s",
-            server({**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}),
+            server(counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))),
+        ),
+        (
+            "no_compilation_cache",
+            "warning",
+            "executables are kept only until this server ends",
+            server(counts({"a": model()}, cache_obstacle="Read-only file system")),
         ),
         (
             "disk_loads",
             "warning",
             "weights of a were read from disk 9 times",
-            server(counts({"a": model(host_bytes=0, load=times(9, 0.2))})),
+            server(counts({"a": model(host_bytes=0, loads=9, load=times(9, 0.2))})),
         ),
         (
             "padding",
@@ -213,8 +260,8 @@ def test_a_server_that_is_well_has_no_findings() -> None:
                     {
                         "a": model(
                             354,
-                            rows=808,
-                            batch_padding=[4850.0, 0],
+                            useful_rows=808,
+                            padded_rows=4850,
                             batch_rows=times(354, 3, ROWS),
                         )
                     }
@@ -226,8 +273,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "warning",
             "a executes one row at a time while requests wait 250 ms",
             server(
-                counts({"a": model(7000, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
-                facts={"a": ModelFacts(MB, {1: 0.004})},
+                counts({"a": model(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
             ),
         ),
         (
@@ -280,25 +326,25 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "requests_fail",
             "critical",
             "a: 30 of 1030 answers are failures of the server",
-            server(counts({"a": model(requests=outcomes(failed=30), responses={"ok": 1000, "internal": 30})})),
+            server(counts({"a": model(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30})})),
         ),
         (
             "queue_full",
             "warning",
             "a refused 100 of 1100 requests (QUEUE_FULL); 1024 may wait",
-            server(counts({"a": model(requests=outcomes(refused=100), refused={"queue_full": 100})})),
+            server(counts({"a": model(outcomes=outcomes(refused=100), refused={"queue_full": 100})})),
         ),
         (
             "no_memory",
             "critical",
             "10 MB of weights found no memory beside the 20 MB on the device (the budget is 100 MB)",
-            server(counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
+            server(counts({"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2})})),
         ),
         (
             "not_resident",
             "warning",
             "its weights are not on the device",
-            server(counts({"a": model(requests=outcomes(refused=20), refused={"not_resident": 20})})),
+            server(counts({"a": model(outcomes=outcomes(refused=20), refused={"not_resident": 20})})),
         ),
         (
             "bad_requests",
@@ -311,7 +357,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
                 f"deadlines_{stage}",
                 "warning",
                 "a missed the deadlines of 100 of 1100 requests",
-                server(counts({"a": model(requests=outcomes(expired=100), missed={stage: 100})})),
+                server(counts({"a": model(outcomes=outcomes(expired=100), missed={stage: 100})})),
             )
             for stage in ("arrival", "queue", "load", "execute")
         ),
@@ -320,7 +366,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "note",
             "20 runs of chain wait while the device is idle 93.3% of the time",
             server(
-                counts({"a": model()}, metas={"chain": {**model(50), "queued": 20, "running": 2, "calls": 9}})
+                counts({"a": model(), "chain": model(50, meta=True, queued=20, executing=2, calls=9)})
             ),
         ),
         (
@@ -332,7 +378,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "model_failed",
             "critical",
-            "x cannot be served, for 1.0 min now",
+            "x has failed, for 1.0 min now",
             server(counts({}), failures={"x": BundleFailure("manifest.yaml: not YAML", since=1000.0)}),
         ),
         (
@@ -345,26 +391,26 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "slow_import",
             "critical",
             "b's model.py has been importing for 45 s; other models load beside it: imports hold 2 of Triton's 4 load threads; also a",
-            server({**counts({"a": model(), "b": model()}), "importing": {"a": [31.0, 0], "b": [45.0, 7]}}, loading=frozenset("abc")),
+            server(counts({"a": model(), "b": model()}, importing={"a": (31.0, 0), "b": (45.0, 7)}), loading=frozenset("abc")),
         ),
         (
             "slow_import",
             "critical",
             "a's model.py has been importing for 45 s; its requests wait for it",
-            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}),
+            server(counts({"a": model()}, importing={"a": (45.0, 7)})),
         ),
         (
             "slow_import",
             "critical",
             "a's model.py has been importing for 45 s; Triton opens its ports after all first models, so none is served",
-            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}, starting=True),
+            server(counts({"a": model()}, importing={"a": (45.0, 7)}), starting=True),
         ),
         (
             "slow_import",
             "critical",
             "an older version is served; other loads wait behind it: imports hold 1 of Triton's 1 load thread",
             server(
-                {**counts({"a": model()}), "importing": {"a": [45.0, 7]}},
+                counts({"a": model()}, importing={"a": (45.0, 7)}),
                 entries={"a@1": entry("a"), "a@2": entry("a", stubs=[101])},
                 loading=frozenset("ab"),
                 load_threads=1,
@@ -376,7 +422,7 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             "warning",
             "a's model.py has been importing for 45 s, and an older version is served; other models load beside it",
             server(
-                {**counts({"a": model()}), "importing": {"a": [45.0, 7]}},
+                counts({"a": model()}, importing={"a": (45.0, 7)}),
                 entries={"a@1": entry("a", stubs=[100, 101])},
                 loading=frozenset("a"),
             ),
@@ -384,9 +430,9 @@ def test_a_server_that_is_well_has_no_findings() -> None:
         (
             "model_failed",  # in each further attempt, its stub is connected while it imports
             "critical",
-            "a cannot be served, for 1.0 min now",
+            "a has failed, for 1.0 min now",
             server(
-                {**counts({"a": model()}), "importing": {"a": [2.0, 7]}},
+                counts({"a": model()}, importing={"a": (2.0, 7)}),
                 failures={"a": BundleFailure("model.py has been importing for 60 s", since=1000.0)},
             ),
         ),
@@ -415,13 +461,37 @@ def test_a_server_that_is_well_has_no_findings() -> None:
             server(counts({}), settings_refused="line 3"),
         ),
         (
+            "openai_closed",
+            "note",
+            "OpenAI's endpoints are off: keys.yaml: No such file",
+            server(counts({}), openai_closed="keys.yaml: No such file"),
+        ),
+        (
             "settings_waiting",
             "note",
             "runtime.spare: wait for a restart",
             server(counts({}), settings_waiting=["runtime.spare: wait for a restart"]),
         ),
-        ("shm_full", "warning", "40 B of 1 kB of /dev/shm are free", server(counts({}), shm=(40, 1000))),
+        ("shm_full", "warning", "40 B of 1 kB of /dev/shm are free", server(counts({}), shm=ShmUsage(40, 1000))),
         ("traces_lost", "note", "9 spans of traces were not taken", server(counts({}), spans={"exported": 5, "failed": 9})),
+        (
+            "renewal_failed",
+            "warning",
+            "the changed files of control.token_file cannot be used, and the last good ones stay in use",
+            server(counts({}), renewals=[FileState("control.token_file", None, "it holds no token")]),
+        ),
+        (
+            "certificate_ends",
+            "warning",
+            "the certificate of control.listen ends in 1.0 min",
+            server(counts({}), renewals=[FileState("control.listen", 1120.0, "")]),
+        ),
+        (
+            "certificate_ends",
+            "critical",
+            "the certificate of control.listen ended 1.0 min ago",
+            server(counts({}), renewals=[FileState("control.listen", 1000.0, "")]),
+        ),
         (
             "runtime_down",
             "critical",
@@ -444,9 +514,10 @@ def test_trouble_raises_its_finding(name: str, severity: str, words: str, now: S
 def refused_for_memory(size: int, pinned: int) -> ServerFigures:
     """Return the figures of a server that refused a model of this size, beside so many pinned bytes."""
     counted = counts(
-        {"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})}, pinned_bytes=pinned
+        {"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2}, device_bytes=size)},
+        pinned_bytes=pinned,
     )
-    return server(counted, facts={"a": ModelFacts(size, {1: 0.004})})
+    return server(counted)
 
 
 @pytest.mark.parametrize(
@@ -466,15 +537,31 @@ def refused_for_memory(size: int, pinned: int) -> ServerFigures:
             "slow_import",
             "line 7 of its model.py waits or loops",
             "the import fails at 1.0 min (stub.hook_timeout_s)",
-            server({**counts({"a": model()}), "importing": {"a": [45.0, 7]}}),
+            server(counts({"a": model()}, importing={"a": (45.0, 7)})),
         ),
         (
             "slow_import",
             "its model.py waits or loops",
             "with a number for stub.hook_timeout_s",
             server(
-                {**counts({"a": model()}), "importing": {"a": [45.0, 0]}},
+                counts({"a": model()}, importing={"a": (45.0, 0)}),
                 settings="stub: {hook_timeout_s: null}",
+            ),
+        ),
+        (
+            "bundle_refused",
+            "torn",
+            "fix what the reason names",
+            server(counts({"a": model()}), failures={"a": BundleFailure("torn", since=1.0)}, barred="fixed"),
+        ),
+        (
+            "bundle_refused",
+            "nothing may be written: fixed",
+            "restart tritonserver to serve what the bundles hold now",
+            server(
+                counts({"a": model()}),
+                failures={"a": BundleFailure("nothing may be written: fixed", since=1.0)},
+                barred="fixed",
             ),
         ),
     ],
@@ -488,10 +575,37 @@ def test_the_cause_follows_the_figures(name: str, cause: str, cure: str, now: Se
     assert ("kill -CONT" in one.cure) == ("kill -CONT" in cure)
 
 
+@pytest.mark.parametrize(
+    ("usage", "cause", "cures"),
+    [
+        (
+            ShmUsage(1 * MB, 64 * MB, weights=4_600_000, requests={"a": 49 * MB, "b": MB, "c": MB}),
+            "inputs and outputs of requests for a take 49 MB, requests for other models take 2 MB, host copies of weights take 4.6 MB, other files take 7.4 MB",
+            {"models.a.max_queue_depth"},
+        ),
+        (
+            ShmUsage(1 * MB, 64 * MB, weights=60 * MB, requests={"a": MB}),
+            "inputs and outputs of requests for a take 1 MB, host copies of weights take 60 MB, other files take 2 MB",
+            {"runtime.shared_host_weights"},
+        ),
+        (ShmUsage(1 * MB, 64 * MB), "other files take 63 MB", set()),
+    ],
+    ids=["requests", "weights", "other programs"],
+)
+def test_a_full_shm_names_whose_bytes_it_holds(usage: ShmUsage, cause: str, cures: set[str]) -> None:
+    """The advice is about the largest part: weights are not to blame for one model's requests."""
+    finding = found(server(counts({"a": model()}), shm=usage))["shm_full"]
+
+    assert finding.cause == cause
+    settings = {"models.a.max_queue_depth", "runtime.shared_host_weights"}
+    assert {key for key in settings if key in finding.cure} == cures
+    assert "--shm-size" in finding.cure
+
+
 def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder, it says that models or jax are new there."""
     monkeypatch.delenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", raising=False)
-    compiled = {**counts({"a": model()}), "compile": times(2, 20.5, LONG_SECONDS)}
+    compiled = counts({"a": model()}, compile=times(2, 20.5, LONG_SECONDS))
     for settings, cause in (
         ("runtime: {compilation_cache_dir: null}", "runtime.compilation_cache_dir is null"),
         ("runtime: {compilation_cache_dir: /cache}", "they were not in /cache"),
@@ -504,6 +618,8 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
     ("name", "now"),
     [
         ("weights_thrash", server(counts({"a": model(misses=1, evictions={"room": 1})}))),
+        ("certificate_ends", server(counts({}), renewals=[FileState("control.listen", 1e9, "")])),
+        ("renewal_failed", server(counts({}), renewals=[FileState("control.token_file", None, "")])),
         ("weights_thrash", server(counts({"a": model(misses=900, evictions={"idle": 900})}))),
         ("over_pinned", server(counts({}, pinned_bytes=100 * MB))),
         ("waits_in_triton", server(counts({"a": model()}), queues={"a": (1000, 50.0)})),
@@ -512,31 +628,37 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
         ("overloaded", server(counts({"a": model(15000, queued=30, device_seconds=60.0)}))),
         ("uneven_devices", server(counts({"a": model(device_seconds=57.0)}), counts({"b": model(0)}))),
         ("compiled_at_start", server(counts({"a": model()}))),
+        ("no_compilation_cache", server(counts({"a": model()}, cache_obstacle=""))),
+        (
+            "disk_loads",  # it has no weights
+            server(
+                counts({"a": model(host_bytes=0, device_bytes=0, loads=9, load=times(9, 0.2))}),
+            ),
+        ),
         (
             "disk_loads",
             server(
-                counts({"a": model(host_bytes=0, load=times(9, 0.2))}),
+                counts({"a": model(host_bytes=0, loads=9, load=times(9, 0.2))}),
                 settings="models: {a: {residency: unpinned}}",
             ),
         ),
-        ("padding", server(counts({"a": model(rows=5000, batch_padding=[3000.0, 0])}))),
+        ("padding", server(counts({"a": model(useful_rows=5000, padded_rows=3000)}))),
         (
             "padding",  # a smaller size would cost as much
             server(
-                counts({"a": model(rows=1000, batch_padding=[15000.0, 0])}),
-                facts={"a": ModelFacts(MB, {1: 0.02, 16: 0.02})},
+                counts({"a": model(1000, {1: 0.02, 16: 0.02}, padded_rows=15000)}),
             ),
         ),
         ("single_rows", server(counts({"a": model(7000, device_seconds=50.0)}))),
         ("starved", server(counts({name: model(5000, queue_wait=times(5000, 0.12)) for name in "abc"}))),
         ("held_back", server(counts({"a": model(queue_wait=times(1000, 0.005))}))),
         ("slow_hooks", server(counts({"a": model(hooks={"pre": times(1000, 0.0005)})}))),
-        ("requests_fail", server(counts({"a": model(10000, requests=outcomes(answered=10000, failed=3))}))),
+        ("requests_fail", server(counts({"a": model(10000, outcomes=outcomes(answered=10000, failed=3))}))),
         ("queue_full", server(counts({"a": model(refused={"queue_full": 4})}))),
         ("not_resident", server(counts({"a": model(refused={"not_resident": 1})}))),
         ("bad_requests", server(counts({"a": model(responses={"ok": 1000, "invalid": 9})}))),
         ("deadlines_queue", server(counts({"a": model(missed={"queue": 4})}))),
-        ("meta_waits", server(counts({}, metas={"m": {**model(50), "queued": 2, "running": 2, "calls": 9}}))),
+        ("meta_waits", server(counts({"m": model(50, meta=True, queued=2, executing=2, calls=9)}))),
         ("paused", server(counts({"a": model()}), entries={"a@1": entry("a", paused="hold")})),
         ("model_failed", server(counts({}), entries={"a@1": entry("a", state="loading")})),
         ("model_failed", server(counts({}), failures={"a": BundleFailure("torn", 0.0)}, cold=frozenset("a"))),
@@ -556,13 +678,13 @@ def test_what_is_well_does_not_raise_it(name: str, now: ServerFigures) -> None:
 
 def test_rates_are_of_the_window() -> None:
     """Failures and misses before the window are forgotten, and those in it count although the long past was well."""
-    bad = model(requests=outcomes(failed=30), responses={"ok": 1000, "internal": 30})
+    bad = model(outcomes=outcomes(failed=30), responses={"ok": 1000, "internal": 30})
     past = server(counts({"a": bad}))
-    well = model(2000, requests=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
+    well = model(2000, outcomes=outcomes(answered=2000, failed=30), responses={"ok": 2000, "internal": 30})
     assert found(server(counts({"a": well}), t=120.0), past) == {}
 
     past = server(counts({"a": model(100_000)}))
-    later = model(100_100, requests=outcomes(answered=100_100, failed=30))
+    later = model(100_100, outcomes=outcomes(answered=100_100, failed=30))
     assert "30 of 130" in found(server(counts({"a": later}), t=120.0), past)["requests_fail"].evidence
 
 
@@ -570,7 +692,7 @@ def test_a_new_runtime_and_a_model_that_came_back_count_from_zero() -> None:
     """Counters that began again are not subtracted from, and a runtime that was replaced is told."""
     past = server(counts({"a": model(5000)}))
     reborn = DeviceFigures(
-        instance="2", since=100.0, counts=counts({"a": model(requests=outcomes(failed=30))}), lives=3
+        instance="2", since=100.0, records=counts({"a": model(outcomes=outcomes(failed=30))}), lives=3
     )
     findings = found(server(counts({}), t=120.0, devices={0: reborn}), past)
     assert "30 of 1030" in findings["requests_fail"].evidence
@@ -604,20 +726,20 @@ def test_a_process_that_ended_in_the_window_is_told() -> None:
 
 def test_padding_names_the_size_that_saves_most() -> None:
     """For rows of 3 among the sizes 1 and 16, that is 4; its saving follows the measured costs."""
-    rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "rows": 3000, "batch_padding": [13000.0, 0]}
+    rows: dict[str, Any] = {"batch_rows": times(1000, 3, ROWS), "useful_rows": 3000, "padded_rows": 13000}
     cure = found(server(counts({"a": model(**rows)})))["padding"].cure
     # 4 costs 0.004 + 0.016 * 3 / 15 instead of 0.02.
     assert cure.startswith(
         "export batch size 4 as well, `rsrv-bundle export --batch-sizes 1,4,16` (saves up to 64% of"
     )
 
-    unknown = server(counts({"a": model(**rows)}), facts={})
+    unknown = server(counts({"a": model(1000, {}, **rows)}))
     assert found(unknown)["padding"].cure.startswith("export batch size 4 as well (costs")
 
 
 def test_the_model_with_most_requests_speaks_for_all() -> None:
     """With hundreds of models in the same trouble, there is one finding, which names some."""
-    failing = {f"m{n}": model(requests=outcomes(answered=1000 + n, failed=50)) for n in range(300)}
+    failing = {f"m{n}": model(outcomes=outcomes(answered=1000 + n, failed=50)) for n in range(300)}
     finding = found(server(counts(failing)))["requests_fail"]
     assert finding.evidence.startswith("m299: 50 of 1349")
     assert finding.evidence.endswith("; also m298, m297, m296 and 296 more")
@@ -625,14 +747,19 @@ def test_the_model_with_most_requests_speaks_for_all() -> None:
 
 def test_bytes_that_are_asked_for_count_shared_tensors_once_and_pinned_models() -> None:
     """Only the models with requests, and the pinned ones, are added up, whatever all the others share."""
-    thrashing = model(100, misses=78, evictions={"room": 70}, load=times(78, 0.026), resident=False)
+    thrashing = model(
+        100, misses=78, evictions={"room": 70}, loads=78, load=times(78, 0.026), weights=pb.WEIGHTS_ABSENT
+    )
     models = {"a": thrashing, "b": thrashing, "pinned": model(0), "idle": model(0)}
+    shared = [
+        pb.SharedTensors(bytes=4 * MB, models=["a", "b"]),
+        pb.SharedTensors(bytes=9 * MB, models=["a", "idle"]),
+    ]
     now = server(
-        counts(models, budget_bytes=20 * MB),
+        counts(models, shared=shared, budget_bytes=20 * MB),
         settings="runtime: {weight_budget_bytes: 20000000}\nmodels: {pinned: {residency: device}}",
     )
-    device = replace(now.devices[0], shared=[(4 * MB, frozenset("ab")), (9 * MB, frozenset({"a", "idle"}))])
-    one = found(replace(now, devices={0: device}))["weights_thrash"]
+    one = found(now)["weights_thrash"]
     assert one.evidence.startswith("weights thrash: 26 MB are asked for, 20 MB fit")
     assert one.cure.startswith("set runtime.weight_budget_bytes: 26000000 in rsrv.yaml (6 MB more")
 
@@ -641,7 +768,7 @@ def test_findings_name_the_device_if_there_are_several() -> None:
     """With two devices, the evidence begins with the device."""
     findings = find(
         server(counts({}), counts({}), t=0.0),
-        server(counts({}), counts({"a": model(requests=outcomes(refused=2), refused={"no_memory": 2})})),
+        server(counts({}), counts({"a": model(outcomes=outcomes(refused=2), refused={"no_memory": 2})})),
     )
     assert [one.evidence.partition(":")[0] for one in findings] == ["device 1"]
 
@@ -668,8 +795,7 @@ def test_devices_are_uneven_for_a_reason(settings: str, cause: str, cure: str) -
 def test_a_setting_may_be_why_rows_execute_alone() -> None:
     """A model that is limited to one row a time needs no other bundle."""
     now = server(
-        counts({"a": model(7000, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
-        facts={"a": ModelFacts(MB, {1: 0.004})},
+        counts({"a": model(7000, {1: 0.004}, device_seconds=50.0, queue_wait=times(7000, 0.25))}),
         settings="models: {a: {max_batch_size: 1}}",
     )
     assert found(now)["single_rows"].cure == "raise models.a.max_batch_size and `rsrv restart`"
@@ -678,7 +804,7 @@ def test_a_setting_may_be_why_rows_execute_alone() -> None:
 def test_the_severest_come_first() -> None:
     """Critical findings are before warnings, and these before notes."""
     now = server(
-        counts({"a": model(requests=outcomes(failed=30))}, pinned_bytes=200 * MB),
+        counts({"a": model(outcomes=outcomes(failed=30))}, pinned_bytes=200 * MB),
         settings_waiting=["runtime.spare: wait for a restart"],
     )
     assert [one.severity for one in find(replace(now, t=0.0, devices={}), now)] == [

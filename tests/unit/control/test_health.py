@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.health import Readiness
 from tests.unit.control.peers import FakeLifecycle, FakeRuntime, Served, add_model, entry, served, until
 from tests.waiting import looped
@@ -24,7 +25,7 @@ def watch(server: Served, service: str = "") -> Any:
 
 
 async def settled(server: Served, revision: int) -> None:
-    await until(server.runtimes, lambda: server.link.revision == revision)
+    await until(server.runtimes, lambda: server.link.state.revision == revision)
 
 
 @looped
@@ -49,6 +50,14 @@ async def test_an_alias_serves_if_a_model_that_answers_for_it_does(tmp_path: Pat
         server.runtime.change("a@1", entry("a", state="failed", error="why"))
         await settled(server, 6)
         assert [await check(server, one) for one in ("both", "watched")] == [SERVING, NOT_SERVING]
+
+
+@looped
+async def test_a_model_that_failed_is_known(tmp_path: Path) -> None:
+    """A model whose first bundle cannot be loaded is in no repository, and is not called unknown."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.lifecycle.failures["b"] = BundleFailure("no manifest", since=1.0)
+        assert await check(server, "b") == NOT_SERVING
 
 
 @pytest.mark.parametrize(

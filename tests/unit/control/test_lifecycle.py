@@ -24,7 +24,7 @@ from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.stub_health import stub_processes
 from rsrv.control.triton import TritonError
 from rsrv.settings import Shares
-from rsrv.settings_changes import change_model
+from rsrv.settings_changes import change_settings
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.plan import NATIVE_MARK
@@ -323,7 +323,7 @@ async def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_
         place(world.roots["r"] / "a", BAD)
         place(world.roots["r"] / "new", BAD)
         await asyncio.sleep(15)
-        assert lifecycle.failures["a"].text == "could not be loaded: no module"
+        assert lifecycle.failures["a"].text == "no module"
         assert whole(world.repository / "a" / "1" / "bundle") == "v1"
         assert not (world.repository / "new").exists()
         await asyncio.sleep(3600)
@@ -387,7 +387,7 @@ async def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
     async with living(world) as lifecycle:
         await asyncio.sleep(8)
         assert whole(world.repository / "a" / "1" / "bundle") == "v1"
-        assert lifecycle.failures["a"].text == "could not be loaded: no module"
+        assert lifecycle.failures["a"].text == "no module"
         assert set(lifecycle.failures) == {"a"}
         assert world.triton.texts() == {"a": "v1", "b": "v2"}
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen.")]
@@ -406,7 +406,7 @@ async def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_i
     async with living(world) as lifecycle:
         while "a" not in world.triton.served:
             await asyncio.sleep(0.1)
-        assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+        assert world.triton.texts()["a"] == "v1"
         await asyncio.sleep(60)
         assert world.triton.texts() == {"a": "v1", "b": "v1"}
         assert set(lifecycle.failures) == {"a"}
@@ -528,7 +528,7 @@ async def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) ->
             assert caught.value.code == "UNAVAILABLE"
             while lifecycle._debounce.settled("a") is not None:
                 await asyncio.sleep(0.1)
-        (world.roots["r"] / "a" / "model.b8.mlir").write_text("half 8")
+        write_bundle(world.roots["r"] / "a", "half")
         await asyncio.sleep(20)
     assert world.triton.texts() == {"a": "half"}
 
@@ -568,9 +568,10 @@ async def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(t
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
 
         async def copy() -> None:
-            for size in (1, 8):
-                (world.roots["r"] / "a" / f"model.b{size}.mlir").write_text(f"v2 {size}")
-                await asyncio.sleep(0.9)
+            (world.roots["r"] / "a" / "model.b1.mlir").write_text("v2 1")
+            await asyncio.sleep(0.9)
+            write_bundle(world.roots["r"] / "a", "v2")
+            await asyncio.sleep(0.9)
 
         copying = asyncio.create_task(copy())
         await asyncio.sleep(0.5)
@@ -692,6 +693,58 @@ async def test_a_stub_that_dies_as_the_runtime_comes_back_is_not_cold(tmp_path: 
         assert world.triton.log == ["load a", "loaded a"]
 
 
+@in_virtual_time
+async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_path: Path) -> None:
+    """The runtime is back and compiles for minutes: living stubs are replaced neither then nor later, a dead one at once."""
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, lifecycle):
+        view = world.triton.view
+        view.up = False
+        view.returning = {"a", "b", "c"}
+        view.stir()
+        await asyncio.sleep(1)
+        world.triton.cold = {"a", "b", "c"}
+        view.up, view.since = True, asyncio.get_running_loop().time()
+        view.stir()
+        await asyncio.sleep(300)
+        assert (world.triton.log, lifecycle.failures, view.returning) == ([], {}, {"a", "b", "c"})
+        world.triton.kill("b")
+        await asyncio.sleep(8)
+        assert world.triton.log == ["load b", "loaded b"]
+        assert view.returning == {"a", "c"}
+    assert lifecycle.process_ends == {"b": 1}
+
+
+@in_virtual_time
+async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_return(tmp_path: Path) -> None:
+    """Its stub lives no more, and Triton's answer is enough for one with the native front, which has no process."""
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, _):
+        view = world.triton.view
+        (world.repository / "b" / NATIVE_MARK).touch()
+        await asyncio.sleep(20)
+        view.returning = {"a", "b", "c"}
+        for name in ("a", "b"):
+            world.triton.dismissed.add(name)
+            await world.triton.unload(name)
+        await asyncio.sleep(8)
+        assert view.returning == {"c"}
+
+
+@pytest.mark.parametrize(
+    "form", ["{relative}/a/1/model.py", "{absolute}//a/1/model.py", "{relative}/./a/1/model.py"]
+)
+def test_a_process_is_found_however_the_server_spells_its_repository(tmp_path: Path, form: str) -> None:
+    """`tritonserver --model-repository=gen/` starts stubs with a path relative to its own directory."""
+    file = tmp_path / "gen/a/1/model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import os, sys; os.chdir('/'); print(flush=True); sys.stdin.read()")
+    path = form.format(absolute=tmp_path / "gen", relative=os.path.relpath(tmp_path / "gen"))
+    with subprocess.Popen([sys.executable, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stub:
+        assert stub.stdout is not None
+        stub.stdout.readline()
+        assert stub_processes(os.getpid(), tmp_path / "gen") == {"a"}
+        stub.kill()
+
+
 def test_the_processes_of_a_server_name_their_models(tmp_path: Path) -> None:
     """Processes that run a model's code are found, if they are this server's."""
     (tmp_path / "1").mkdir()
@@ -756,10 +809,47 @@ async def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
             patch.setattr(world.triton, "load", refuse)
             world.triton.kill("a")
             await asyncio.sleep(8)
-        assert lifecycle.failures["a"].text == "could not be loaded: no memory"
+        assert lifecycle.failures["a"].text == "no memory"
         await asyncio.sleep(12)
         assert not lifecycle.failures
         assert not world.triton.dead
+
+
+@in_virtual_time
+async def test_a_new_stub_has_time_to_start(tmp_path: Path) -> None:
+    """The process of a reloaded model comes later than Triton's word that it is ready; one that never comes is replaced."""
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle="mode: explicit") as (
+        world,
+        lifecycle,
+    ):
+        world.triton.kill("a")
+        while "loaded a" not in world.triton.log:
+            await asyncio.sleep(0.1)
+        world.triton.kill("a")
+        await asyncio.sleep(5)
+        assert lifecycle.process_ends == {"a": 1}
+        await asyncio.sleep(20)
+        assert lifecycle.process_ends == {"a": 2}
+
+
+@in_virtual_time
+async def test_a_model_whose_stub_dies_as_it_is_to_be_unloaded_is_not_unloaded_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it may go is found out on a thread, and its dead stub is replaced meanwhile: it leaves after that."""
+    async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
+        decide = lifecycle._may_unload
+
+        async def stub_dies_meanwhile(name: str) -> bool:
+            monkeypatch.setattr(lifecycle, "_may_unload", decide)
+            lifecycle._replace(name)
+            return await decide(name)
+
+        monkeypatch.setattr(lifecycle, "_may_unload", stub_dies_meanwhile)
+        shutil.rmtree(world.roots["r"] / "a")
+        await asyncio.sleep(60)
+        assert world.triton.log == ["load a", "loaded a", "unload a"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @in_virtual_time
@@ -831,7 +921,7 @@ async def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> 
             await lifecycle.reload("b")
         assert caught.value.code == "FAILED_PRECONDITION"
         place(world.roots["r"] / "a", BAD)
-        with pytest.raises(ReloadError, match="a: could not be loaded: no module") as caught:
+        with pytest.raises(ReloadError, match="a failed: no module") as caught:
             await lifecycle.reload("a")
         assert caught.value.code == "INTERNAL"
 
@@ -904,7 +994,7 @@ async def test_settings_of_a_model_whose_bundle_went_are_named_once(
 ) -> None:
     """rsrv-gen refuses them; a server serves on."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
-    world.settings = change_model(world.settings, "b", {"weight": 2})
+    world.settings = change_settings(world.settings, {"models": {"b": {"weight": 2}}})
 
     async with living(world) as lifecycle:
         await asyncio.sleep(20)

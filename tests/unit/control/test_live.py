@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from rsrv.control import live as module
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import Cards
 from rsrv.control.live import Event, Live, OneServer, Troubles
 from rsrv.control.runtimes import Runtimes
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import PageError
+from rsrv.settings import Shares
+from rsrv.wire.paths import ASLEEP
 from tests.unit.control.peers import FakeRuntime, entry, linked, served, slow_request, until
-from tests.unit.control.test_overview import MEMORY, histogram, model
+from tests.unit.control.test_overview import DEVICE, histogram, model
 from tests.waiting import looped
 
 
@@ -28,10 +32,13 @@ class Watched:
     live: Live
     #: Unix time, seconds.
     now: list[float]
+    #: Reasons why models are not as their bundles say.
+    failures: dict[str, str]
+    aliases: dict[str, Shares]
 
     @property
     def looks(self) -> int:
-        return sum(command["command"] == "overview" for command in self.runtime.commands)
+        return len(self.runtime.asked)
 
 
 class Spans:
@@ -43,21 +50,12 @@ class Spans:
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any] | None:
         match command["command"]:
-            case "overview":
-                return {"models": {"a": model(histogram(0.002))}, "memory": MEMORY, "starting": {}}
             case "timeline":
                 since = command["since"]
                 some = self.spans[since : since + 2]
                 end = len(self.spans)
                 numbers = {"first": since, "next": since + len(some), "end": end}
                 return {"instance": self.instance, **numbers, "spans": some}
-            case "memory":
-                models = {name: {"own_bytes": 700, "state_bytes": 30} for name in "ab"}
-                return {
-                    "memory": MEMORY,
-                    "models": models,
-                    "groups": [{"bytes": 200, "models": ["a", "b"], "on_device": True}],
-                }
             case "evict":
                 return {"models": ["a"]}
             case "history" if command["model"] == "a":
@@ -81,15 +79,28 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     """Serve a runtime with one model, at Unix time 1000."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.entries["a@1"] = entry("a")
+    runtime.models = {name: model(histogram(0.002), name, device_bytes=930, state_bytes=30) for name in "ab"}
+    runtime.record = pb.DeviceRecord(**DEVICE)
+    runtime.record.shared.add(bytes=200, models=["a", "b"], on_device=True)
     runtime.answers = Spans(runtime.instance).answer
     async with linked(tmp_path) as runtimes:
         await until(runtimes, lambda: runtimes.up)
         now = [1000.0]
         facts = {"name": "here"}
-        live = Live(runtimes, Cards(["cpu"]), facts, lambda: Troubles({}, ()), lambda: now[0], every)
+        failures: dict[str, str] = {}
+        aliases: dict[str, Shares] = {}
+        live = Live(
+            runtimes,
+            Cards(["cpu"]),
+            facts,
+            lambda: Troubles(failures, ()),
+            lambda: aliases,
+            lambda: now[0],
+            every,
+        )
         running = asyncio.create_task(live.run())
         try:
-            yield Watched(runtime, runtimes, live, now)
+            yield Watched(runtime, runtimes, live, now, failures, aliases)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -123,7 +134,7 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert len((await find(events, "spans"))["spans"]) == 2
             assert len((await find(events, "spans"))["spans"]) == 2
             server.runtime.change("a@1", entry("a", weights="absent"))
-            assert (await find(events, "log", "warm")) == {"t": 1000.0, "text": "a: warm"}
+            assert (await find(events, "log", "warm")) == {"t": 1000.0, "text": "a: warm", "moves": True}
 
 
 @looped
@@ -156,13 +167,14 @@ async def test_busy_models_are_told_less_often(tmp_path: Path, monkeypatch: pyte
             server.runtime.change(f"{name}@1", entry(name))
         spans, looks = Spans(server.runtime.instance), count(1)
 
-        def answer(command: dict[str, Any]) -> dict[str, Any] | None:
-            if command["command"] != "overview":
-                return spans.answer(command)
+        def status(since: int) -> pb.DeviceRecord:
             busy = histogram(*[0.002] * next(looks))
-            return {"models": dict.fromkeys("abc", model(busy)), "memory": MEMORY, "starting": {}}
+            return pb.DeviceRecord(
+                instance=server.runtime.instance, models=[model(busy, name) for name in "abc"]
+            )
 
-        server.runtime.answers = answer
+        monkeypatch.setattr(server.runtime, "status", status)
+        server.runtime.answers = spans.answer
         async with aclosing(server.live.watch()) as events:
             assert (await find(events, "state", '"name": "c"'))["next_s"] == 0.01  # rates need a second one
             assert (await find(events, "state"))["next_s"] == pytest.approx(0.03)
@@ -199,6 +211,99 @@ async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
         server.runtime.change("a@1", entry("a", paused="hold", weights="absent"))
         told = [(await find(events, "log"))["text"] for _ in range(2)]
         assert told == ["weights moved 7 times more", "a: warm"]
+
+
+@looped
+async def test_after_an_update_the_newest_event_says_what_serves(tmp_path: Path) -> None:
+    """After an update, or after a healthy model becomes cold, the last event does not sound as if the model had ended."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await find(events, "log", server.runtime.instance)
+        for state in ("loading", "ready"):
+            server.runtime.change("a@2", entry("a", digest="new", state=state))
+        server.runtime.change("a@1", entry("a", digest="old", state="leaving"))
+        server.runtime.change("a@1", None)
+        told = [(await find(events, "log"))["text"] for _ in range(4)]
+        assert told == [
+            "a: version new is starting",
+            "a: version new is resident",
+            "a: version old is leaving; version new serves",
+            "a: version old has left; version new serves",
+        ]
+        server.runtime.change("a@2", entry("a", digest="new", state="cold"))
+        assert (await find(events, "log"))["text"] == "a: version new is leaving; the model is cold"
+
+
+@looped
+async def test_failures_are_events(tmp_path: Path) -> None:
+    """A model that cannot be loaded has no change of a version, so the failure and its end are lines."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        server.failures["b"] = "no manifest"
+        assert (await find(events, "log", "b "))["text"] == "b has failed: no manifest"
+        assert "b" in [one["name"] for one in (await find(events, "state", '"failed"'))["models"]]
+        del server.failures["b"]
+        assert (await find(events, "log", "b "))["text"] == "b is as it should be again"
+        await find(events, "state", '"gone": ["b"]')
+        server.failures["a"] = "no manifest"
+        assert (await find(events, "log", "a is"))["text"] == "a is served in an older version: no manifest"
+        server.failures["aliases.ab"] = "no model"
+        assert (await find(events, "log", "ab"))["text"] == "the alias ab has failed: no model"
+
+
+@looped
+async def test_aliases_are_told_with_their_shares_and_counts(tmp_path: Path) -> None:
+    """A state has the aliases if any of their counts has changed, and a later watcher gets them as well."""
+    async with watched(tmp_path) as server:
+        server.aliases["ab"] = {"a": 80.0, "b": 20.0, "c": "shadow"}
+        a, c = (server.runtime.models.setdefault(name, pb.ModelRecord(name=name)) for name in "ac")
+        a.aliases["ab"].counts.update({"ok": 8, "cancelled": 1, "internal": 2})
+        async with aclosing(server.live.watch()) as events:
+            (alias,) = (await find(events, "state", '"aliases"'))["aliases"]
+            assert (alias["name"], alias["failure"]) == ("ab", "")
+            told = [tuple(one.values()) for one in alias["targets"]]
+            assert told == [("a", "80%", 8, 2, ""), ("b", "20%", 0, 0, ""), ("c", "shadow", 0, 0, "")]
+            assert "aliases" not in await find(events, "state")
+            c.shadows["ab"].counts.update({"same": 7, "different": 1, "failed": 0})
+            (alias,) = (await find(events, "state", '"aliases"'))["aliases"]
+            assert alias["targets"][2]["copies"] == "1 different, 7 same"
+            async with aclosing(server.live.watch()) as later:
+                assert (await find(later, "state"))["aliases"] == [alias]
+
+
+@looped
+async def test_a_device_that_sleeps_is_well(tmp_path: Path) -> None:
+    """The page shows asleep models and since when, and no server that does not answer; nothing is asked."""
+    async with watched(tmp_path) as server:
+        (tmp_path / ASLEEP).write_text("990.5")
+        server.runtime.die()
+        await until(server.runtimes, lambda: server.runtimes.asleep)
+        async with aclosing(server.live.watch()) as events:
+            state = await find(events, "state")
+            assert (state["up"], state["asleep"], state["cold"]) == (True, True, 0)
+            assert state["devices"] == [{"number": 0, "card": None, "asleep_since": 990.5}]
+            assert [(one["name"], one["weights"]) for one in state["models"]] == [("a", "asleep")]
+
+
+@looped
+async def test_moves_of_weights_push_no_other_event_out_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full log loses its oldest move of weights; without one, its oldest line."""
+    monkeypatch.setattr(module, "_LOG_LINES", 4)
+    async with watched(tmp_path) as server:
+
+        async def lines() -> list[str]:
+            async with aclosing(server.live.watch()) as events:
+                past = [await anext(events) for _ in range(6)]
+            return [json.loads(event.json)["text"] for event in past if event.name == "log"]
+
+        async with aclosing(server.live.watch()) as events:
+            await find(events, "log", server.runtime.instance)
+        for number, moves in enumerate((True, False, True, True, False, True, True)):
+            server.live.note(f"line {number}", moves=moves)
+        assert (await lines())[1:] == ["line 1", "line 4", "line 6"]
+        for number in range(7, 10):
+            server.live.note(f"line {number}")
+        assert await lines() == ["line 4", "line 7", "line 8", "line 9"]
 
 
 @looped
@@ -335,6 +440,7 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")
         assert "request 3.17 of 3 rows for a waited" in found["slowest"][-1]
         assert ("requests", "1 queued, 2 execute; 7 answered, 1 refused") in found["facts"]
+        assert [value for name, value in found["facts"] if name == "version"] == ["a@1 resident"]
         means = "2; on average 11 tokens in, 40 tokens out, 3 ms to the first, 2 ms to each next"
         assert ("answers", means) in found["facts"]
         assert ("0", "8", "4", "2 ms") in found["executables"]
@@ -346,19 +452,27 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         with pytest.raises(PageError, match="no model 'x'") as wrong:
             await source.panel("", "x")
         assert wrong.value.status == 404
+        server.runtimes.show_cold({"cold"})
+        server.lifecycle.failures["bad"] = BundleFailure("no manifest", since=0.0)
+        for name, text in (("cold", "cold is cold: a request"), ("bad", "bad has failed: no manifest")):
+            (line,) = (await source.panel("", name))["history"]
+            assert line.startswith(text)
         events_of_trace = json.loads(await source.trace(""))["traceEvents"]
         assert [one["name"] for one in events_of_trace if one["ph"] == "X"] == ["a"] * 3
         server.runtime.commands.clear()
         for what in ("pin", "unpin", "prefetch", "evict"):
             await source.steer("", "a", what)
-        steered = [command for command in server.runtime.commands if "model" in command]
+        steered = [one for one in server.runtime.commands if one["command"] in ("follow", "evict")]
+        system = {"settings": {"residency": "system"}}
         assert steered == [
-            {"command": "residency", "model": "a", "residency": "device"},
-            {"command": "residency", "model": "a", "residency": "system"},
-            {"command": "prefetch", "model": "a"},
+            {"command": "follow", "models": {"a": {"settings": {"residency": "device"}, "asked": 1}}},
+            {"command": "follow", "models": {"a": {**system, "asked": 2}}},
+            {"command": "follow", "models": {"a": {**system, "asked": 3, "prefetched": True}}},
             {"command": "evict", "model": "a"},
+            {"command": "follow", "models": {"a": {**system, "asked": 3}}},
         ]
         server.runtime.die()
+        await until(server.runtimes, lambda: not server.link.up)
         with pytest.raises(PageError) as wrong:
             await source.steer("", "a", "pin")
         assert wrong.value.status == 503

@@ -62,7 +62,7 @@ class FakeSource:
 @asynccontextmanager
 async def page(token: bytes | None = TOKEN) -> AsyncIterator[tuple[FakeSource, ClientSession]]:
     source, app = FakeSource(), web.Application()
-    app.add_routes(LivePage(source, token).routes())
+    app.add_routes(LivePage(source, None if token is None else lambda: token).routes())
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -77,7 +77,18 @@ PAGE_FILES = [
     ("/page.css", "text/css"),
     *(
         (f"/{name}.js", "text/javascript")
-        for name in ("page", "base", "servers", "charts", "devices", "timeline", "models", "panel", "request")
+        for name in (
+            "page",
+            "base",
+            "servers",
+            "charts",
+            "devices",
+            "timeline",
+            "models",
+            "aliases",
+            "panel",
+            "request",
+        )
     ),
 ]
 

@@ -18,7 +18,7 @@ from rsrv.control.metrics import ServerFacts, expose
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import LivePage
-from tests.unit.control.peers import served, until
+from tests.unit.control.peers import records, served, trimmed, until
 from tests.waiting import looped
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,76 +31,72 @@ ALONE = ServerFacts(
     failed=["b"],
     version="1.2.3",
     spans={"exported": 5},
+    states={"cold": 3, "failed": 1},
     findings=[FINDING, FINDING],
 )
 
 
-def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
+def measured(bounds: tuple[float, ...], *values: float) -> pb.Histogram:
     histogram = Histogram(bounds)
     for value in values:
         histogram.observe(value)
-    return histogram.to_json()
+    return trimmed(histogram)
 
 
-def common() -> dict[str, Any]:
-    return {
-        "queued": 4,
-        "requests": {"answered": 3, "failed": 0},
-        "device_seconds": 0.5,
-        "hooks": {"pre": measured(SECONDS, 0.01)},
-        "request": measured(SECONDS, 0.02, 0.03),
-        "responses": {"ok": 3},
-        "refused": {"queue_full": 1},
-        "missed": {"load": 2},
-    }
-
-
-#: Figures of a runtime, with each kind of metric.
-SAID: dict[str, Any] = {
-    "models": {
-        'od"d': {
-            **common(),
-            "resident": True,
-            "host_bytes": 10,
-            "device_bytes": 20,
-            "executions": 2,
-            "rows": 5,
-            "misses": 1,
-            "evictions": {"room": 1},
-            "queue_wait": measured(SECONDS, 0.1, 100.0),
-            "execute": measured(SECONDS, 0.001),
-            "load": measured(SECONDS, 0.2),
-            "batch_rows": measured(ROWS, 1, 4),
-            "batch_padding": measured(PADDING, 0, 3),
-            "aliases": {"champion": {"ok": 4}},
-            "shadows": {"champion": {"same": 3, "different": 1}},
-            "sequences": {"idle": 3},
-            "generations": {
-                "active": 2,
-                "tokens": {"prompt": 40, "answer": 30},
-                "first": measured(SECONDS, 0.05),
-                "between": measured(SECONDS, 0.004),
-            },
-        }
-    },
-    "metas": {"chain": {**common(), "running": 1, "calls": 7}},
+COMMON: dict[str, Any] = {
+    "queued": 4,
+    "outcomes": {"answered": 3, "failed": 0},
+    "device_seconds": 0.5,
+    "hooks": {"pre": measured(SECONDS, 0.01)},
+    "request": measured(SECONDS, 0.02, 0.03),
+    "responses": {"ok": 3},
+    "refused": {"queue_full": 1},
+    "missed": {"load": 2},
+}
+MODEL = pb.ModelRecord(
+    name='od"d',
+    weights=pb.WEIGHTS_RESIDENT,
+    host_bytes=10,
+    device_bytes=20,
+    dispatches=2,
+    useful_rows=5,
+    padded_rows=3,
+    misses=1,
+    loads=1,
+    evictions={"room": 1},
+    queue_wait=measured(SECONDS, 0.1, 100.0),
+    execute=measured(SECONDS, 0.001),
+    load=measured(SECONDS, 0.2),
+    batch_rows=measured(ROWS, 1, 4),
+    batch_padding=measured(PADDING, 0, 3),
+    aliases={"champion": pb.Counts(counts={"ok": 4})},
+    shadows={"champion": pb.Counts(counts={"same": 3, "different": 1})},
+    sequences={"idle": 3},
+    generations=2,
+    tokens={"prompt": 40, "answer": 30},
+    first_token=measured(SECONDS, 0.05),
+    between_tokens=measured(SECONDS, 0.004),
+    **COMMON,
+)
+DEVICE: dict[str, Any] = {
     "memory": {
-        "device": {
-            "limit_bytes": None,
-            "budget_bytes": 100,
-            "pinned_bytes": 1,
-            "logical_bytes": 2,
-            "physical_bytes": 3,
-            "held_bytes": 4,
-        },
-        "host": {"logical_bytes": 5, "physical_bytes": 6, "tensors": 7},
-        "scratch_bytes": 8,
-        "kept_bytes": 9,
+        "budget_bytes": 100,
+        "pinned_bytes": 1,
+        "logical_bytes": 2,
+        "physical_bytes": 3,
+        "held_bytes": 4,
     },
-    "executables": {"compiled": 1, "cache": 2, "shared": 3},
+    "host": {"logical_bytes": 5, "physical_bytes": 6, "tensors": 7},
+    "scratch_bytes": 8,
+    "kept_bytes": 9,
+    "compiled": 1,
+    "from_cache": 2,
+    "shared_executables": 3,
     "compile": measured(LONG_SECONDS, 1.5),
     "loop_bans": 1,
 }
+#: Records of a runtime, with each kind of metric.
+SAID = records(MODEL, pb.ModelRecord(name="chain", meta=True, executing=1, calls=7, **COMMON), **DEVICE)
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -167,6 +163,7 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_loop_bans_total", (device,)] == 1
     assert ("rsrv_device_memory_bytes", (device, ("kind", "limit"))) not in found
     assert found["rsrv_reload_failed", (("model", "b"),)] == 1
+    assert found["rsrv_models", (("state", "cold"),)] == 3
     assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
     assert found["rsrv_findings", (("name", "padding"), ("severity", "note"))] == 2
     assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
@@ -178,7 +175,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
 
     assert {name for name, _ in found} == {
         "rsrv_reload_failed",
-        "rsrv_cold_models",
+        "rsrv_models",
         "rsrv_runtime_up",
         "rsrv_runtime_restarts_total",
         "rsrv_findings",
@@ -205,7 +202,10 @@ def test_each_device_has_its_samples() -> None:
 
 def test_of_several_devices_histograms_without_values_are_left_out() -> None:
     """A model's histograms are only of devices that it ran on; with one device, all are there from the start."""
-    idle = {**SAID, "models": {'od"d': {**SAID["models"]['od"d'], "execute": measured(SECONDS)}}}
+    model = pb.ModelRecord()
+    model.CopyFrom(MODEL)
+    model.ClearField("execute")
+    idle = records(model, **DEVICE)
 
     def executed(said: dict[int, Any]) -> list[str]:
         found = samples(expose(said, ALONE))
@@ -219,7 +219,7 @@ def test_of_several_devices_histograms_without_values_are_left_out() -> None:
 async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(tmp_path: Path) -> None:
     """GetMetrics answers with and without a runtime; failed bundles are always in it."""
     async with served(tmp_path, models=["a"]) as server:
-        server.runtime.answers = lambda command: SAID
+        server.runtime.models[MODEL.name] = MODEL
         server.lifecycle.failures["a"] = BundleFailure("no module", since=0.0)
 
         up = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
@@ -228,6 +228,8 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
         down = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
 
     assert up["rsrv_runtime_up", DEVICE_0] == 1
+    assert up["rsrv_models", (("state", "resident"),)] == 1
+    assert down["rsrv_models", (("state", "failed"),)] == 1
     assert up["rsrv_executions_total", (*DEVICE_0, ("model", 'od"d'))] == 2
     assert down["rsrv_runtime_up", DEVICE_0] == 0
     assert up["rsrv_reload_failed", (("model", "a"),)] == down["rsrv_reload_failed", (("model", "a"),)] == 1
@@ -293,6 +295,15 @@ async def test_get_metrics_serves_the_page() -> None:
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
     assert body == b"rsrv_up 1\n"
+
+
+@looped
+async def test_pages_of_other_sites_read_nothing() -> None:
+    """Metrics and live page are refused under another site's name."""
+    async with page() as port:
+        for path in (b"/metrics", b"/", b"/live/stream", b"/live/trace"):
+            request = b"GET %s HTTP/1.1\r\nHost: evil.example:8004\r\nConnection: close\r\n\r\n"
+            assert (await say(port, request % path)).startswith(b"HTTP/1.1 421")
 
 
 @looped

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.control.overview import Overview, describe, device_picture
+from rsrv.control.overview import Overview, describe, device_picture, states_of_models
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import SECONDS, Histogram
-from tests.unit.control.peers import entry
+from tests.unit.control.peers import entry, records, trimmed
 
-MEMORY = {
-    "device": {
-        "limit_bytes": None,
+DEVICE: dict[str, Any] = {
+    "memory": {
+        "name": "cpu",
         "budget_bytes": 5000,
         "pinned_bytes": 100,
         "logical_bytes": 900,
@@ -21,31 +23,42 @@ MEMORY = {
     },
     "host": {"logical_bytes": 2000, "physical_bytes": 1500, "tensors": 3},
     "scratch_bytes": 7,
-    "kept_bytes": 0,
 }
 
 
-def histogram(*values: float) -> list[float]:
+def histogram(*values: float) -> pb.Histogram:
     made = Histogram(SECONDS)
     for value in values:
         made.observe(value)
-    return made.to_json()
+    return trimmed(made)
 
 
-def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
-    """Return the figures of one model in the answer to `overview`."""
-    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, 40, 1, request]
+def model(request: pb.Histogram, name: str = "a", **differs: Any) -> pb.ModelRecord:
+    """Return the record of a model."""
+    common: dict[str, Any] = {
+        "queued": 1,
+        "executing": 2,
+        "device_bytes": 1000,
+        "answered": 3,
+        "errors": 4,
+        "device_seconds": 0.5,
+        "loads": 2,
+        "load": pb.Histogram(sum=0.6),
+        "tokens": {"answer": 40},
+        "misses": 1,
+    }
+    return pb.ModelRecord(name=name, request=request, **{**common, **differs})
 
 
-def figures(**models: list[Any]) -> dict[int, dict[str, Any]]:
-    """Return the figures of device 0."""
-    return {0: {"models": models, "memory": MEMORY, "starting": {}}}
+def figures(*models: pb.ModelRecord, **device: Any) -> dict[int, RuntimeRecords]:
+    """Return the records of device 0."""
+    return {0: records(*models, **DEVICE, **device)}
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     """Models and meta models are shown with figures, those being loaded or broken without."""
-    meta = model(histogram(0.02), executing=4, size=None, loads=0)
-    said = figures(a=model(histogram(0.002)), m=meta)
+    meta = model(histogram(0.02), "m", meta=True, executing=4, loads=0)
+    said = figures(model(histogram(0.002)), meta)
     entries = {
         "a@1": entry("a"),
         "m@1": entry("m", kind="meta", weights=None, residency=None),
@@ -55,11 +68,12 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, {"a": [0]}, 10.0)
 
     assert device_picture(said[0]) == {
-        "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800,
+        "name": "cpu", "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800,
         "host": 1500, "device_s": 0.5,
     }  # fmt: skip
     a, m, n = shown.values()
-    assert (a["name"], a["weights"], a["residency"], a["bytes"]) == ("a", "resident", "system", 1000)
+    assert a["weights"] == "resident, in an older version"
+    assert (a["name"], a["residency"], a["bytes"]) == ("a", "system", 1000)
     assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
     assert (a["on"], m["on"]) == ([0], [])
     assert (a["loads"], a["load_s"], a["error"]) == (2, pytest.approx(0.3), "manifest.yaml: not YAML")
@@ -71,20 +85,43 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
 def test_a_model_shows_what_its_start_waits_for() -> None:
     """A model whose model.py a stub imports is not resident for clients, though its weights are on the device."""
     overview, entries = Overview(), {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
-    said = figures(a=model(histogram()))
-    said[0]["starting"] = {"a": "importing model.py", "n": "compiling"}
+    said = figures(model(histogram()), starting={"a": "importing model.py", "n": "compiling"})
 
     shown = overview.take(said, entries, {}, {}, 0.0)
     assert (shown["a"]["weights"], shown["n"]["weights"]) == (
         "starting, importing model.py",
         "starting, compiling",
     )
-    assert overview.take(figures(a=model(histogram())), entries, {}, {}, 1.0)["a"]["weights"] == "resident"
+    assert overview.take(figures(model(histogram())), entries, {}, {}, 1.0)["a"]["weights"] == "resident"
+
+
+def test_a_model_that_no_runtime_has_is_shown_as_failed() -> None:
+    """A model whose bundle cannot be loaded has a row with the reason; a cold one and an alias have none."""
+    why = {"b": "model.py: No module named 'cv2'", "c": "no manifest", "aliases.d": "no model"}
+
+    shown = Overview().take(figures(), {"a@1": entry("a")}, why, {}, 0.0, cold={"c"})
+
+    assert {name: one["weights"] for name, one in shown.items()} == {"a": "resident", "b": "failed"}
+    assert (shown["b"]["state"], shown["b"]["error"], shown["b"]["requests"]) == ("failed", why["b"], 0)
+
+
+def test_metrics_and_live_page_have_the_same_words() -> None:
+    """The number of models by state counts what the page shows, and the cold models."""
+    entries = {"a@1": entry("a"), "n@1": entry("n", state="loading", weights="absent")}
+    why = {"a": "no manifest", "b": "no manifest"}
+    for asleep in (False, True):
+        shown = Overview().take({}, entries, why, {}, 0.0, cold={"c"}, asleep=asleep)
+        words = {name: one["weights"] for name, one in shown.items()}
+
+        states = states_of_models(entries.values(), why, {"c"}, {}, aliases=(), asleep=asleep)
+
+        assert states == {**words, "c": "asleep" if asleep else "cold"}
+        assert words["a"] == ("asleep" if asleep else "resident, in an older version")
 
 
 def test_figures_of_several_devices_are_added() -> None:
     """A model's counters are sums over the devices, and its 99th percentile is of the requests of all."""
-    first, second = figures(a=model(histogram(*[0.002] * 90)))[0], figures(a=model(histogram(*[1.5] * 10)))[0]
+    first, second = figures(model(histogram(*[0.002] * 90)))[0], figures(model(histogram(*[1.5] * 10)))[0]
 
     a = Overview().take({0: first, 1: second}, {"a@1": entry("a")}, {}, {}, 0.0)["a"]
 
@@ -112,8 +149,8 @@ def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
     overview, entries = Overview(), {"a@1": entry("a")}
     slow, fast = [1.5] * 50, [0.002] * 50
 
-    def p99(request: list[float], now: float) -> Any:
-        return overview.take(figures(a=model(request)), entries, {}, {}, now)["a"]["p99_s"]
+    def p99(request: pb.Histogram, now: float) -> Any:
+        return overview.take(figures(model(request)), entries, {}, {}, now)["a"]["p99_s"]
 
     assert p99(histogram(*slow), 0.0) > 1
     assert p99(histogram(*slow), 5.0) is None
@@ -128,16 +165,16 @@ def test_a_clock_that_is_set_back_begins_the_window_again() -> None:
     seen: tuple[float, ...] = ()
     for now, new in looks:
         seen += new
-        shown = overview.take(figures(a=model(histogram(*seen))), entries, {}, {}, now)
+        shown = overview.take(figures(model(histogram(*seen))), entries, {}, {}, now)
     assert shown["a"]["p99_s"] < 0.01
 
 
 def test_counters_that_restart_are_taken_as_they_are() -> None:
     """After a restart of the runtime, its lower counters are taken as they are."""
     overview, entries = Overview(), {"a@1": entry("a")}
-    overview.take(figures(a=model(histogram(*[1.5] * 9))), entries, {}, {}, 0.0)
+    overview.take(figures(model(histogram(*[1.5] * 9))), entries, {}, {}, 0.0)
 
-    shown = overview.take(figures(a=model(histogram(0.002))), entries, {}, {}, 1.0)
+    shown = overview.take(figures(model(histogram(0.002))), entries, {}, {}, 1.0)
 
     assert shown["a"]["p99_s"] < 0.01
 
@@ -145,11 +182,11 @@ def test_counters_that_restart_are_taken_as_they_are() -> None:
 def test_only_models_that_changed_are_made_again() -> None:
     """An idle model is the same object at the next look; what the others did is the work between the looks."""
     overview, entries = Overview(), {"a@1": entry("a"), "b@1": entry("b")}
+    idle = model(histogram(), "b")
 
     def look(now: float, *values: float, requests: int) -> dict[str, Any]:
-        a = model(histogram(*values))
-        a[3], a[5] = requests, 0.1 * requests
-        return overview.take(figures(a=a, b=model(histogram())), entries, {}, {}, now)
+        busy: dict[str, Any] = {"answered": requests, "device_seconds": 0.1 * requests}
+        return overview.take(figures(model(histogram(*values), **busy), idle), entries, {}, {}, now)
 
     first = look(0.0, 0.002, requests=3)
     assert overview.work.requests == 0
@@ -171,7 +208,7 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
         for value in values:
             total.observe(value)
         came.append(values)
-        shown = overview.take(figures(a=model(total.to_json())), {"a@1": entry("a")}, {}, {}, float(second))
+        shown = overview.take(figures(model(trimmed(total))), {"a@1": entry("a")}, {}, {}, float(second))
         p99 = shown["a"]["p99_s"]
         window = [value for each in (came[1:] if second <= 10 else came[second - 9 :]) for value in each]
         if second == 0:
@@ -184,9 +221,11 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        (None, entry("a"), "a: resident"),
-        (None, entry("a", state="loading", weights="absent"), "a: starting"),
-        (entry("a"), None, "a: gone"),
+        (None, entry("a"), "a: version 0123456789ab is resident"),
+        (None, entry("a", state="loading", weights="absent"), "a: version 0123456789ab is starting"),
+        (entry("a"), entry("a", state="leaving"), "a: version 0123456789ab is leaving; version 2 serves"),
+        (entry("a"), None, "a: version 0123456789ab has left; version 2 serves"),
+        (entry("a", digest=""), None, "a: a version has left; version 2 serves"),
         (None, None, None),
         (entry("a"), entry("a", stubs=[1, 2]), None),
         (entry("a"), entry("a", weights="absent"), "a: warm"),
@@ -196,10 +235,10 @@ def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]])
         (
             entry("a", state="loading"),
             entry("a", state="failed", error="no room", weights="absent"),
-            "a: failed: no room",
+            "a: version 0123456789ab has failed: no room",
         ),
     ],
 )
 def test_each_change_that_people_look_for_is_a_line(before: Any, after: Any, line: str | None) -> None:
     """Changes that matter to people become a line; internal ones do not."""
-    assert describe(before, after) == line
+    assert describe(before, after, "version 2 serves") == line

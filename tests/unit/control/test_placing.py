@@ -21,21 +21,10 @@ from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 from tests.unit.control.peers import FakeRuntime, entry, linked, served, until
 from tests.waiting import looped
 
-MODEL: dict[str, Any] = {
-    "queued": 0,
-    "executing": 0,
-    "weights": "absent",
-    "pinned": False,
-    "bytes": 10,
-    "cost_s": 0.01,
-    "misses": 0,
-    "device_seconds": 0.0,
-    "rows": 0,
-    "requests": 0,
-    "max_rows": 1,
-    "sequences": 0,
-    "batch_input": None,
-}
+
+def new(name: str) -> pb.ModelRecord:
+    """Return the record of a model without requests."""
+    return pb.ModelRecord(name=name, weights=pb.WEIGHTS_ABSENT, device_bytes=10, cost_s=0.01, max_rows=1)
 
 
 class Weights:
@@ -43,42 +32,40 @@ class Weights:
 
     def __init__(self, instance: str, names: str, budget: int | None) -> None:
         self.instance = instance
-        self.loads = {name: dict(MODEL) for name in names}
+        self.loads = {name: new(name) for name in names}
         self.calls: dict[str, list[str]] = {}
         self.budget = budget
-        #: what each question for the load knew, the answers' loads so far, and the models of the last answer
+        #: what each question for the record knew, the answers' records so far, and the models of the last answer
         self.known: list[int] = []
-        self._said: list[dict[str, dict[str, Any]]] = []
+        self._said: list[dict[str, bytes]] = []
         self.told: set[str] = set()
+
+    def record(self, since: int) -> pb.DeviceRecord:
+        now = {name: one.SerializeToString() for name, one in self.loads.items()}
+        before = self._said[since - 1] if since else {}
+        if before.keys() != now.keys():
+            since, before = 0, {}
+        self.told = {name for name, one in now.items() if before.get(name) != one}
+        self.known.append(since)
+        self._said.append(now)
+        record = pb.DeviceRecord(instance=self.instance, since=since, next=len(self._said))
+        if self.budget is not None:
+            record.memory.budget_bytes = self.budget
+        record.memory.physical_bytes = sum(self.loads[name].device_bytes for name in self.resident)
+        record.models.extend(self.loads[name] for name in self.told)
+        for name, models in self.calls.items():
+            record.models.add(name=name, meta=True, calls_models=models)
+        return record
 
     def __call__(self, command: dict[str, Any]) -> dict[str, Any]:
         match command:
-            case {"command": "load", "since": since}:
-                before = self._said[since - 1] if since else {}
-                if not before.keys() <= self.loads.keys() <= before.keys():
-                    since, before = 0, {}
-                changed = {name: one for name, one in self.loads.items() if before.get(name) != one}
-                self.known.append(since)
-                self.told = {*changed}
-                self._said.append({name: dict(one) for name, one in self.loads.items()})
-                used = sum(one["bytes"] for one in self.loads.values() if one["weights"] == "resident")
-                return {
-                    "instance": self.instance,
-                    "since": since,
-                    "next": len(self._said),
-                    "backlog_s": 0.0,
-                    "budget_bytes": self.budget,
-                    "free_bytes": None if self.budget is None else self.budget - used,
-                    "models": changed,
-                    "metas": self.calls,
-                }
             case {"command": "prefetch" | "evict" as act, "model": name}:
-                self.loads[name]["weights"] = "resident" if act == "prefetch" else "absent"
+                self.loads[name].weights = pb.WEIGHTS_RESIDENT if act == "prefetch" else pb.WEIGHTS_ABSENT
         return {}
 
     @property
     def resident(self) -> set[str]:
-        return {name for name, one in self.loads.items() if one["weights"] == "resident"}
+        return {name for name, one in self.loads.items() if one.weights == pb.WEIGHTS_RESIDENT}
 
 
 class Device(FakeRuntime):
@@ -88,6 +75,9 @@ class Device(FakeRuntime):
         super().__init__(path, instance=f"{number}{number}" * 8)
         self.entries = {f"{name}@1": entry(name) for name in names}
         self.weights = self.answers = Weights(self.instance, names, budget)
+
+    def status(self, since: int = 0) -> pb.DeviceRecord:
+        return self.weights.record(since)
 
 
 class World:
@@ -113,12 +103,8 @@ class World:
             for name, seconds in device_s.items():
                 mask = self.masks()[name]
                 for number, one in enumerate(self.devices):
-                    model = one.weights.loads[name]
                     if mask >> number & 1:
-                        one.weights.loads[name] = {
-                            **model,
-                            "device_seconds": model["device_seconds"] + seconds,
-                        }
+                        one.weights.loads[name].device_seconds += seconds
 
 
 @asynccontextmanager
@@ -162,7 +148,7 @@ async def test_only_what_changes_is_asked_for(tmp_path: Path) -> None:
         await world.look(2, a=0.5)
         assert [{*one.weights.told} for one in world.devices if one.weights.told] == [{"a"}]
         one = world.devices[0].weights
-        one.loads["new"] = dict(MODEL)
+        one.loads["new"] = new("new")
         await world.look()
         assert (one.known[-1], one.told) == (0, {*one.loads})
 
@@ -217,7 +203,7 @@ async def test_the_other_device_takes_the_models_of_a_dead_one(tmp_path: Path) -
         assert world.masks() == before
         commands = [one["command"] for one in world.devices[1].commands]
         assert commands.count("prefetch") == 2
-        assert world.runtimes.overrides.models == set()
+        assert not world.runtimes.desired.overrides.models
 
 
 @looped
@@ -227,7 +213,7 @@ async def test_a_restarted_control_process_goes_on(tmp_path: Path) -> None:
         PlacementWriter(world.path).write({"a": 2, "b": 2, "c": 3})
         for one in world.devices:
             for model in one.weights.loads.values():
-                model["weights"] = "resident"
+                model.weights = pb.WEIGHTS_RESIDENT
         running = asyncio.create_task(world.placing.run())
         while not world.runtimes.placement:
             await asyncio.sleep(0)
@@ -243,7 +229,7 @@ async def test_a_meta_model_is_with_the_models_that_it_calls(tmp_path: Path) -> 
         for one in world.devices:
             one.weights.calls = {"m": ["a", "d"]}
             one.change("m@1", {**entry("m"), "kind": "meta", "weights": None})
-        await until(world.runtimes, lambda: all("m@1" in link.entries for link in world.runtimes.links))
+        await until(world.runtimes, lambda: all("m@1" in link.state.entries for link in world.runtimes.links))
         await world.look(2)
 
         table = world.runtimes.placement
@@ -258,13 +244,15 @@ async def test_models_that_arrive_on_one_device_first_are_spread(tmp_path: Path)
         second = world.runtimes.links[1]
         for name in "abcd":
             world.devices[1].change(f"{name}@1", entry(name, state="loading", weights="absent"))
-        await until(world.runtimes, lambda: all(one["state"] == "loading" for one in second.entries.values()))
+        await until(
+            world.runtimes, lambda: all(one["state"] == "loading" for one in second.state.entries.values())
+        )
         await world.look(2)
         assert set(world.masks().values()) == {0}
 
         for name in "abc":
             world.devices[1].change(f"{name}@1", entry(name))
-        await until(world.runtimes, lambda: second.entries["c@1"]["state"] == "ready")
+        await until(world.runtimes, lambda: second.state.entries["c@1"]["state"] == "ready")
         await world.look(2)
         masks = world.masks()
         assert masks["d"] == 0
@@ -404,8 +392,6 @@ async def test_a_server_that_places_models_itself_takes_no_table(tmp_path: Path)
 
 
 def test_a_pin_to_a_device_that_is_not_listed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that list the devices name the wrong pin; former keys name their successors."""
+    """Settings that list the devices name the wrong pin."""
     with pytest.raises(SettingsError, match=r"models\.a\.devices names 2, and runtime\.devices has 2"):
         load_settings("{runtime: {devices: [cpu, cpu]}, models: {a: {devices: [2]}}}")
-    with pytest.raises(SettingsError, match=r"gateway\.replicas is gone: use placement\.replicas"):
-        load_settings("gateway: {replicas: 2}")

@@ -15,7 +15,7 @@ import pytest
 from rsrv.control.prewarming import Prewarming
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.device_choice import by_preference
-from tests.unit.control.peers import Served, entry, served
+from tests.unit.control.peers import FakeRuntime, Served, entry, served, until
 from tests.unit.control.test_cli import shell
 from tests.unit.control.test_service import refusal
 from tests.unit.control.test_sleep import drowsy
@@ -86,6 +86,17 @@ async def test_a_start_wakes_a_device_that_sleeps(tmp_path: Path) -> None:
         assert sorted(started(server, device=-1)) == ["other", "warm"]
 
 
+async def next_runtime(server: Served, **entries: Any) -> FakeRuntime:
+    """End the runtime, and return the next one, which has these models."""
+    server.runtime.die()
+    after = FakeRuntime(server.runtime._path, instance="99" * 8)
+    after.entries |= entries
+    after.answers = server.runtime.answers
+    server.all[0] = after
+    await until(server.runtimes, lambda: server.link.up and server.link.state.instance == after.instance)
+    return after
+
+
 @looped
 async def test_a_look_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> None:
     """A look starts nothing twice, and a failure has its reason."""
@@ -97,9 +108,9 @@ async def test_a_look_starts_what_a_runtimes_end_has_lost(tmp_path: Path) -> Non
 
         assert [(one.state, one.error) for one in said.models] == [("failed", "no such file")]
         assert started(server) == ["other"]
-        server.service._server.prewarming._told.clear()  # As after the end of a runtime.
+        await next_runtime(server)
         await server.control.Start(pb.StartRequest(models=["other"], look=True))
-        assert started(server) == ["other", "other"]
+        assert started(server) == ["other"]
 
 
 @looped
@@ -123,17 +134,51 @@ async def test_a_model_that_a_runtimes_end_has_lost_starts_again(tmp_path: Path)
     async with cold(tmp_path) as server:
         prewarming = server.service._server.prewarming
         await server.control.Start(pb.StartRequest(models=["team-*"]))
+        server.runtime.change("team-b@1", entry("team-b", stubs=[]))
         server.runtime.change("team-a@1", entry("team-a"))
-        await server.runtimes.wait_change(server.runtimes.changes)
+        await until(server.runtimes, lambda: "team-a" in server.link.state.ready)
         await prewarming.keep()
-        for name, (_, path) in prewarming._told.items():
-            prewarming._told[name] = ("an earlier instance", path)
-        before = len(server.runtime.commands)
+        await next_runtime(server)
 
         await prewarming.keep()
 
-        sent = [one for one in server.runtime.commands[before:] if not one.get("look")]
-        assert [list(one["models"]) for one in sent] == [["team-b"]]
+        assert started(server) == ["team-b"]
+
+
+@looped
+async def test_an_idle_model_that_fell_back_to_cold_stays_cold_after_a_runtimes_end(tmp_path: Path) -> None:
+    """The runtime unloaded it, so its end has lost nothing."""
+    async with cold(tmp_path) as server:
+        prewarming = server.service._server.prewarming
+        await server.control.Start(pb.StartRequest(models=["other"]))
+        server.runtime.change("other@1", entry("other", stubs=[]))
+        server.runtime.change("other@1", entry("other", stubs=[], state="leaving"))
+        server.runtime.change("other@1", None)
+        server.runtime.change("team-a@1", entry("team-a"))
+        await until(server.runtimes, lambda: "team-a" in server.link.state.ready)
+        await prewarming.keep()
+        await next_runtime(server)
+
+        await prewarming.keep()
+
+        assert started(server) == []
+
+
+@looped
+async def test_a_model_that_came_back_by_itself_is_not_started_when_it_falls_idle(tmp_path: Path) -> None:
+    """After a runtime's end, a stub registers a prefetched model before anything else starts it; then it falls to cold."""
+    async with cold(tmp_path) as server:
+        prewarming = server.service._server.prewarming
+        await server.control.Start(pb.StartRequest(models=["other"]))
+        server.runtime.change("other@1", entry("other", stubs=[]))
+        after = await next_runtime(server, **{"other@1": entry("other", state="loading", stubs=[])})
+        await prewarming.keep()
+        after.change("other@1", None)
+        await until(server.runtimes, lambda: "other@1" not in server.link.state.entries)
+
+        await prewarming.keep()
+
+        assert started(server) == []
 
 
 @looped

@@ -173,6 +173,21 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
 
 
 @looped
+async def test_a_server_that_others_can_take_over_is_complained_about(directory: Path) -> None:
+    """A plain tritonserver listens on all addresses; the log names what its clients can do, and the remedy."""
+    async with placed(directory) as place:
+        control = await place.control()
+        await listening(control)
+        assert control.stderr is not None
+        line = (await control.stderr.readline()).decode()
+
+        assert "anyone who reaches 0.0.0.0:8000 or 0.0.0.0:8001 can choose the file" in line
+        assert "--http-address=127.0.0.1" in line
+        await place.end()
+        await control.communicate()
+
+
+@looped
 async def test_without_opentelemetry_it_serves_and_says_what_is_missing(
     directory: Path, tmp_path: Path
 ) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rsrv.cli.recording import Recording, ServedState, scenario_of
+from rsrv.command import Terminated
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.sim.scenario import load_scenario
-from tests.unit.control.test_cli import MEMORY, shell
+from tests.unit.control.test_cli import remember, shell
 from tests.waiting import looped
 
 #: of the first runtime of `served`
@@ -27,8 +28,6 @@ def told(command: dict[str, Any]) -> dict[str, Any]:
     since: int = command.get("since", 0)
     said = {"instance": INSTANCE, "unix_s": 1e9}
     match command["command"]:
-        case "memory":
-            return MEMORY
         case "timeline":
             # Relative to the answer; ten executions after the first request.
             spans = [["execute", "a@1", -1e9 - 6.0, 0.004, 3, 8, 1, False]] * 10
@@ -45,8 +44,9 @@ async def test_a_record_is_a_scenario_of_the_simulator(
     """The trace has what came since the start; the scenario has measured costs, bytes, and what models share."""
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = told
+        remember(rsrv.server.runtime)
         for name, nbytes in (("a", 7_000_000), ("b", 5_000_000)):
-            rsrv.server.runtime.models[name]["device_bytes"] = nbytes
+            rsrv.server.runtime.models[name].device_bytes = nbytes
         out = tmp_path / "out.csv"
 
         said = await rsrv("record", str(out), "--seconds", "0.01")
@@ -65,7 +65,7 @@ async def test_a_record_is_a_scenario_of_the_simulator(
         assert sorted(a.values()) == [0, 3_000_000, 4_000_000]
         assert a.keys() & b.keys()
         assert [(one.t, one.committed) for one in scenario.recorded[0]] == [(0.0, False), (0.125, True)]
-        assert scenario.settings.weight_budget_bytes == 5000
+        assert scenario.settings.weight_budget_bytes == 15_000_000
 
         assert "is there already" in (await rsrv("record", str(out))).err
         assert "must end in .csv" in (await rsrv("record", "out.txt")).err
@@ -97,15 +97,19 @@ async def test_a_server_that_ends_leaves_its_scenario(
 
 
 @looped
-async def test_ctrl_c_takes_what_came_since_the_last_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [KeyboardInterrupt, Terminated])
+async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_look(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: type[KeyboardInterrupt],
 ) -> None:
-    """Requests that come between the last look and Ctrl-C are in the trace."""
+    """Requests that come between the last look and the end are in the trace, and the scenario is written."""
     interrupts: list[float] = []
 
     def interrupted(seconds: float) -> None:
         interrupts.append(seconds)
-        raise KeyboardInterrupt
+        raise end
 
     def later(command: dict[str, Any]) -> dict[str, Any]:
         if command["command"] == "arrivals" and command.get("since") == 2 and not interrupts:
@@ -119,6 +123,7 @@ async def test_ctrl_c_takes_what_came_since_the_last_look(
         rsrv.server.runtime.answers = later
         said = await rsrv("record", str(tmp_path / "out.csv"))
         assert (said.status, "2 requests in 0 s" in said.out) == (0, True), said
+        assert load_scenario(tmp_path / "out.yaml").programs
     assert len(interrupts) == 1
 
 
@@ -149,7 +154,7 @@ def test_models_that_cannot_be_simulated_are_left_out() -> None:
     status = pb.GetStatusResponse(
         models=models,
         devices=[pb.DeviceStatus()] * 2,
-        scheduler=pb.Scheduler(discipline=pb.DISCIPLINE_FAIR, eviction=pb.EVICTION_LRU),
+        scheduler=pb.Scheduler(discipline=pb.DISCIPLINE_FAIR),
     )
 
     document = scenario_of("t.csv", recording, ServedState(status, pb.GetMemoryResponse(), "external", []))

@@ -55,7 +55,7 @@ async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
         assert said == [(0, RESTART), (1, RESTART)]
         assert [one.number for one in answer.devices] == [0, 1]
         assert all(0 < one.first_s <= one.all_s < 10 for one in answer.devices)
-        assert [link.instance for link in server.runtimes.links] == ["90" * 8, "91" * 8]
+        assert [link.state.instance for link in server.runtimes.links] == ["90" * 8, "91" * 8]
         end(server)
 
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overrides import Overrides
-from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
+from rsrv.control.runtime_link import RuntimeDown
+from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.wire.frames import Kind
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.waiting import looped
@@ -23,13 +23,13 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
     async with linked(tmp_path) as runtimes:
         link = runtimes.links[0]
         await until(runtimes, lambda: link.up)
-        assert set(link.entries) == {"a@1"}
+        assert set(link.state.entries) == {"a@1"}
 
         runtime.change("b@1", entry("b", state="loading", stubs=[7]))
         runtime.change("a@1", None)
-        await until(runtimes, lambda: link.revision == 7)
+        await until(runtimes, lambda: link.state.revision == 7)
 
-        assert set(link.entries) == {"b@1"}
+        assert set(link.state.entries) == {"b@1"}
         assert link.served() == {"b"}
     runtime.die()
 
@@ -78,12 +78,12 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
         await until(runtimes, lambda: not link.up)
         assert not link.served()
         with pytest.raises(RuntimeDown):
-            await link.status()
+            await link.record()
 
         second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
         await until(runtimes, lambda: link.up)
 
-        assert (link.instance, dict(link.entries)) == ("22" * 8, {})
+        assert (link.state.instance, dict(link.state.entries)) == ("22" * 8, {})
         assert link.since > since
         second.die()
 
@@ -106,7 +106,7 @@ async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None
         runtime.go_on()
         await until(runtimes, lambda: link.up)
 
-        assert set(link.entries) == {"a@1"}
+        assert set(link.state.entries) == {"a@1"}
         assert await link.command({"command": "compact"}) == {}
         assert link.silent_pid == 0
     runtime.die()
@@ -121,7 +121,7 @@ async def test_a_wait_that_begins_after_the_change_returns(tmp_path: Path) -> No
         await until(runtimes, lambda: link.up)
         seen = runtimes.changes
         runtime.change("a@1", entry("a"))
-        await until(runtimes, lambda: link.revision == 6)
+        await until(runtimes, lambda: link.state.revision == 6)
 
         await runtimes.wait_change(seen)
     runtime.die()
@@ -132,7 +132,7 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
     """A subscriber sees all changes in order, across a start, a death and a replacement of the runtime."""
     async with linked(tmp_path) as runtimes:
         link = runtimes.links[0]
-        subscription = link.subscribe()
+        subscription = link.state.subscribe()
         assert await subscription.next() is None
 
         runtime = FakeRuntime(tmp_path / "runtime.sock")
@@ -162,19 +162,19 @@ async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path:
     async with linked(tmp_path) as runtimes:
         link = runtimes.links[0]
         await until(runtimes, lambda: link.up)
-        subscription = link.subscribe()
+        subscription = link.state.subscribe()
         await subscription.next()
         for _ in range(50):
             for _ in range(100):
                 runtime.change("m@1", entry("m"))
-            await until(runtimes, lambda: link.revision == runtime.revision)
+            await until(runtimes, lambda: link.state.revision == runtime.revision)
 
         update = await subscription.next()
 
         assert isinstance(update, StateSnapshot)
         assert update.revision == runtime.revision
         runtime.change("m@1", None)
-        assert await subscription.next() == StateChange(link.instance, update.revision + 1, "m@1", None)
+        assert await subscription.next() == StateChange(link.state.instance, update.revision + 1, "m@1", None)
     runtime.die()
 
 
@@ -189,15 +189,15 @@ async def test_a_gap_in_the_revisions_is_noticed(tmp_path: Path) -> None:
         runtime.revision = 9
         runtime.say(Kind.STATE, {"revision": 9, "key": "a@1", "entry": entry("a")})
 
-        await until(runtimes, lambda: link.up and link.revision == 9)
+        await until(runtimes, lambda: link.up and link.state.revision == 9)
 
-        assert set(link.entries) == {"a@1"}
+        assert set(link.state.entries) == {"a@1"}
     runtime.die()
 
 
 @looped
 async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
-    """A refusal by the runtime keeps its code, and sets no override."""
+    """A refusal by the runtime keeps its code."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
     runtime.answers = lambda command: {"error": "there is no model 'x'", "code": "NOT_FOUND"}
     async with linked(tmp_path) as runtimes:
@@ -208,114 +208,115 @@ async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
             await link.command({"command": "prefetch", "model": "x"})
 
         assert refused.value.code == "NOT_FOUND"
-        assert not runtimes.overrides.models
     runtime.die()
 
 
 @looped
-async def test_a_new_runtime_is_told_what_operators_set(tmp_path: Path) -> None:
-    """A new runtime gets the settings of the operators: pauses, pins, policies and the scheduler's."""
+async def test_a_new_runtime_follows_what_operators_want(tmp_path: Path) -> None:
+    """A runtime that follows changes and the one after it, which gets the whole document, have the same one."""
     first = FakeRuntime(tmp_path / "runtime.sock")
-    first.entries = {"a@1": entry("a"), "b@1": entry("b")}
-    pin = {"command": "residency", "model": "a", "residency": "device"}
-    async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
+    async with linked(tmp_path, settings="models: {a: {weight: 3}}") as runtimes:
+        link, desired = runtimes.links[0], runtimes.desired
         await until(runtimes, lambda: link.up)
-        await link.command({"command": "pause", "model": None, "mode": "hold"})
-        await link.command({"command": "continue", "model": "a"})
-        await link.command(pin)
-        await link.command({"command": "policy", "model": "a", "weight": 2.0})
-        await link.command({"command": "policy", "model": "a", "max_delay_us": 5})
-        await link.configure({"depth": 3})
+        assert first.wants("a") == {"settings": {"weight": 3}}
+        await runtimes.change(lambda: desired.pause(None, "hold"))
+        await runtimes.change(lambda: desired.set_residency(["a"], "device"))
+        await runtimes.change(lambda: desired.configure({"depth": 3}))
+        assert [sorted(one) for one in first.commands] == [
+            ["command", "paused"],
+            ["command", "models"],
+            ["command", "scheduler"],
+        ]
+        assert first.follows == (desired.instance, desired.revision)
         first.die()
+        await until(runtimes, lambda: not link.up)
 
         second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
-        await second.came(lambda: bool(second.configured and second.commands))
-        assert second.configured == [{"depth": 3}]
-        assert second.commands == [{"command": "pause", "model": None, "mode": "hold"}]
+        await until(runtimes, lambda: link.up)
 
-        second.change("b@1", entry("b", state="loading"))
-        second.change("a@1", entry("a", state="loading"))
-        await second.came(lambda: len(second.commands) == 4)
-        assert second.commands[1:] == [
-            pin,
-            {"command": "policy", "model": "a", "weight": 2.0, "max_delay_us": 5},
-            {"command": "continue", "model": "a"},
-        ]
+        assert second.document == first.document == desired.document(0)
+        assert second.follows == (desired.instance, desired.revision)
         second.die()
 
 
 @looped
-async def test_the_next_control_process_knows_what_operators_set(tmp_path: Path) -> None:
-    """The next control process knows the settings of the operators, and passes them to a new runtime."""
-    pin = {"command": "residency", "model": "a", "residency": "device"}
-    first = FakeRuntime(tmp_path / "runtime.sock")
+async def test_the_next_control_process_wants_what_the_last_one_wanted(tmp_path: Path) -> None:
+    """The new control process sends the whole document with its own instance, to the same runtime or to a new one."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
     async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
-        await link.command(pin)
-    first.die()
+        await until(runtimes, lambda: runtimes.up)
+        await runtimes.change(partial(runtimes.desired.set_residency, ["a"], "device"))
+        before, follows = runtime.document, runtime.follows
 
-    second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
-    second.entries = {"a@1": entry("a")}
-    async with linked(tmp_path):
-        await second.came(lambda: second.commands == [pin])
-    second.die()
+    async with linked(tmp_path) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+
+        assert runtime.document == before
+        assert runtime.follows == (runtimes.desired.instance, runtimes.desired.revision) != follows
+    runtime.die()
 
 
 @looped
-async def test_a_setting_counts_although_its_client_has_gone(tmp_path: Path) -> None:
-    """A setting that the runtime accepts is kept although its client has hung up; a refused one is not."""
-    pin = {"command": "residency", "model": "a", "residency": "device"}
-    refused = {"command": "residency", "model": "x", "residency": "device"}
+async def test_a_change_holds_although_its_client_has_gone(tmp_path: Path) -> None:
+    """A silent runtime follows the change once it answers again, even if the client has hung up."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    runtime.answers = lambda command: {"error": "no such model"} if command == refused else {}
     async with linked(tmp_path) as runtimes:
         link = runtimes.links[0]
         await until(runtimes, lambda: link.up)
         runtime.stop()
-        asking = [
-            asyncio.create_task(asked)
-            for asked in (link.command(pin), link.command(refused), link.configure({"depth": 3}))
-        ]
+        asking = asyncio.create_task(runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")))
         await asyncio.sleep(0)
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
-        assert not runtimes.overrides.models
+        asking.cancel()
+        await asyncio.wait([asking])
         runtime.go_on()
-        await until(runtimes, lambda: link.up)
-        await link.status()  # Answered after the others.
 
-        assert (runtimes.overrides.models, runtimes.overrides.scheduler) == ({"a"}, {"depth": 3})
-        assert all(task.cancelled() for task in asking)
+        await runtime.came(lambda: runtime.wants("a") == {"paused": "hold"})
     runtime.die()
 
 
-@pytest.mark.parametrize(
-    ("command", "refusal"),
-    [
-        ({"command": "residency", "model": "a", "residency": "device"}, "NOT_FOUND"),
-        ({"command": "prefetch", "model": "a"}, "FAILED_PRECONDITION"),
-    ],
-)
 @looped
-async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(
-    tmp_path: Path, command: dict[str, Any], refusal: str
-) -> None:
-    """A setting that a runtime refuses as unknown is sent again when the model changes."""
-    overrides = Overrides(tmp_path / "overrides.json")
-    overrides.commanded(command, 0)
+async def test_a_document_that_is_larger_than_a_frame_arrives(tmp_path: Path) -> None:
+    """Settings of thousands of models travel in a memfd."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    answers = iter([{"error": "not yet", "code": refusal}, {}])
-    runtime.answers = lambda command: next(answers)
+    names = [f"model{number}" for number in range(5000)]
     async with linked(tmp_path) as runtimes:
-        link = runtimes.links[0]
-        await until(runtimes, lambda: link.up)
-        runtime.change("a@1", entry("a", state="loading"))
-        await runtime.came(lambda: len(runtime.commands) == 1)
-        await link.status()  # The refusal has arrived before this.
-        runtime.change("a@1", entry("a"))
+        await until(runtimes, lambda: runtimes.up)
 
-        await runtime.came(lambda: runtime.commands == [command, command])
+        await runtimes.change(lambda: runtimes.desired.set_models(names, {"weight": 2.0}))
+
+        assert len(runtime.document["models"]) == 5000
+    runtime.die()
+
+
+@looped
+async def test_a_runtime_that_refused_a_change_gets_the_whole_document(tmp_path: Path) -> None:
+    """The refusal is the caller's error, and the next change comes with all of the document, also if it is the same one."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    async with linked(tmp_path) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+        runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
+        with pytest.raises(StatusError, match="odd"):
+            await runtimes.change(lambda: runtimes.desired.pause(["a"], "hold"))
+
+        assert await runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")) == [0]
+        assert runtime.wants("a") == {"paused": "hold"}
+    runtime.die()
+
+
+@looped
+async def test_a_change_right_behind_a_refused_one_is_answered_when_it_holds(tmp_path: Path) -> None:
+    """The runtime cannot follow it before it has the whole document, for which the caller waits."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    async with linked(tmp_path) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+        runtime.refuses_next = {"error": "odd", "code": "INVALID_ARGUMENT"}
+
+        refused, followed = await asyncio.gather(
+            runtimes.change(lambda: runtimes.desired.pause(["a"], "hold")),
+            runtimes.change(lambda: runtimes.desired.pause(["b"], "hold")),
+            return_exceptions=True,
+        )
+        assert isinstance(refused, StatusError)
+        assert followed == [0]
+        assert runtime.wants("a") == runtime.wants("b") == {"paused": "hold"}
     runtime.die()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rsrv.control import runtime_link
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
+from rsrv.control.runtime_link import RuntimeDown
+from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes, device_directories, merge, server_devices
 from rsrv.wire import paths
 from tests.unit.control.peers import FakeRuntime, entry, linked, until
 from tests.waiting import looped
 
-PIN = {"command": "residency", "model": "a", "residency": "device"}
+FETCH = {"command": "prefetch", "model": "a"}
 
 
 @asynccontextmanager
@@ -73,9 +73,10 @@ async def test_the_merged_state_follows_each_change(tmp_path: Path) -> None:
             runtime.change(key, changed)
             link = runtimes.links[runtime is second]
             await until(
-                runtimes, partial(lambda link, runtime: link.revision == runtime.revision, link, runtime)
+                runtimes,
+                partial(lambda link, runtime: link.state.revision == runtime.revision, link, runtime),
             )
-            assert runtimes.entries == merge([one.entries for one in runtimes.links])
+            assert runtimes.entries == merge([one.state.entries for one in runtimes.links])
         assert runtimes.entries.keys() == {"b@1"}
 
 
@@ -92,34 +93,36 @@ async def test_a_dead_runtime_costs_only_its_device(tmp_path: Path) -> None:
         assert runtimes.up
         assert runtimes.since == since
         assert runtimes.entries == {"a@1": entry("a", stubs=[101])}
-        assert await runtimes.command(PIN) == {1: {}}
+        assert await runtimes.command(FETCH) == {1: {}}
 
         second.die()
         await until(runtimes, lambda: not runtimes.up)
         assert not runtimes.served()
         with pytest.raises(RuntimeDown):
-            await runtimes.command(PIN)
+            await runtimes.command(FETCH)
         with pytest.raises(RuntimeDown):
-            await runtimes.query({"command": "load"})
+            await runtimes.read_records({})
 
 
 @looped
-async def test_stubs_that_only_a_dead_runtime_knew_have_time_to_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stub of a dead runtime counts while others answer, until it had the time to find the next one; then no more."""
+async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_takes(tmp_path: Path) -> None:
+    """A model of a dead runtime is neither served nor cold while its stub is expected: until it is known to be gone."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.change("b@1", entry("b", stubs=[7]))
         await until(runtimes, lambda: "b" in runtimes.served())
         first.die()
         await until(runtimes, lambda: len(runtimes.live) == 1)
-        assert runtimes.served() == {"a", "b"}
+        assert (runtimes.served(), runtimes.returning) == ({"a"}, {"a", "b"})
 
         again = reborn(first)
         await until(runtimes, lambda: len(runtimes.live) == 2)
-        assert runtimes.served() == {"a", "b"}
-        monkeypatch.setattr(runtime_link, "CONNECT_S", 0.0)
-        assert runtimes.served() == {"a"}
+        runtimes.links[0].since -= 3600
+        runtimes.show_cold({"b"})
+        assert (runtimes.served(), runtimes.returning, runtimes.cold) == ({"a"}, {"a", "b"}, set())
+        runtimes.forget_returning({"b"})
+        assert runtimes.returning == {"a"}
+        runtimes.show_cold({"b"})
+        assert runtimes.cold == {"b"}
 
         again.die()
         second.die()
@@ -128,69 +131,81 @@ async def test_stubs_that_only_a_dead_runtime_knew_have_time_to_return(
 
 
 @looped
-async def test_a_runtime_that_was_dead_gets_what_the_other_got(tmp_path: Path) -> None:
+async def test_a_runtime_that_was_dead_follows_what_the_other_follows(tmp_path: Path) -> None:
     """A new runtime gets the settings that were made while it was dead, and prefetches of its own device only."""
     async with two(tmp_path) as (runtimes, (first, second)):
-        await runtimes.command({"command": "prefetch", "model": "a"}, devices=[1])
+        desired = runtimes.desired
+        assert await runtimes.change(lambda: desired.prefetch(["a"], [1]), [1]) == [1]
         second.die()
         await until(runtimes, lambda: len(runtimes.live) == 1)
-        await runtimes.command(PIN)
-        await runtimes.configure({"depth": 3})
+        assert await runtimes.change(lambda: desired.set_residency(["a"], "device")) == [0]
+        assert await runtimes.change(lambda: desired.configure({"depth": 3})) == [0]
         again = reborn(second, **{"a@1": entry("a")})
-        await again.came(lambda: len(again.commands) == 2)
+        await until(runtimes, lambda: len(runtimes.live) == 2)
 
-        assert first.commands == [PIN]
-        assert again.commands == [PIN, {"command": "prefetch", "model": "a"}]
-        assert again.configured == [{"depth": 3}]
+        assert "prefetched" not in first.wants("a")
+        assert again.wants("a") == {**first.wants("a"), "prefetched": True}
+        assert again.document["scheduler"] == first.document["scheduler"]
         again.die()
 
 
 @looped
-async def test_weights_are_prefetched_and_evicted_as_if_the_runtime_had_been_there(tmp_path: Path) -> None:
-    """A new runtime prefetches what was prefetched while its device had none, and not what was evicted."""
-    async with two(tmp_path) as (runtimes, (_, second)):
-        await runtimes.command({"command": "prefetch", "model": "a"})
-        second.die()
-        await until(runtimes, lambda: len(runtimes.live) == 1)
-        await runtimes.command({"command": "evict", "model": "a"})
-        await runtimes.command({"command": "prefetch", "model": "b"})
-        again = reborn(second, **{"a@1": entry("a"), "b@1": entry("b")})
-        await again.came(lambda: len(again.commands) == 1)
-
-        assert again.commands == [{"command": "prefetch", "model": "b"}]
-        again.die()
-
-
-@looped
-async def test_a_runtime_that_was_silent_gets_what_it_missed(tmp_path: Path) -> None:
-    """A runtime that was stopped gets the commands of that time in their order, the latest of equal ones only."""
-    async with two(tmp_path, silence=0.05) as (runtimes, (_, second)):
+async def test_a_runtime_that_was_silent_misses_nothing(tmp_path: Path) -> None:
+    """A runtime that was stopped follows the changes of that time when it goes on."""
+    async with two(tmp_path, silence=0.05) as (runtimes, (first, second)):
+        desired = runtimes.desired
         second.stop()
         await until(runtimes, lambda: len(runtimes.live) == 1)
-        hold = {"command": "pause", "model": None, "mode": "hold"}
-        go_on = {"command": "continue", "model": None}
-        for command in (hold, PIN, go_on, hold, go_on, {"command": "compact"}):
-            await runtimes.command(command)
-        await runtimes.configure({"depth": 3})
+        for change in (
+            lambda: desired.pause(None, "hold"),
+            lambda: desired.set_residency(["a"], "device"),
+            lambda: desired.pause(None, None),
+            lambda: desired.configure({"depth": 3}),
+        ):
+            assert await runtimes.change(change) == [0]
         second.go_on()
-        await second.came(lambda: len(second.commands) == 3)
+        await second.came(lambda: second.follows == first.follows)
 
-        assert second.commands == [PIN, hold, go_on]
-        assert second.configured == [{"depth": 3}]
+        assert second.document == first.document
 
 
 @looped
-async def test_a_model_that_one_device_does_not_know_yet(tmp_path: Path) -> None:
-    """A setting that one device takes succeeds, and reaches the other when that knows the model."""
+async def test_without_a_runtime_nothing_changes(tmp_path: Path) -> None:
+    """A change while no runtime answers is refused, and so are wrong values and unknown devices."""
     async with two(tmp_path) as (runtimes, (first, second)):
-        second.answers = lambda command: {"error": "there is no model 'a'", "code": "NOT_FOUND"}
-        assert await runtimes.command(PIN) == {0: {}}
-        assert first.commands == second.commands == [PIN]
+        desired, before = runtimes.desired, runtimes.desired.revision
+        with pytest.raises(StatusError, match=r"models\.a\.weight"):
+            await runtimes.change(lambda: desired.set_models(["a"], {"weight": 0}))
+        with pytest.raises(StatusError, match=r"no device 2: the server's devices are 0 to 1"):
+            await runtimes.change(lambda: desired.pause(None, "hold"), [2])
+        for one in (first, second):
+            one.die()
+        await until(runtimes, lambda: not runtimes.live)
+        with pytest.raises(RuntimeDown):
+            await runtimes.change(lambda: desired.pause(None, "hold"))
+        assert desired.revision == before
 
-        second.answers = lambda command: {}
-        second.change("a@1", entry("a"))
-        await second.came(lambda: len(second.commands) == 2)
-        assert second.commands[1] == PIN
+
+@looped
+async def test_the_name_of_a_meta_model_means_all_that_it_calls(tmp_path: Path) -> None:
+    """The callees of a meta model are known from its entry, and from its folder while it is cold; other names are refused."""
+    folders = {"cold": ["c", "d"]}
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    meta = entry("meta", kind="meta", weights=None, models=["a@1", "b@1"])
+    broken = entry("x", state="failed", error="why")
+    runtime.entries = {"a@1": entry("a"), "meta@1": meta, "x@1": broken}
+    async with linked(tmp_path, callees=lambda name: folders.get(name, [])) as runtimes:
+        await until(runtimes, lambda: runtimes.up)
+        runtimes.show_cold(["cold", "e"])
+
+        assert await runtimes.named("a") == ["a"]
+        assert await runtimes.named("meta") == ["a", "b"]
+        assert await runtimes.named("cold") == ["c", "d"]
+        assert await runtimes.named("e") == ["e"]
+        for unknown in ("x", "nobody"):
+            with pytest.raises(StatusError, match=f"there is no model '{unknown}'"):
+                await runtimes.named(unknown)
+    runtime.die()
 
 
 @looped
@@ -202,27 +217,9 @@ async def test_a_command_that_all_refuse_fails(tmp_path: Path) -> None:
         second.answers = lambda command: {"error": "there is no model 'x'", "code": "NOT_FOUND"}
 
         with pytest.raises(StatusError, match="no model 'x'"):
-            await runtimes.command({**PIN, "model": "x"})
+            await runtimes.command({**FETCH, "model": "x"})
         with pytest.raises(StatusError, match=r"no device 2: the server's devices are 0 to 1"):
-            await runtimes.command(PIN, devices=[2])
-
-
-@looped
-async def test_a_command_for_a_cold_model_holds_from_its_start(tmp_path: Path) -> None:
-    """All runtimes refuse a model that they do not have yet: it is pinned when it starts, and a policy is refused."""
-    async with two(tmp_path) as (runtimes, (first, second)):
-        for one in (first, second):
-            one.answers = lambda command: {"error": "there is no model 'b'", "code": "NOT_FOUND"}
-        runtimes.show_cold(["b"])
-        pin = {**PIN, "model": "b"}
-        assert await runtimes.command(pin) == {}
-        with pytest.raises(StatusError, match="b is cold: start it first, with `rsrv prefetch --warm b`"):
-            await runtimes.command({"command": "policy", "model": "b", "weight": 2.0})
-
-        second.answers = lambda command: {}
-        second.change("b@1", entry("b"))
-        await second.came(lambda: len(second.commands) == 3)
-        assert second.commands[-1] == pin
+            await runtimes.command(FETCH, devices=[2])
 
 
 @looped

@@ -176,6 +176,23 @@ def test_a_request_that_is_not_answered_has_a_sentence(slow: pb.SlowRequest, sen
     assert request_sentence(slow) == f"request 1.2 of 1 row for a, asked for by a meta model, {sentence}"
 
 
+def test_a_large_request_is_one_with_its_parts() -> None:
+    """The sentence has the time of all executions together, and no company: each part may have had another."""
+    slow = pb.SlowRequest(
+        number="1.2",
+        model="a",
+        rows=500,
+        parts=16,
+        seconds=2.0,
+        others_s=0.5,
+        executing_s=1.5,
+        outcome="answered",
+    )
+    assert request_sentence(slow) == (
+        "request 1.2 of 500 rows in 16 parts for a waited 500 ms for the device; executed in 1.5 s; answered after 2 s"
+    )
+
+
 def test_every_outcome_has_words() -> None:
     """Each outcome of a request, and both ways to be in progress, have words."""
     assert {outcome.value for outcome in Outcome} | {"waiting", "executing"} == _OUTCOMES.keys()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import stat
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rsrv.control.grpc_server import ListenError, listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.renewal import Renewals
 from rsrv.settings import ControlSection
 from tests.unit.control.peers import entry, served
 from tests.unit.gateway import http2
@@ -54,9 +56,10 @@ def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, Path]:
 @asynccontextmanager
 async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
     """Return the address of the services on a local port."""
+    renewals = settings.pop("renewals", None)
     async with served(tmp_path, models=["a"]) as server:
         section = ControlSection(listen="localhost:0", **settings)
-        listener, port = await listen(section, server.service, server.health)
+        listener, port = await listen(section, server.service, server.health, renewals=renewals)
         try:
             yield f"localhost:{port}"
         finally:
@@ -297,6 +300,40 @@ async def test_client_certificates_are_asked_for(
 
 
 @looped
+async def test_renewed_files_are_used_and_broken_ones_are_not(
+    tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
+) -> None:
+    """A replaced certificate and token are used by the next connection and call; files that cannot be used change nothing."""
+    other, renewals = trustme.CA(), Renewals()
+    async with listening(tmp_path, renewals=renewals, token_file=token, **tls) as address:
+
+        async def admitted(ca: trustme.CA, bearer: str) -> grpc.StatusCode:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+            try:
+                await pid(grpc.aio.secure_channel(address, credentials, options), f"Bearer {bearer}")
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        old = token.read_text().strip()
+        assert await admitted(authority, old) is grpc.StatusCode.OK
+        issued = other.issue_cert("localhost")
+        tls["tls_certificate"].write_bytes(issued.cert_chain_pems[0].bytes())
+        tls["tls_key"].write_bytes(issued.private_key_pem.bytes())
+        token.write_text("another")
+        renewals.look(time.time())
+        assert await admitted(authority, old) is grpc.StatusCode.UNAVAILABLE
+        assert await admitted(other, old) is grpc.StatusCode.UNAUTHENTICATED
+        assert await admitted(other, "another") is grpc.StatusCode.OK
+        for file in (tls["tls_key"], token):
+            file.write_text("")
+        renewals.look(time.time())
+        assert await admitted(other, "another") is grpc.StatusCode.OK
+        assert sum(bool(renewed.problem) for renewed in renewals) == 2
+
+
+@looped
 async def test_tls_and_a_token_are_both_asked_for(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
@@ -315,7 +352,10 @@ async def test_tls_and_a_token_are_both_asked_for(
         ({"tls_certificate": "cert.pem"}, "needs both tls_certificate and tls_key"),
         ({"tls_client_ca": "cert.pem"}, "needs both tls_certificate and tls_key"),
         ({"tls_certificate": "missing", "tls_key": "key.pem"}, "control.tls_certificate: "),
-        ({"tls_certificate": "cert.pem", "tls_key": "empty", "token_file": "token"}, "cannot listen on"),
+        (
+            {"tls_certificate": "cert.pem", "tls_key": "empty", "token_file": "token"},
+            "tls_certificate, tls_key, tls_client_ca: ",
+        ),
         ({"token_file": "missing"}, "control.token_file: "),
         ({"token_file": "empty"}, "holds no token"),
         ({"token_file": "lines"}, "holds no token: one line of ASCII without spaces"),

@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 from google.protobuf.message import Message
 
 from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
-from tests.unit.control.peers import FakeRuntime, entry, model_status, served, slow_request, until
+from tests.unit.control.peers import FakeRuntime, entry, served, slow_request, until
 from tests.waiting import looped
 
 A = pb.Target(model="a")
@@ -32,7 +33,7 @@ async def test_a_cold_model_is_shown_without_a_version(tmp_path: Path) -> None:
     """No runtime knows it, so its state is all that is known of it; one whose start failed has its reason instead."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
-        await until(server.runtimes, lambda: "b@1" in server.link.entries)
+        await until(server.runtimes, lambda: "b@1" in server.link.state.entries)
         server.runtimes.show_cold({"b", "c"})
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
@@ -61,12 +62,12 @@ async def test_a_model_that_has_yet_to_see_its_runtimes_death_is_starting(
         assert [*a.versions] == [pb.Version(state=pb.STATE_LOADING)]
 
         following.change("a@1", entry("a"))
-        await until(server.runtimes, lambda: "a@1" in server.link.entries)
+        await until(server.runtimes, lambda: "a@1" in server.link.state.entries)
         (a,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
         assert (a.starting, a.versions[0].state) == ("", pb.STATE_READY)
         # It has come back, and was unloaded.
         following.change("a@1", None)
-        await until(server.runtimes, lambda: not server.link.entries)
+        await until(server.runtimes, lambda: not server.link.state.entries)
         assert not (await server.control.GetStatus(pb.GetStatusRequest())).models
         following.die()
 
@@ -96,17 +97,11 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         server.runtime.change("a@2", entry("a", state="loading", weights="loading", stubs=[101]))
         server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
-        server.runtime.metas["m"] = {
-            "models": ["a"],
-            "waiting": 1,
-            "running": 2,
-            "outcomes": {"ok": 3},
-            "calls": 9,
-            "device_seconds": 0.5,
-            "kept_bytes": 64,
-        }
+        server.runtime.models["m"] = pb.ModelRecord(
+            name="m", meta=True, calls_models=["a"], queued=1, executing=2, outcomes={"answered": 3}, calls=9
+        )
         server.lifecycle.failures["c"] = BundleFailure("manifest.yaml: not YAML", since=1000.0, tries=2)
-        await until(server.runtimes, lambda: "m@1" in server.link.entries)
+        await until(server.runtimes, lambda: "m@1" in server.link.state.entries)
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
@@ -136,7 +131,8 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         assert a.policy == pb.Policy(weight=1.0, max_delay_us=0, max_queue_depth=1024)
         assert (b.versions[0].error, b.versions[0].state) == ("no room", pb.STATE_FAILED)
         (m,) = status.metas
-        assert (list(m.models), m.running, list(m.versions[0].calls)) == (["a"], 2, ["a@1"])
+        assert (list(m.models), m.waiting, m.running, m.calls) == (["a"], 1, 2, 9)
+        assert (dict(m.outcomes), list(m.versions[0].calls)) == ({"answered": 3}, ["a@1"])
         assert status.failures[0] == pb.Failure(
             name="c", text="manifest.yaml: not YAML", since_unix_s=1000.0, tries=2
         )
@@ -180,33 +176,35 @@ async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
         (
             "SetResidency",
             pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_UNPINNED),
-            {"command": "residency", "model": "a", "residency": "unpinned"},
+            {"command": "follow", "models": {"a": {"settings": {"residency": "unpinned"}, "asked": 1}}},
         ),
         (
             "SetPolicy",
             pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=0.5, max_delay_us=0)),
-            {"command": "policy", "model": "a", "weight": 0.5, "max_delay_us": 0},
+            {"command": "follow", "models": {"a": {"settings": {"weight": 0.5, "max_delay_us": 0}}}},
         ),
-        ("Prefetch", pb.PrefetchRequest(model="a"), {"command": "prefetch", "model": "a"}),
+        (
+            "Prefetch",
+            pb.PrefetchRequest(model="a"),
+            {"command": "follow", "models": {"a": {"prefetched": True, "asked": 1}}},
+        ),
         ("Evict", pb.EvictRequest(target=A), {"command": "evict", "model": "a"}),
         ("Evict", pb.EvictRequest(target=ALL), {"command": "evict", "model": None}),
         ("Compact", pb.CompactRequest(), {"command": "compact"}),
         (
             "Pause",
             pb.PauseRequest(target=A, mode=pb.PAUSE_DRAIN),
-            {"command": "pause", "model": "a", "mode": "drain"},
+            {"command": "follow", "models": {"a": {"paused": "drain"}}},
         ),
         (
             "Pause",
             pb.PauseRequest(target=ALL, mode=pb.PAUSE_HOLD),
-            {"command": "pause", "model": None, "mode": "hold"},
+            {"command": "follow", "paused": "hold"},
         ),
-        ("Continue", pb.ContinueRequest(target=ALL), {"command": "continue", "model": None}),
         ("Abort", pb.AbortRequest(request_id="r"), {"command": "abort", "request": "r"}),
         ("GetHistory", pb.GetHistoryRequest(model="a"), {"command": "history", "model": "a"}),
         ("GetRequests", pb.GetRequestsRequest(model="a"), {"command": "slowest", "model": "a"}),
         ("GetRequests", pb.GetRequestsRequest(request="r"), {"command": "find", "request": "r"}),
-        ("GetLoad", pb.GetLoadRequest(), {"command": "load", "since": 0}),
         ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
     ],
 )
@@ -229,16 +227,6 @@ async def test_a_call_is_one_command(
         },
         "slowest": {"unix_s": 1e9, "requests": [slow_request(1.0, 0.25), slow_request(2.0, 0.5)]},
         "find": {"unix_s": 1e9, "requests": [slow_request(2.0, 0.5), slow_request(1.0, 0.25)]},
-        "load": {
-            "instance": "1",
-            "since": 0,
-            "next": 1,
-            "backlog_s": 0.5,
-            "free_bytes": None,
-            "budget_bytes": None,
-            "models": {},
-            "metas": {},
-        },
     }
 
     async with served(tmp_path, models=["a"]) as server:
@@ -320,7 +308,7 @@ async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
         ("Continue", pb.ContinueRequest(target=pb.Target(model="")), "model is empty"),
         ("Abort", pb.AbortRequest(), "request_id is empty"),
         ("Prefetch", pb.PrefetchRequest(), "model is empty"),
-        ("Prefetch", pb.PrefetchRequest(model="a" * 200_000), "exceeds a frame"),
+        ("GetHistory", pb.GetHistoryRequest(model="a" * 200_000), "exceeds a frame"),
         ("GetHistory", pb.GetHistoryRequest(), "model is empty"),
         ("GetRequests", pb.GetRequestsRequest(), "name either a model or a request"),
         ("GetRequests", pb.GetRequestsRequest(model="a", request="r"), "name either a model or a request"),
@@ -410,7 +398,8 @@ async def test_the_schedulers_settings_are_asked_for_and_changed(tmp_path: Path)
         changes = pb.Scheduler(discipline=pb.DISCIPLINE_EDF, depth=0, meta_concurrency=3)
         answer = await server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=changes))
 
-        assert server.runtime.configured == [{"discipline": "edf", "depth": None, "meta_concurrency": 3}]
+        wanted = {"discipline": "edf", "depth": None, "meta_concurrency": 3}
+        assert wanted.items() <= server.runtime.document["scheduler"].items()
         assert answer.scheduler.discipline == pb.DISCIPLINE_EDF
 
 
@@ -420,12 +409,12 @@ async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path
     async with served(tmp_path, models=["a", "b"]) as server:
         server.runtime.change("a@1", entry("a", weights="absent"))
         server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))
-        await until(server.runtimes, lambda: "m@1" in server.link.entries)
+        await until(server.runtimes, lambda: "m@1" in server.link.state.entries)
         call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="m", wait=True)))
         await server.runtime.came(lambda: bool(server.runtime.commands))
 
         server.runtime.change("a@1", entry("a", weights="loading"))
-        await until(server.runtimes, lambda: server.link.entries["a@1"]["weights"] == "loading")
+        await until(server.runtimes, lambda: server.link.state.entries["a@1"]["weights"] == "loading")
         assert not call.done()
         server.runtime.change("a@1", entry("a", weights="resident"))
 
@@ -456,7 +445,7 @@ async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
         request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
         call = asyncio.ensure_future(server.control.SetResidency(request))
         await server.runtime.came(lambda: bool(server.runtime.commands))
-        await server.link.status()
+        await server.link.record()
         server.runtime.die()
 
         assert (await refusal(call))[0] is grpc.StatusCode.UNAVAILABLE
@@ -483,9 +472,35 @@ async def test_an_alias_of_an_operator_wins_over_the_file_until_it_fails(tmp_pat
         assert (await refusal(change("bad", "a")))[1] == "no bundle"
         assert (await refusal(change("unknown")))[0] is grpc.StatusCode.NOT_FOUND
 
-        overrides = server.runtimes.overrides
-        assert overrides.aliases == {"fraud": {"a": 2.0, "b": 2.0}, "of the file": None}
-        assert overrides.merged_aliases({"of the file": {"a": 1.0}}) == {"fraud": {"a": 2.0, "b": 2.0}}
+        desired = server.runtimes.desired
+        assert desired.overrides.aliases == {"fraud": {"a": 2.0, "b": 2.0}, "of the file": None}
+        assert desired.merged_aliases({"of the file": {"a": 1.0}}) == {"fraud": {"a": 2.0, "b": 2.0}}
+
+
+@looped
+async def test_the_status_has_aliases_with_what_was_asked_by_their_names(tmp_path: Path) -> None:
+    """Counts are sums over the devices; the status of an alias has its models, and that of a model its aliases."""
+    async with served(tmp_path, models=["a", "b", "c"], devices=2) as server:
+        server.lifecycle.aliases = {"ab": {"a": 3.0, "b": "shadow"}, "other": {"c": 1.0}}
+        for device in server.all:
+            device.models["a"].aliases["ab"].counts.update({"ok": 2, "internal": 1})
+            device.models["b"].shadows["ab"].counts["same"] = 2
+
+        whole = await server.control.GetStatus(pb.GetStatusRequest())
+        assert [one.name for one in whole.aliases] == ["ab", "other"]
+        a, b = whole.aliases[0].targets
+        assert (a.model, a.weight, a.shadow, dict(a.responses)) == ("a", 3, False, {"ok": 4, "internal": 2})
+        assert (b.model, b.shadow, dict(b.copies)) == ("b", True, {"same": 4})
+
+        server.lifecycle.failures["aliases.ab"] = BundleFailure("different tensors", 0.0)
+        one = await server.control.GetStatus(pb.GetStatusRequest(model="ab"))
+        assert [model.name for model in one.models] == ["a", "b"]
+        assert [(alias.name, alias.failure) for alias in one.aliases] == [("ab", "different tensors")]
+        assert [failure.name for failure in one.failures] == ["aliases.ab"]
+        for name, found in (("a", ["ab"]), ("c", ["other"])):
+            status = await server.control.GetStatus(pb.GetStatusRequest(model=name))
+            assert [model.name for model in status.models] == [name]
+            assert [alias.name for alias in status.aliases] == found
 
 
 @looped
@@ -510,7 +525,7 @@ async def test_a_change_of_an_alias_that_fails_undoes_no_other_change(tmp_path: 
         failed, _ = await asyncio.gather(*changes, return_exceptions=True)
 
         assert isinstance(failed, Exception)
-        assert server.runtimes.overrides.aliases == {"fraud": {"a": 1.0}}
+        assert server.runtimes.desired.overrides.aliases == {"fraud": {"a": 1.0}}
 
 
 @looped
@@ -651,32 +666,27 @@ async def test_a_watcher_sees_failures_of_bundles(tmp_path: Path) -> None:
 @looped
 async def test_the_load_is_complete(tmp_path: Path) -> None:
     """GetLoad returns the load of all models and the budget."""
-    model = {
+    figures: dict[str, Any] = {
         "queued": 3,
         "executing": 1,
-        "weights": "loading",
-        "bytes": 10,
+        "weights": pb.WEIGHTS_LOADING,
+        "device_bytes": 10,
         "misses": 2,
         "device_seconds": 0.5,
-        "requests": 4,
+        "answered": 4,
         "pinned": True,
         "max_rows": 16,
-        "sequences": 0,
+        "sequences": {"idle": 2, "stored": 1},
     }
     async with served(tmp_path) as server:
-        server.runtime.answers = lambda command: {
-            "backlog_s": 0.25,
-            "free_bytes": 40,
-            "budget_bytes": 50,
-            "instance": "11",
-            "since": 0,
-            "next": 7,
-            "models": {
-                "a": {**model, "cost_s": 0.5, "rows": 8, "batch_input": ("x", 1)},
-                "b": {**model, "cost_s": None, "rows": 0, "batch_input": None},
-            },
-            "metas": {"m": ("a", "b")},
+        axis = pb.BatchInput(name="x", axis=1)
+        server.runtime.models = {
+            "a": pb.ModelRecord(name="a", cost_s=0.5, useful_rows=8, batch_input=axis, **figures),
+            "b": pb.ModelRecord(name="b", **figures),
+            "m": pb.ModelRecord(name="m", meta=True, calls_models=["a", "b"]),
         }
+        server.runtime.record.backlog_s = 0.25
+        server.runtime.record.memory.budget_bytes = 1040
 
         server.lifecycle.aliases = {"fraud": {"a": 5.0, "b": 95.0, "c": "shadow"}}
 
@@ -685,22 +695,27 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         assert load.aliases == {"fraud": "b"}
         (device,) = load.devices
         assert load.placement_mode == "lpt_packing"
-        assert (device.number, device.backlog_s, device.free_bytes, device.budget_bytes) == (0, 0.25, 40, 50)
+        assert (device.number, device.backlog_s, device.free_bytes, device.budget_bytes) == (
+            0,
+            0.25,
+            40,
+            1040,
+        )
         a, b = device.models
-        assert (a.name, a.queued, a.executing, a.weights, a.bytes) == ("a", 3, 1, pb.WEIGHTS_LOADING, 10)
-        assert (a.cost_s, a.misses, a.device_seconds, a.rows) == (0.5, 2, 0.5, 8)
+        assert (a.name, a.queued, a.executing, a.weights, a.sequences) == ("a", 3, 1, pb.WEIGHTS_LOADING, 3)
+        assert (a.cost_s, a.misses, a.device_seconds, a.useful_rows, a.device_bytes) == (0.5, 2, 0.5, 8, 10)
         assert (a.requests, a.pinned, a.max_rows) == (4, True, 16)
         assert (a.batch_input.name, a.batch_input.axis) == ("x", 1)
         assert not b.HasField("cost_s")
         assert not b.HasField("batch_input")
         (meta,) = load.metas
-        assert (device.since, device.next) == (0, 7)
+        assert (device.since, device.next) == (0, 1)
         known = pb.LoadPosition(device=0, instance=server.runtime.instance, next=7)
         old = pb.LoadPosition(device=0, instance="an earlier one", next=7)
         for position in (known, old):
             await server.control.GetLoad(pb.GetLoadRequest(positions=[position]))
-        assert [one["since"] for one in server.runtime.commands] == [0, 7, 0]
-        assert (device.instance, meta.name, list(meta.models)) == ("11", "m", ["a", "b"])
+        assert server.runtime.asked == [0, 7, 0]
+        assert (device.instance, meta.name, list(meta.models)) == ("11" * 8, "m", ["a", "b"])
 
 
 @looped
@@ -708,19 +723,24 @@ async def test_a_model_that_is_being_built_is_shown_without_figures(tmp_path: Pa
     """The status shows a version that is being built, without figures."""
     async with served(tmp_path) as server:
         server.runtime.change("a@1", entry("a", state="loading", weights="absent"))
-        await until(server.runtimes, lambda: "a@1" in server.link.entries)
+        await until(server.runtimes, lambda: "a@1" in server.link.state.entries)
 
         (model,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
 
         assert (model.name, model.dispatches, len(model.executables)) == ("a", 0, 0)
-        assert model_status().keys() > {"dispatches", "sizes"}
 
 
 @looped
-async def test_a_watcher_of_the_page_gets_every_change(tmp_path: Path) -> None:
+async def test_a_watcher_of_the_page_gets_every_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """WatchPage sends the present state and then each change, also that figures cannot be read."""
+
+    async def refuse(**_: object) -> NoReturn:
+        raise StatusError("INTERNAL", "no figures")
+
     async with served(tmp_path, models=["a"]) as server:
-        server.runtime.answers = lambda command: {"error": "no figures", "code": "INTERNAL"}
+        monkeypatch.setattr(server.runtimes, "records", refuse)
         page = server.control.WatchPage(pb.WatchPageRequest())
         assert (await page.read()).event == "begin"
         while (event := await page.read()).event != "state":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,13 +32,14 @@ class Scene:
         )
 
     async def look(self, text: str | None = None) -> list[dict[str, Any]]:
-        """Write the file, if a text is given, and look twice; return the commands that the runtime got."""
+        """Write the file, if a text is given, and look twice; return the changes that the runtime got."""
         if text is not None:
             self.path.write_text(text)
         before = len(self.server.runtime.commands)
         await self.rereading.look()
         await self.rereading.look()
-        return [one for one in self.server.runtime.commands[before:] if one["command"] == "settings"]
+        await self.server.link.record()  # It is answered after the changes.
+        return self.server.runtime.commands[before:]
 
     async def notes(self) -> list[str]:
         status = await self.server.control.GetStatus(pb.GetStatusRequest())
@@ -56,18 +58,16 @@ async def test_a_policy_of_the_file_reaches_the_runtime_at_once(tmp_path: Path) 
     async with scene(tmp_path) as here:
         await here.look()
 
-        general, models = await here.look(
-            "runtime: {idle: {host: 1h}}\nmodels: {a: {weight: 3, start: lazy}}"
-        )
+        (change,) = await here.look("runtime: {idle: {host: 1h}}\nmodels: {a: {weight: 3, start: lazy}}")
 
-        assert general["runtime"]["idle"]["host"] == 3600
-        assert models["models"] == {"a": {"weight": 3.0, "start": "lazy"}}
+        assert change["runtime"]["idle"]["host"] == 3600
+        assert change["models"] == {"a": {"settings": {"weight": 3.0, "start": "lazy"}}}
         assert await here.look() == []
         assert "changed at once: runtime.idle, models.a.weight, models.a.start" in here.said[0]
         status = await here.server.control.GetStatus(pb.GetStatusRequest())
         assert status.models[0].policy.weight == 3
 
-        assert (await here.look(""))[1]["models"] == {"a": {}}
+        assert (await here.look(""))[0]["models"] == {"a": None}
 
 
 @looped
@@ -76,7 +76,7 @@ async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
     async with scene(tmp_path) as here:
         await here.look("aliases: {fraud: a, mine: b}")
         assert "changed at once: aliases.fraud, aliases.mine" in here.said[0]
-        here.server.runtimes.overrides.set_aliases({"mine": {"a": 1.0}, "fraud": None})
+        here.server.runtimes.desired.set_aliases({"mine": {"a": 1.0}, "fraud": None})
 
         await here.look("aliases: {fraud: a, mine: b, more: a}")
         assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "more": {"a": 1.0}}
@@ -84,6 +84,20 @@ async def test_aliases_of_the_file_are_followed(tmp_path: Path) -> None:
         assert here.server.lifecycle.aliases == {"mine": {"a": 1.0}, "fraud": {"b": 1.0}}
         await here.look("")
         assert here.server.lifecycle.aliases == {}
+
+
+@looped
+async def test_a_file_that_a_restart_reads_first_is_followed_as_well(tmp_path: Path) -> None:
+    """An alias of a file that `rsrv restart` reads right after its edit takes the place of an operator's alias."""
+    async with scene(tmp_path) as here:
+        await here.look("aliases: {mine: a}")
+        here.server.runtimes.desired.set_aliases({"mine": {"b": 1.0}})
+        here.path.write_text("aliases: {mine: c}\nmodels: {a: {weight: 3}}")
+        await here.file.read()
+
+        await here.look()
+        assert here.server.lifecycle.aliases == {"mine": {"c": 1.0}}
+        assert "changed at once: models.a.weight, aliases.mine" in here.said[-1]
 
 
 @looped
@@ -95,12 +109,25 @@ async def test_what_operators_set_wins_over_the_file(tmp_path: Path) -> None:
         scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
         await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
 
-        general, models = await here.look(
-            "scheduler: {discipline: fifo, eviction: cost}\nmodels: {a: {weight: 2, max_delay_us: 7}}"
+        (change,) = await here.look(
+            "scheduler: {discipline: fifo, meta_concurrency: 3}\nmodels: {a: {weight: 2, max_delay_us: 7}}"
         )
 
-        assert (general["scheduler"]["discipline"], general["scheduler"]["eviction"]) == ("edf", "cost")
-        assert models["models"] == {"a": {"weight": 5.0, "max_delay_us": 7}}
+        assert (change["scheduler"]["discipline"], change["scheduler"]["meta_concurrency"]) == ("edf", 3)
+        assert change["models"] == {"a": {"settings": {"weight": 5.0, "max_delay_us": 7}}}
+
+
+@looped
+async def test_a_command_before_the_first_look_at_the_file_stays(tmp_path: Path) -> None:
+    """A new discipline that comes while the control process still begins is not set back to rsrv.yaml's."""
+    async with scene(tmp_path, "scheduler: {discipline: fifo}") as here:
+        look = asyncio.create_task(here.rereading.look())
+        scheduler = pb.Scheduler(discipline=pb.DISCIPLINE_EDF)
+        await here.server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=scheduler))
+        await look
+        await here.look()
+
+        assert here.server.runtime.document["scheduler"]["discipline"] == "edf"
 
 
 @looped
@@ -142,7 +169,8 @@ async def test_what_needs_a_restart_is_named_until_then(tmp_path: Path) -> None:
             "metrics.listen: wait for the next tritonserver",
         ]
 
-        here.file.restarted(0)
+        here.server.link.state.instance = "the next runtime"
+        await here.rereading.look()
 
         assert await here.notes() == ["metrics.listen: wait for the next tritonserver"]
         await here.look("runtime: {memory_fraction: 0.5}")

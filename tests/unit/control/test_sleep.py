@@ -13,7 +13,8 @@ import pytest
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.wire.paths import ASLEEP
+from rsrv.settings import load_settings
+from rsrv.wire.paths import ASLEEP, LAST_RECORD
 from tests.unit.control.peers import FakeRuntime, Served, served, until
 from tests.unit.control.test_cli import shell
 from tests.unit.control.test_service import refusal
@@ -33,6 +34,7 @@ def drowsy(server: Served, answer: dict[str, Any] | None = None) -> list[FakeRun
 
         def obey(command: dict[str, Any], runtime: FakeRuntime = runtime) -> dict[str, Any]:
             if command["command"] == "sleep":
+                (runtime._path.parent / LAST_RECORD).write_bytes(runtime.status().SerializeToString())
                 (runtime._path.parent / ASLEEP).write_text("1000.5")
                 runtime._loop.call_later(0.01, end, runtime)
             return {}
@@ -71,9 +73,12 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: 
         assert not status.devices[0].HasField("down_since_unix_s")
         assert [model.name for model in status.models] == ["a"]
         assert status.models[0].weights == pb.WEIGHTS_ABSENT
+        counted = status.models[0]
+        assert (counted.outcomes["answered"], counted.device_bytes, counted.loads) == (7, 1000, 2)
+        assert (counted.queued, counted.executing, counted.weights_state) == (0, 0, "absent")
         text = (await server.control.GetMetrics(pb.GetMetricsRequest())).text
         assert 'rsrv_runtime_up{device="0"} 1' in text
-        assert "\nrsrv_cold_models 1\n" in text
+        assert '\nrsrv_models{state="asleep"} 1\n' in text
         assert server.health.serving("")
         assert server.health.serving("a")
         assert server.runtimes.served() == {"a"}
@@ -88,7 +93,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
     async with served(tmp_path, models=["a"]) as server:
         woken = drowsy(server)
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
-        second = Runtimes([tmp_path])
+        second = Runtimes([tmp_path], load_settings())
         running = asyncio.create_task(second.run())
         await until(second, lambda: second.asleep)
 
@@ -97,6 +102,23 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
         assert second.cold == {"a"}
         assert not woken
         running.cancel()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"models": 3}'])
+@looped
+async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: str | None) -> None:
+    """A runtime of another version left none, or another one: nothing is counted then."""
+    async with served(tmp_path, models=["a"]) as server:
+        drowsy(server)
+        await server.control.Sleep(pb.SleepRequest(drain_s=30))
+        note = tmp_path / LAST_RECORD
+        note.unlink()
+        if text is not None:
+            note.write_text(text)
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+
+        assert [(model.name, model.loads) for model in status.models] == [("a", 0)]
 
 
 @looped
@@ -111,9 +133,9 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         assert [one.number for one in answer.devices] == [0, 1]
         assert answer.devices[0].seconds == 0 < answer.devices[1].seconds < 10
         assert len(woken) == 1
-        assert [link.lives for link in server.runtimes.links] == [1, 1]
+        assert [link.state.lives for link in server.runtimes.links] == [1, 1]
         # The stub has no connection to the new runtime until a request comes.
-        assert server.runtimes.links[1].dismissed == {"a"}
+        assert server.runtimes.links[1].presence.dismissed == {"a"}
 
 
 @looped
@@ -147,7 +169,7 @@ async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
     async with served(tmp_path, models=["a"]) as server:
         drowsy(server)
         await server.control.Sleep(pb.SleepRequest(drain_s=30))
-        server.link._dismissed["a"] -= 3600
+        server.link.presence._dismissed["a"] -= 3600
         await server.control.Wake(pb.WakeRequest())
 
         server.runtimes.show_cold({"a"})

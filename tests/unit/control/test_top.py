@@ -19,7 +19,7 @@ from rich.console import Console
 from rsrv.cli.output import headline
 from rsrv.cli.top import Top, print_events, show, to_screen
 from tests.unit.control.peers import entry, served
-from tests.unit.control.test_overview import MEMORY, histogram, model
+from tests.unit.control.test_overview import histogram, model
 from tests.waiting import looped
 
 DEVICE = {
@@ -102,7 +102,7 @@ def test_models_are_sorted_by_their_share_of_the_device() -> None:
     ]
     assert [row.busy for row in top.rows] == [True, True, False, True]
     assert top.rows[0].cells() == ("b", "resident", "1 kB", "0", "0", "1/s", "50%", "4 ms", "1", "0")
-    assert "device busy 60%, 3/s, 3 waiting, 4 models" in top.headlines()[0]
+    assert "device busy 60%, 3/s, 3 waiting, 4 resident" in top.headlines()[0]
 
 
 def test_the_first_line_is_the_severest_finding() -> None:
@@ -188,8 +188,42 @@ def test_each_of_several_devices_has_a_line() -> None:
         == "device 0: 800 B (1 kB without sharing, 20% saved) of 5 kB for weights (100 B pinned), 3 GB of 8 GB in use, busy 50%"
     )
     assert second.startswith("device 1: its runtime has not answered since ")
-    assert rest == "2/s, 0 waiting, 1 models, host 1.5 kB"
+    assert rest == "2/s, 0 waiting, 1 resident, host 1.5 kB"
     assert top.rows[0].cells()[1] == "resident on 0"
+
+
+def test_models_of_a_device_that_sleeps_are_asleep() -> None:
+    """The line about the device says that it sleeps, and cold models have the same word as the others."""
+    devices = [{"number": 0, "card": None, "asleep_since": 0.0}]
+    said = json.loads(state(1.0, shown("a", weights="asleep"), devices=devices))
+    top = Top()
+    top.take("state", json.dumps({**said, "asleep": True, "cold": 2}))
+
+    (line,) = top.headlines()
+    assert re.fullmatch(r"asleep since \d\d:\d\d:\d\d, 0/s, 0 waiting, 3 asleep, host 0 B", line)
+
+
+def test_models_behind_aliases_are_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row has the alias's name, share, rate and errors. A state without aliases keeps the rows of the former state."""
+
+    def said(t: float, *targets: tuple[str, str, int, str]) -> str:
+        keys = ("model", "share", "answered", "copies")
+        found = [{**dict(zip(keys, one, strict=True)), "errors": 1} for one in targets]
+        return json.dumps({**json.loads(state(t, shown("a"))), "aliases": [{"name": "ab", "targets": found}]})
+
+    top = Top()
+    top.take("state", said(10.0, ("a", "100%", 1, ""), ("b", "shadow", 0, "2 same")))
+    top.take("state", said(12.0, ("a", "100%", 5, ""), ("b", "shadow", 0, "6 same")))
+    assert [tuple(filter(None, row.cells())) for row in top.aliases] == [
+        ("ab", "100% → a", "2/s", "1"),
+        ("ab", "shadow → b", "0/s", "1"),
+    ]
+    assert [row.model["name"] for row in top.rows] == ["a"]
+    top.take("state", json.dumps({**json.loads(state(14.0, shown("a"))), "gone": []}))
+    assert [row.rate for row in top.aliases] == [0.0, 0.0]
+
+    show([("state", said(float(t), ("a", "100%", 2 * t, ""))) for t in range(2)])
+    assert "  ab: sends 100% → a, requests 2/s, errors 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -232,11 +266,9 @@ def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.Cap
 async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
     """On a terminal, the table is shown until Ctrl-C, and the screen is restored."""
     async with served(tmp_path, models=["alpha"]) as server:
-        server.runtime.answers = lambda command: (
-            {"models": {"alpha": model(histogram(0.002))}, "memory": MEMORY, "starting": {}}
-            if command["command"] == "overview"
-            else {"instance": server.runtime.instance, "next": 0, "end": 0, "spans": []}
-        )
+        server.runtime.models["alpha"] = model(histogram(0.002), "alpha")
+        spans = {"instance": server.runtime.instance, "next": 0, "end": 0, "spans": []}
+        server.runtime.answers = lambda command: spans
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         top = await asyncio.create_subprocess_exec(
@@ -263,6 +295,34 @@ async def test_a_terminal_shows_the_table_until_q(tmp_path: Path) -> None:
             said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert await top.wait() == 0
         os.close(ours)
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_figures_stay_whole_beside_long_names(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and states lose their ends instead, since the beginning of a figure would be another figure."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "24")
+    top = Top()
+    for second in range(2):
+        name = "fraud-detection-europe-2026-11-28"
+        late = shown(name, 125 * second, 0.5 * second, weights="resident, in an older version", p99_s=0.0246)
+        top.take("state", state(float(second), late))
+    console = Console(width=columns, height=24, file=StringIO())
+    with console.capture() as capture:
+        console.print(to_screen(top))
+    said = capture.get()
+    for whole in (
+        "QUEUED",
+        "REQUESTS",
+        "DEVICE▼",
+        "ERRORS",
+        " 125/s",
+        " 50%",
+        "24.6 ms",
+        "fraud-det",
+        "resident",
+    ):
+        assert whole in said, said
 
 
 def test_a_small_terminal_shows_names_rates_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:

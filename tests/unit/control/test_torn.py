@@ -13,7 +13,7 @@ from rsrv_gen.signatures import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.control.test_lifecycle import add_meta, silent_kernel, story
 from tests.unit.control.virtual import in_virtual_time
-from tests.unit.gen.bundles_for_tests import write_bundle
+from tests.unit.gen.bundles_for_tests import write_bundle, write_unsummed
 
 __all__ = ["silent_kernel"]
 
@@ -32,7 +32,7 @@ def overwrite(file: Path, text: str) -> None:
 async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
     """A torn bundle fails by name, and is loaded when it is finished or restored; others are not affected."""
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1"}}) as (world, lifecycle):
-        a = seal(world.roots["r"] / "a")
+        a = world.roots["r"] / "a"
         await asyncio.sleep(10)
         world.triton.log.clear()
         (a / "model.b8.mlir").write_text("v2 8")
@@ -46,7 +46,6 @@ async def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path,
         assert world.triton.texts() == {"a": "v1", "b": "v2"}
         assert "load a" not in world.triton.log
         write_bundle(a, ending)
-        seal(a)
         await asyncio.sleep(10)
         assert world.triton.texts() == {"a": ending, "b": "v2"}
         assert not lifecycle.failures
@@ -57,7 +56,7 @@ async def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
     """A meta model with a torn callee keeps its old version, and the reason names the callee."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
         add_meta(world, "meta", "a")
-        a = seal(world.roots["r"] / "a")
+        a = world.roots["r"] / "a"
         await asyncio.sleep(20)
         before = (world.repository / "meta/1/calls/a/model.b8.mlir").read_text()
         (a / "model.b8.mlir").write_text("v2 8")
@@ -74,7 +73,7 @@ async def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
 async def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
     """In static mode, a refused reload of a torn bundle is retried until it is complete."""
     async with story(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static") as (world, lifecycle):
-        a = seal(write_bundle(world.roots["r"] / "a", "v2"))
+        a = write_bundle(world.roots["r"] / "a", "v2")
         (a / "model.b8.mlir").write_text("half 8")
         with pytest.raises(ReloadError, match="does not match the manifest"):
             await lifecycle.reload("a")
@@ -88,7 +87,7 @@ async def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_p
 async def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
     """Without checksums, a bundle is taken when two readings agree, also if file times do not show writes."""
     async with story(tmp_path, {"r": {"a": "v1"}}) as (world, lifecycle):
-        write_bundle(world.roots["r"] / "a", "v2")
+        write_unsummed(world.roots["r"] / "a", "v2")
         file = world.roots["r"] / "a" / "model.b8.mlir"
         file.write_bytes(bytes(LINK_BYTES))
         for part in range(50):

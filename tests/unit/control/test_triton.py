@@ -63,4 +63,6 @@ def test_the_stubs_own_message_is_the_reason() -> None:
     """The reason of a failed load is the stub's message without the prefixes of Triton and Python."""
     stub = "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: TritonModelException: m: no module"
     assert _reason("m", f"{stub}\n\nAt:\n  /somewhere/model.py(49): initialize\n;\n") == "no module"
+    hook = "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: ValueError: no words\n\nAt:\n  /a(1): b\n;\n"
+    assert _reason("m", hook) == "ValueError: no words"
     assert _reason("m", "failed to poll from model repository") == "failed to poll from model repository"

@@ -98,6 +98,7 @@ class FakeView:
         self.since = 0.0
         self.entries: Mapping[str, ModelVersion] = {}
         self.cold: Collection[str] = ()
+        self.returning: set[str] = set()
         self.changes = 0
         self._changed = asyncio.Event()
 
@@ -107,6 +108,9 @@ class FakeView:
 
     def show_cold(self, names: Collection[str]) -> None:
         self.cold = names
+
+    def forget_returning(self, gone: Collection[str]) -> None:
+        self.returning -= set(gone)
 
     def served(self) -> set[str]:
         if not self.up:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import promql_parser
@@ -15,7 +14,7 @@ from rsrv.control.metric_catalog import FAMILIES
 from rsrv.histogram import Histogram
 from rsrv.placement.contract import WorkerView
 from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
-from rsrv.stub.metrics import TritonMirror
+from rsrv.renewal import FileState
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
@@ -27,8 +26,7 @@ TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
 def labels(query: str) -> set[str]:
     """Return the labels that the answer to a query may have.
 
-    Raises ValueError if it is no query, or uses an unknown metric or label, or sums up what Triton shows a
-    second time.
+    Raises ValueError if it is no query, or uses an unknown metric or label.
     """
     return _labels(promql_parser.parse(query))
 
@@ -49,25 +47,6 @@ def served() -> Mapping[str, frozenset[str]]:
     return {**found, **dict(_of_a_gateway())}
 
 
-@cache
-def mirrored() -> Mapping[str, frozenset[str]]:
-    """Return what stubs show on Triton's page: name -> labels."""
-    found: dict[str, frozenset[str]] = {}
-
-    class Family:
-        COUNTER, GAUGE = 1, 2
-
-        def __init__(self, name: str, description: str, kind: int) -> None:
-            self.name = name
-
-        def Metric(self, labels: dict[str, str]) -> Any:
-            found[self.name] = frozenset(labels)
-            return SimpleNamespace(set=lambda value: None, increment=lambda value: None)
-
-    TritonMirror(SimpleNamespace(MetricFamily=Family), {"model": "m", "version": "1"})
-    return found
-
-
 def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
     """Return the metrics of a gateway with a value for each."""
     counts = TrafficCounts(
@@ -82,10 +61,16 @@ def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
     worker = WorkerStatus("w", True, 1, 0.5, 0.5, 10, 20, False, 0.0)
     repacks = Repacks({"start": 1}, "start", 0.0, 1, 1, 0, 1.0, 2.0, 0)
     status = PlannerStatus("lpt_packing", 1, (model,), (worker,), repacks, ())
-    text = expose(counts, {"w": WorkerView(True, instance="i")}, status, {"w": True})
+    files = [FileState("gateway.tls_certificate", 1.0, "")]
+    text = expose(counts, {"w": WorkerView(True, instance="i")}, status, {"w": True}, files)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             yield sample.name, frozenset(sample.labels)
+
+
+def _is_scalar(node: Any) -> bool:
+    """Return true for a number, and for the time of the evaluation."""
+    return isinstance(node, promql_parser.NumberLiteral) or str(node) == "time()"
 
 
 def _labels(node: Any) -> set[str]:
@@ -101,7 +86,7 @@ def _labels(node: Any) -> set[str]:
             matching = None if node.modifier is None else node.modifier.matching
             if matching is not None:
                 _require(set(matching.labels) <= left | right, f"matched by a label of neither: {node}")
-            elif not isinstance(node.rhs, promql_parser.NumberLiteral) and str(node.op) != "or":
+            elif not _is_scalar(node.rhs) and str(node.op) != "or":
                 _require(left == right, f"never match, for their labels differ: {node}")
             return left | right
         case promql_parser.AggregateExpr():
@@ -131,12 +116,6 @@ def _selected(selector: Any) -> set[str]:
     there = served()[name] | TARGET
     matchers = selector.matchers.matchers
     asked = {matcher.name: matcher.value for matcher in matchers}
-    if name in mirrored():
-        left_out = any(
-            (one.name, one.op, one.value) == ("version", promql_parser.MatchOp.Equal, "") for one in matchers
-        )
-        _require(left_out, f'{name} is on Triton\'s page, too: version=""')
-        del asked["version"]
     _require(asked.keys() <= there, f"{name} has no label {asked.keys() - there}")
     for label, value in asked.items():
         known = _values(name, label)

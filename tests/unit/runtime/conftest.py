@@ -30,14 +30,16 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.wire.blackbox import BlackBoxReader
+from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.paths import SOCKET
-from rsrv.wire.socket import connect, listen, read_status
+from rsrv.wire.socket import connect, listen
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Look, check_signatures, signature_of
 from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice
+from tests.status import read_status
 from tests.unit.runtime.metas import Run, engine_of, meta_engine
 from tests.waiting import wait_until
 
@@ -177,6 +179,13 @@ def build(
     return compile_model(bundle, device, host, settings, name, check_signatures(bundle, look))
 
 
+def answer_to_register(greeted: Greeted) -> tuple[memoryview, list[int]]:
+    """Return the answer to a registration, after the steps of the model's start, and its descriptors."""
+    while read_header((answer := greeted.receiver.receive())[0])[0] is Kind.STARTING:
+        pass
+    return answer
+
+
 def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> CompiledModel:
     """Return a model that is compiled, loaded and measured, without a runtime."""
     bundle = read_bundle(Path(path))
@@ -258,7 +267,7 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the answer of a late request to its run, however long that takes on a busy machine."""
-    monkeypatch.setattr("rsrv.stub.deferred._DEADLINE_GRACE_NS", 30_000_000_000)
+    monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 30.0)
 
 
 def only_others_are_left(runtime: Runtime) -> bool:

@@ -35,7 +35,7 @@ def export_counting(path: Path, *, slots: int = 4, when_full: str = "wait") -> P
             (path / f"model.v{variant}.b{n}.mlir").write_bytes(blob)
     write_weights(path / "weights.safetensors", [("w", np.ones(1, np.float32))])
     manifest = {
-        "format_version": "3.2",
+        "format_version": 3,
         "executable_inputs": [
             {"name": "tokens", "dtype": "i32", "shape": "nt", "dims": {"t": -1}},
             {"name": "lengths", "dtype": "i32", "shape": "n", "dims": {}},
@@ -52,7 +52,7 @@ def export_counting(path: Path, *, slots: int = 4, when_full: str = "wait") -> P
         "generate": {"context": CONTEXT, "max_tokens": MAX_TOKENS, "stop": [13]},
     }
     (path / "manifest.yaml").write_text(json.dumps(manifest))
-    return seal(path, "3.2")
+    return seal(path)
 
 
 def _traced(tokens: Any, lengths: Any, sampling: Any, slots: Any, w: Any, totals: Any) -> tuple[Any, Any]:

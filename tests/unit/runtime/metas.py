@@ -13,23 +13,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pytest
 
 from rsrv.hooks.loader import Hooks, load_hooks, load_run
-from rsrv.stub.connection import Greeted
+from rsrv.stub.connection import Greeted, LaunchError
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine, MetaModel
-from rsrv.stub.replica import StubProcess
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import RequestFailure, Responses, untag
-from rsrv.stub.session import Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
-from rsrv.wire.socket import read_status
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+from tests.status import read_status
 
 if TYPE_CHECKING:
     from tests.unit.runtime.conftest import Runtime
@@ -102,13 +103,54 @@ def with_token(run: int, traceparent: str = "") -> str:
     return json.dumps({"rsrv_run": str(run), "traceparent": traceparent})
 
 
-E = TypeVar("E", Engine, MetaEngine)
+class Alone(ModelReplica[Any]):
+    """The only replica of its model. The end of either is the end of both."""
+
+    def close(self, **options: bool) -> None:
+        model = self._process.model
+        if self._process.front.is_closed or model is None:
+            super().close(**options)
+        else:
+            cast(Replicas, model).close()
 
 
-def alone(engine: E) -> E:
-    """Have requests that waited for a runtime go to this engine, as the only one of its model."""
-    engine._process.live = lambda: engine
-    return engine
+class LoneEngine(Alone, Engine):
+    """An `Engine` alone."""
+
+
+class LoneMetaEngine(Alone, MetaEngine):
+    """A `MetaEngine` alone."""
+
+
+class Silent(Replicas):
+    """A model that reports no measurements."""
+
+    def _report(self, replica: ModelReplica[Any]) -> None: ...
+
+
+R = TypeVar("R", bound=ModelReplica[Any])
+
+
+def load(
+    session: Session,
+    make: Callable[[Session, Attachment, StubProcess], R],
+) -> R:
+    """Load a model with one device, and return its replica, which `make` makes."""
+    process, made = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), list[R]()
+
+    def keep(session: Session, attachment: Attachment) -> R:
+        made.append(make(session, attachment, process))
+        return made[-1]
+
+    def open_session(device: int) -> Session:
+        return session if device == session.device else Session(_no_runtime, session.model, "", device=device)
+
+    Silent(open_session, keep, session.model, process).load()
+    return made[-1]
+
+
+def _no_runtime() -> Greeted:
+    raise LaunchError("only one device has a runtime")
 
 
 def engine_of(
@@ -121,15 +163,11 @@ def engine_of(
     internal: bool = False,
 ) -> Engine:
     """Start the engine of a model's own stub, as the only one of its model."""
-    return alone(
-        Engine(
-            Session(open_connection, name, str(bundle)),
-            StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
-            hooks or Hooks(),
-            outputs,
-            True,
-            internal=internal,
-        )
+    return load(
+        Session(open_connection, name, str(bundle)),
+        lambda session, attachment, process: LoneEngine(
+            session, attachment, process, hooks or Hooks(), outputs, True, internal=internal
+        ),
     )
 
 
@@ -158,22 +196,19 @@ def meta_engine(
     `run` and `hooks` replace the bundles' own.
     """
     bls: Any = triton or FakeCallees()
-    engine = alone(
-        MetaEngine(
-            Session(
-                runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}
-            ),
-            StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
-            MetaModel(
-                run or load_run(bundle / "model.py"),
-                {n: (hooks or {}).get(n) or load_hooks(path / "model.py") for n, path in calls.items()},
-                outputs,
-                batched,
-                list(bls.models),
-                restartable,
-            ),
-            lambda settings: bls,
-        )
+    model = MetaModel(
+        run or load_run(bundle / "model.py"),
+        {n: (hooks or {}).get(n) or load_hooks(path / "model.py") for n, path in calls.items()},
+        outputs,
+        batched,
+        list(bls.models),
+        restartable,
+    )
+    engine = load(
+        Session(runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}),
+        lambda session, attachment, process: LoneMetaEngine(
+            session, attachment, process, model, lambda settings: bls
+        ),
     )
     try:
         yield engine

@@ -1,5 +1,6 @@
 """Stubs that outlive their server: they are found, get a moment, and are ended."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,65 +13,121 @@ import pytest
 from rsrv.runtime import child_processes
 
 _HANGS = "import signal; print(flush=True); signal.pause()"
-_HOLDS_A_REGION = """
-import mmap, os, signal, sys
-fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
-os.ftruncate(fd, 4096)
-memory = mmap.mmap(fd, 4096)
-print(flush=True)
-signal.pause()
-"""
+#: A server of this test's own: a process that has ended, whose stubs have another parent.
+_SERVER = 4194302
+#: Fills the place of a word that is not looked at.
+_ANY = "1048576"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Return a program with the name of Triton's stub: Python."""
+    program = tmp_path / "triton_python_backend_stub"
+    program.symlink_to(sys.executable)
+    return program
 
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    path = Path(f"{child_processes._REGION_PREFIX}_test_{os.getpid()}")
+    path = Path(f"/dev/shm/triton_python_backend_shm_region_test_{os.getpid()}")
+    path.touch()
     yield path
     path.unlink(missing_ok=True)
 
 
-def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start(*command: str | Path) -> subprocess.Popen[bytes]:
     """Start a child, and wait until it has reached its signal.pause()."""
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
     return process
 
 
+def stub_of(program: Path, region: Path, server: int, repository: Path) -> subprocess.Popen[bytes]:
+    """Start a process with the command line of a stub. Its code is a script that hangs."""
+    code = repository / "cats" / "1" / "model.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(_HANGS)
+    return start(program, code, region.name, _ANY, _ANY, str(server), _ANY)
+
+
 def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
-    region: Path, monkeypatch: pytest.MonkeyPatch
+    region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stub that hangs is killed, and its shared memory is removed."""
     monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
-    process = start(_HOLDS_A_REGION, str(region))
+    process = stub_of(program, region, os.getpid(), tmp_path / "gen")
     stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
-    assert region.exists()
 
-    child_processes.end_orphans({process.pid: stub})
+    child_processes.end_orphans({process.pid: stub}, _SERVER, tmp_path)
 
     assert process.wait(10) == -signal.SIGKILL
     assert not region.exists()
-    os.close(stub)
+    os.close(stub.pidfd)
 
 
-def test_a_stub_that_ends_by_itself_is_left_alone() -> None:
-    """A stub that ends by itself gets no signal."""
-    process = start(_HANGS)
+def test_shared_memory_of_a_stub_that_ends_by_itself_is_removed(
+    region: Path, program: Path, tmp_path: Path
+) -> None:
+    """From release 26.04 on, stubs leave it when their server has ended. Such a stub gets no signal."""
+    process = stub_of(program, region, os.getpid(), tmp_path / "gen")
     stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
     process.terminate()
 
-    child_processes.end_orphans({process.pid: stub})
+    child_processes.end_orphans({process.pid: stub}, _SERVER, tmp_path)
 
     assert process.wait(10) == -signal.SIGTERM
-    os.close(stub)
+    assert not region.exists()
+    os.close(stub.pidfd)
+
+
+def test_a_stub_that_has_not_connected_is_ended_with_its_server(
+    region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was loading has no connection; stubs of other servers and repositories are not touched."""
+    monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
+    process = stub_of(program, region, _SERVER, tmp_path / "gen")
+    child_processes.end_orphans({}, _SERVER, tmp_path / "other")
+    child_processes.end_orphans({}, _SERVER - 1, tmp_path / "gen")
+    assert process.poll() is None
+    assert region.exists()
+
+    child_processes.end_orphans({}, _SERVER, tmp_path / "gen")
+
+    assert process.wait(10) == -signal.SIGKILL
+    assert not region.exists()
+
+
+def test_stubs_are_ended_without_a_descriptor_for_further_ones(
+    region: Path, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime whose descriptors are used up ends the connected stubs, and then itself, with its device's memory."""
+    monkeypatch.setattr(child_processes, "_STUB_EXIT_S", 0.05)
+    connected = stub_of(program, region, os.getpid(), tmp_path / "gen")
+    stub = child_processes.open_stub(connected.pid, os.getpid())
+    assert stub is not None
+    other = stub_of(program, region, _SERVER, tmp_path / "more")
+
+    def pidfd_open(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", pidfd_open)
+        child_processes.end_orphans({connected.pid: stub}, _SERVER, tmp_path)
+
+    assert connected.wait(10) == -signal.SIGKILL
+    assert not region.exists()
+    os.close(stub.pidfd)
+    other.kill()
+    other.wait(10)
 
 
 def test_another_servers_child_is_no_stub_of_ours() -> None:
     """A child of another server, as a tool that asks for the status, is no orphan of ours."""
-    process = start(_HANGS)
+    process = start(sys.executable, "-c", _HANGS)
 
     assert child_processes.open_stub(process.pid, os.getppid()) is None
 

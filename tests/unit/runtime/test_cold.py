@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,26 +17,30 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from rsrv.front.events import WentCold
+from rsrv.front.rules import DOWN
+from rsrv.front.states import ServingState
 from rsrv.hooks.loader import Arrays, HookError, Hooks
 from rsrv.limits import total_memory
 from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.start_queue import Urgency
 from rsrv.settings import Settings, load_settings
-from rsrv.stub.cold import ColdModel, begin_model
+from rsrv.stub import engine
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import DOWN, Attachment, Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.builders import broken_bundle, write_meta
-from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+from tests.fakes import FakePbUtils, FakeRequest, FakeResponse, NewResponse
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import FakeCallees
-from tests.unit.runtime.watchers import Watcher
+from tests.unit.runtime.watchers import Operator, Watcher
 from tests.waiting import wait_until
 
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
@@ -54,28 +59,30 @@ class Stub:
     ) -> None:
         self.runtime, self._bundle, self._hooks, self._calls = runtime, bundle, hooks, calls
         self.process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-        self.model = begin_model(self._begin, self.process)
+        self._engines: list[Engine | MetaEngine] = []
+        self.model = Replicas(self._open_session, self._make, bundle.name, self.process)
+        self.model.load()
 
-    def _begin(self, *, start: bool) -> Replicas:
-        return Replicas(self._make, self._bundle.name, self.process, start=start)
-
-    def _make(self, device: int) -> Engine | MetaEngine:
+    def _open_session(self, device: int) -> Session:
         calls = None if self._calls is None else {name: str(path) for name, path in self._calls.items()}
-        session = Session(lambda: self.runtime.open(), self._bundle.name, str(self._bundle), calls)
-        try:
-            self.process.begin(session)
-            if calls is None:
-                return Engine(session, self.process, self._hooks(), OUTPUTS, True)
-            return MetaEngine(
+        return Session(lambda: self.runtime.open(), self._bundle.name, str(self._bundle), calls)
+
+    def _make(self, session: Session, attachment: Attachment) -> Engine | MetaEngine:
+        engine: Engine | MetaEngine
+        if self._calls is None:
+            engine = Engine(session, attachment, self.process, self._hooks(), OUTPUTS, True)
+        else:
+            hooks = dict.fromkeys(self._calls, Hooks())
+            model = MetaModel(lambda inputs, call: call("a", inputs), hooks, OUTPUTS)
+            engine = MetaEngine(
                 session,
+                attachment,
                 self.process,
-                MetaModel(lambda inputs, call: call("a", inputs), dict.fromkeys(calls, Hooks()), OUTPUTS),
+                model,
                 lambda settings: pytest.fail("there are no calls through Triton"),
             )
-        except BaseException:
-            session.close()
-            self.process.forget(session)
-            raise
+        self._engines.append(engine)
+        return engine
 
     @property
     def attachment(self) -> Attachment:
@@ -87,16 +94,18 @@ class Stub:
     @property
     def engine(self) -> Engine | MetaEngine:
         """Return its replica, once it has started."""
-        assert isinstance(self.model, ColdModel)
-        assert self.model._replicas is not None
-        engine = self.model._replicas._first
-        assert isinstance(engine, Engine | MetaEngine)
-        return engine
+        wait_until(lambda: self._engines)
+        return self._engines[0]
+
+    @property
+    def state(self) -> ServingState:
+        """The model's state on its device."""
+        return self.process.front.snapshot.devices[0].state
 
     @property
     def is_cold(self) -> bool:
         """Whether nothing of the model is connected or starts."""
-        return all(one.cold for one in self.process.resubmission.sessions)
+        return self.state is ServingState.COLD
 
     def send(self, start: float = 0.0) -> FakeRequest:
         """Send one row, and return the request, which may have its answer already."""
@@ -158,10 +167,23 @@ def test_a_lazy_model_is_loaded_without_its_bundle(
     """The runtime answers at once, without a look at the bundle, and keeps nothing: no model and no connection."""
     stub = start_stub(lazy, tmp_path / "not there yet", lambda: pytest.fail("hooks were imported"))
 
-    assert isinstance(stub.model, ColdModel)
-    assert stub.model.ready
+    assert stub.is_cold
     assert models() == {}
     wait_until(lambda: read_status(os.getpid())["connections"] == 1)  # of this question
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_answer_carries_its_number(
+    lazy: Runtime, start_stub: StartStub, doubling: Path, monkeypatch: pytest.MonkeyPatch, *, slow: bool
+) -> None:
+    """From Triton 25.02 on, a client without ids can ask `rsrv why` about it; quick answers stay as small as they were."""
+    monkeypatch.setattr(FakePbUtils, "InferenceResponse", NewResponse)
+    monkeypatch.setattr(engine, "_SLOW_S", 0.0 if slow else inf)
+
+    answer = start_stub(lazy, doubling).ask()
+
+    assert isinstance(answer, NewResponse)
+    assert (answer.given is not None and answer.given["rsrv_request"] >= 0) is slow
 
 
 def test_the_first_requests_of_a_model_share_its_start(
@@ -188,17 +210,13 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
     """Those who wait are told why, and others at once; a request after the pause starts it again, mended or not."""
     path = broken_bundle(tmp_path / "doubling", doubling)
     stub = start_stub(lazy, path)
-    stub.process.resubmission.starting(1000.0)
 
     assert "could not be started: model.b1.mlir" in error_of(stub.ask())
     assert "could not be started: model.b1.mlir" in error_of(stub.ask())
     good = start_stub(lazy, doubling)
     assert is_answered(good.ask())
 
-    assert isinstance(stub.model, ColdModel)
-    stub.model._closed.set()  # ends the pause
     wait_until(lambda: stub.is_cold)
-    stub.model._closed.clear()
     for file in doubling.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     # Its deadline counts from now: what was told of the start that failed is forgotten.
@@ -353,19 +371,24 @@ def test_an_idle_model_falls_back_and_starts_again(
         assert is_answered(stub.ask(float(number)), number)
 
         key = stub.attachment.key
-        wait_until(lambda: stub.engine._deferred.idle)
+        wait_until(lambda: stub.engine.idle)
         dismiss(lazy, key)
 
         wait_until(lambda: models() == {})
         assert stub.is_cold
-        assert stub.model.ready
 
 
 def look_for_idle(runtime: Runtime, after: float) -> float:
     """Have the runtime look for idle models that many seconds from now; return the seconds until its next look."""
     looked: list[float] = []
     now = time.monotonic() + after
-    runtime.loop._inbox.post(lambda: looked.append(runtime.loop._registry.dismiss_idle(now)))
+
+    def look() -> None:
+        registry = runtime.loop._registry
+        registry.dismiss_idle(now)
+        looked.append(registry.look_at)
+
+    runtime.loop._inbox.post(look)
     wait_until(lambda: bool(looked))
     return looked[0] - now
 
@@ -383,7 +406,7 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
     stubs = {name: start_stub(runtime, doublings[name]) for name in "abcd"}
     for stub in stubs.values():
         stub.ask()
-    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs.values()))
+    wait_until(lambda: all(stub.engine.idle for stub in stubs.values()))
 
     assert 0 < look_for_idle(runtime, 580.0) <= 20
     assert models() == dict.fromkeys("abcd", "ready")
@@ -399,6 +422,40 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
     assert stubs["a"].ask(2.0).error is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        (
+            "runtime: {start: lazy, idle: {executable: 4m}}",
+            lambda operator: operator.follow({"runtime": {"idle": {"executable": 1}}}),
+        ),
+        (
+            "runtime: {start: lazy, idle: {executable: 1s}}\nmodels: {a: {residency: device}}",
+            lambda operator: operator.keep("a", "system"),
+        ),
+    ],
+    ids=["shorter limit", "unpinned"],
+)
+def test_a_change_of_what_may_fall_back_applies_at_once(
+    start_runtime: StartRuntime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    settings: str,
+    change: Callable[[Operator], object],
+) -> None:
+    """An idle model falls back within seconds of the change, not a minute after the last look."""
+    runtime = start_runtime(load_settings(settings))
+    stub = start_stub(runtime, doublings["a"])
+    stub.ask()
+    wait_until(lambda: stub.engine.idle)
+    assert look_for_idle(runtime, 0.0) > 30
+
+    with Operator(runtime) as operator:
+        change(operator)
+
+    wait_until(lambda: models() == {}, timeout=20)
+
+
 def test_of_many_idle_models_some_fall_back_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
     start_runtime: StartRuntime,
@@ -411,7 +468,7 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     stubs = [start_stub(runtime, doublings[name]) for name in "abcd"]
     for stub in stubs:
         stub.ask()
-    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs))
+    wait_until(lambda: all(stub.engine.idle for stub in stubs))
 
     assert look_for_idle(runtime, 700.0) < 1
     wait_until(lambda: len(models()) == 1)
@@ -448,7 +505,7 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     stubs = {name: start_stub(runtime, doublings[name]) for name in "abcd"}
     for name in "abdc":
         assert stubs[name].ask().error is None
-    wait_until(lambda: all(stubs[name].engine._deferred.idle for name in "cd"))
+    wait_until(lambda: all(stubs[name].engine.idle for name in "cd"))
     runtime.device.gate.clear()
     request = stubs["d"].send(1.0)
     assert runtime.device.gate.waiting.wait(10)
@@ -479,7 +536,7 @@ def test_a_model_that_stays_keeps_no_other_one_warm(
     wait_until(lambda: models() == {"a": "ready"})
     other = start_stub(lazy, doublings["b"])
     assert other.ask().error is None
-    wait_until(lambda: other.engine._deferred.idle)
+    wait_until(lambda: other.engine.idle)
 
     assert relieve(lazy)
     monkeypatch.setattr(lazy.loop._catalog, "_clock", lambda: time.monotonic() + 3.0)
@@ -509,14 +566,14 @@ def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
     stubs = [start_stub(runtime, doublings[name]) for name in "abc"]
     for stub in stubs:
         assert stub.ask().error is None
-    assert read_status(os.getpid())["memory"]["host"]["tensors"] == 3
-    wait_until(lambda: all(stub.engine._deferred.idle for stub in stubs))
+    assert read_status(os.getpid())["host"]["tensors"] == 3
+    wait_until(lambda: all(stub.engine.idle for stub in stubs))
 
     begun.set()
     wait_until(lambda: models() == {"c": "ready"})
     wait_until(lambda: not runtime.loop._weights.copies.is_short)
 
-    assert read_status(os.getpid())["memory"]["host"]["tensors"] == 0
+    assert read_status(os.getpid())["host"]["tensors"] == 0
     assert models() == {"c": "ready"}
     assert stubs[0].ask(2.0).error is None
 
@@ -557,7 +614,7 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
     lazy.device.gate.waiting.wait(10)
 
     dismiss(lazy, key)
-    wait_until(lambda: stub.process.resubmission.start_timeout_s == 60.0)
+    wait_until(lambda: stub.process.front.snapshot.start_timeout_s == 60.0)
     assert not stub.is_cold
 
     lazy.device.gate.set()
@@ -568,16 +625,20 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
 
 @pytest.mark.parametrize("gone", [False, True], ids=["changes", "disappears"])
 def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
-    lazy: Runtime, start_stub: StartStub, doublings: dict[str, Path], tmp_path: Path, gone: bool
+    lazy: Runtime,
+    start_stub: StartStub,
+    doublings: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: bool,
 ) -> None:
     """The stub leaves all the same; the next request starts what is there by then, or is told that nothing is."""
     path = tmp_path / "bundle"
     shutil.copytree(doublings["a"], path)
     stub = start_stub(lazy, path)
     assert is_answered(stub.ask(3.0), 3.0)
-    deferred = stub.engine._deferred
-    wait_until(lambda: deferred.idle)
-    fall_back = deferred.dismissed
+    wait_until(lambda: stub.engine.idle)
+    fall_back = stub.engine.dismissed
 
     def fall_back_meanwhile(attachment: Attachment, start_timeout_s: float) -> None:
         shutil.rmtree(path)
@@ -585,7 +646,7 @@ def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
             shutil.copytree(doublings["b"], path)
         fall_back(attachment, start_timeout_s)
 
-    deferred.dismissed = fall_back_meanwhile
+    monkeypatch.setattr(stub.engine, "dismissed", fall_back_meanwhile)
     dismiss(lazy, stub.attachment.key)
     wait_until(lambda: models() == {})
 
@@ -597,24 +658,6 @@ def test_a_bundle_that_changes_or_disappears_while_its_model_falls_back(
     while answers[-1].error is not None and wait_until(lambda: stub.is_cold):
         answers.append(stub.ask(3.0))
     assert answers[-1].arrays["y"].tolist() == [[8.0, 8.0, 8.0]]
-
-
-def test_what_the_runtime_has_told_of_a_start_ends_with_it(
-    lazy: Runtime, start_stub: StartStub, doubling: Path
-) -> None:
-    """The next start, or the next runtime after a death, may need far less time than the first one was told to."""
-    stub = start_stub(lazy, doubling)
-    stub.process.resubmission.starting(1000.0)
-    stub.ask()
-    key = stub.attachment.key
-    wait_until(lambda: stub.engine._deferred.idle)
-    dismiss(lazy, key)
-    wait_until(lambda: models() == {})
-
-    request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=20_000_000)
-    assert stub.model.execute([request]) is None
-
-    assert is_answered(request.answers.get(timeout=20))
 
 
 def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
@@ -639,7 +682,12 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     request = stub.send(1.0)
     inside.wait(10)
 
-    engine._deferred.leave(stub.attachment)
+    def leave() -> None:
+        attachment, engine.session.attachment = stub.attachment, None
+        engine._deferred.leave(attachment)
+        stub.process.front.handle(WentCold(0))
+
+    stub.process.front.post(leave)
     wait_until(lambda: models() == {})
     go_on.set()
 
@@ -662,7 +710,7 @@ def test_a_lazy_meta_model_starts_with_its_callees(
     assert models() == {"a": "ready", "b": "ready"}
 
     key = stub.attachment.key
-    wait_until(lambda: stub.engine._deferred.idle)
+    wait_until(lambda: stub.engine.idle)
     dismiss(lazy, key)
     wait_until(lambda: models() == {})
     assert is_answered(stub.ask(4.0), 4.0)
@@ -680,7 +728,7 @@ def test_an_eager_meta_model_starts_lazy_callees(
 
     assert models() == {"a": "ready"}
     callee = start_stub(runtime, doublings["a"])
-    assert isinstance(callee.model, Replicas)
+    assert callee.state is ServingState.READY
     assert is_answered(callee.ask())
 
 
@@ -694,7 +742,7 @@ def test_a_callee_that_its_meta_model_keeps_leaves_after_a_model_that_frees_memo
     other = start_stub(runtime, doublings["c"])
     for stub in (start_stub(runtime, doublings["a"]), other):
         assert stub.ask().error is None
-    wait_until(lambda: other.engine._deferred.idle)
+    wait_until(lambda: other.engine.idle)
 
     assert relieve(runtime)
     wait_until(lambda: models() == {"a": "ready"})
@@ -720,7 +768,7 @@ def test_a_call_through_triton_starts_a_cold_callee(
     settings = load_settings(LAZY + "\nmeta: {transport: bls}\nmodels: {meta: {start: eager}}")
     runtime = start_runtime(settings)
     callee = start_stub(runtime, doublings["a"])
-    assert isinstance(callee.model, ColdModel)
+    assert callee.is_cold
     triton = FakeCallees(engines={"a": cast(Engine, callee.model)})
 
     engine = start_meta(runtime, lambda inputs, call: call("a", inputs), "a", triton=triton)
@@ -728,4 +776,4 @@ def test_a_call_through_triton_starts_a_cold_callee(
     request = FakeRequest({"x": np.full((1, 3), 3, np.float32)})
     (answer,) = engine.execute([request]) or (request.answers.get(timeout=20),)
     assert is_answered(answer, 3.0)
-    assert callee.model._replicas is not None
+    assert callee.state is ServingState.READY

@@ -18,10 +18,11 @@ from rsrv.limits import total_memory
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.builders import FEW_EXAMPLES
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, ramp, refused, register, send_one
 from tests.unit.runtime.metas import answer_of, chain, queued, send
@@ -66,14 +67,14 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
 
-    assert operator.do("pause", model="a", mode="drain") == {}
+    assert operator.pause("a", "drain") == {}
 
     assert refused(
         answer_of(send_one(engines["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED] the model is paused"
     )
     runtime.device.gate.set()
     assert [answered(one) for one in (executing, waiting, send_one(engines["b"]))] == [1, 1, 2]
-    assert operator.do("continue", model="a") == {}
+    assert operator.pause("a", None) == {}
     assert answered(send_one(engines["a"])) == 1
 
 
@@ -81,11 +82,11 @@ def test_a_rejecting_model_refuses_what_waits_and_what_comes(
     engines: dict[str, Engine], operator: Operator
 ) -> None:
     """A rejecting model refuses waiting and new requests with the same message."""
-    operator.do("pause", model="a", mode="hold")
+    operator.pause("a", "hold")
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
 
-    operator.do("pause", model="a", mode="reject")
+    operator.pause("a", "reject")
 
     assert all(
         refused(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
@@ -97,37 +98,19 @@ def test_a_pause_of_all_holds_for_models_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
     """A pause of all models covers later ones, except a continued one; a second pause covers that, too."""
-    operator.do("pause", mode="reject")
+    operator.pause(None, "reject")
     made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
-    operator.do("continue", model="b")
+    operator.pause("b", None)
 
     assert refused(answer_of(send_one(made["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
     assert answered(send_one(made["b"])) == 2
     made["b"].close()
     made["b"] = make_engine(runtime, doublings["b"], name="b")
     assert answered(send_one(made["b"])) == 2
-    operator.do("pause", model=None, mode="reject")
+    operator.pause(None, "reject")
     assert refused(answer_of(send_one(made["b"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
     for engine in made.values():
         engine.close()
-
-
-def test_the_name_of_a_meta_model_means_all_that_it_calls(
-    runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta, operator: Operator
-) -> None:
-    """A command for a meta model covers its callees, whose entries show it, and no other model."""
-    start_meta(runtime, chain)
-    other = make_engine(runtime, doublings["c"], name="c")
-    with Watcher(runtime) as watcher:
-        operator.do("pause", model="meta", mode="hold")
-        operator.do("residency", model="meta", residency="device")
-        watcher.until(lambda: len(watcher.seen) == 5)
-
-        assert all(watcher.is_(name, paused="hold", residency="device") for name in "ab")
-        assert watcher.is_("meta", paused="hold")
-        assert watcher.is_("c", paused=None, residency="system")
-        operator.do("continue", model="meta")
-    other.close()
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -137,32 +120,34 @@ def test_weights_are_evicted_and_prefetched_on_command(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator
 ) -> None:
     """Weights go and come on command without a request; pinned ones stay."""
-    operator.do("residency", model="b", residency="device")
+    operator.keep("b", "device")
     with Watcher(runtime) as watcher:
-        assert operator.do("evict", model="a") == {"models": ["a"]}
+        assert operator.evict("a") == {"models": ["a"]}
         assert operator.do("evict") == {"models": []}
         watcher.until(lambda: watcher.is_("a", weights="absent"))
         wait_until(lambda: runtime.device.resident == 1)
 
-        assert operator.do("prefetch", model="a") == {}
+        assert operator.prefetch("a") == {}
 
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         assert watcher.history("b", "weights") == []
 
 
-def test_a_model_that_is_not_built_yet_cannot_be_fetched(
+def test_a_model_that_is_not_built_yet_is_wanted_until_it_is(
     runtime: Runtime, doublings: dict[str, Path], operator: Operator
 ) -> None:
-    """A model that is being built cannot be prefetched, but can be paused."""
+    """A model that is being built can be paused, and its weights are loaded as soon as it is built."""
     runtime.device.compiles.clear()
     registering = register(runtime, "a", doublings["a"])
     assert runtime.device.compiles.waiting.wait(10)
 
     assert operator.do("prefetch", model="a")["code"] == "FAILED_PRECONDITION"
-    assert operator.do("pause", model="a", mode="drain") == {}
+    assert (operator.prefetch("a"), operator.pause("a", "drain")) == ({}, {})
 
     runtime.device.compiles.set()
     registering.join()
+    with Watcher(runtime) as watcher:
+        watcher.until(lambda: watcher.is_("a", weights="resident", paused="drain"))
     registering.lane.close()
 
 
@@ -176,13 +161,13 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
         watcher.until(lambda: watcher.is_("a", weights="absent", state="ready"))
         assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
 
-        operator.do("prefetch", model="a")
+        operator.prefetch("a")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         assert answered(send_one(engine)) == 1
 
-        operator.do("evict", model="a")
+        operator.evict("a")
         assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
-        operator.do("residency", model="a", residency="device")
+        operator.keep("a", "device")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         assert answered(send_one(engine)) == 1
     engine.close()
@@ -196,7 +181,7 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     old = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
-        operator.do("prefetch", model="a")
+        operator.prefetch("a")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         if newer == "a":
             old.close()
@@ -205,7 +190,7 @@ def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
         old.close()
         assert answered(send_one(new)) == {"a": 1, "c": 3}[newer]
 
-        operator.do("evict", model="a")
+        operator.evict("a")
         new.close()
         wait_until(lambda: not runtime.device.resident)
         newest = make_engine(runtime, doublings["b"], name="a")
@@ -220,10 +205,10 @@ def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
     old = make_engine(runtime, doublings["a"], name="a")
     with Watcher(runtime) as watcher, Operator(runtime) as operator:
-        operator.do("prefetch", model="a")
-        operator.do("residency", model="a", residency="device")
+        operator.prefetch("a")
+        operator.keep("a", "device")
         watcher.until(lambda: watcher.is_("a", weights="resident", residency="device"))
-        operator.do("residency", model="a", residency="system")
+        operator.keep("a", "system")
         watcher.until(lambda: watcher.is_("a", weights="absent"))
         new = make_engine(runtime, doublings["c"], name="a")
 
@@ -239,7 +224,7 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
 ) -> None:
     """A shorter queue applies at once and to later versions; null restores the general length."""
-    assert operator.do("policy", model="a", max_queue_depth=1) == {}
+    assert operator.want("a", max_queue_depth=1) == {}
     newer = make_engine(runtime, doublings["c"], name="a")
     runtime.device.gate.clear()
     occupying = send_one(engines["b"])
@@ -248,7 +233,7 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
         send_one(engine)
         assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
-    operator.do("policy", model="a", max_queue_depth=None)
+    operator.want("a", max_queue_depth=None)
 
     more = send_one(newer)
     runtime.device.gate.set()
@@ -258,26 +243,14 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
 
 def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
     """With a delay the request waits until the delay is removed."""
-    assert operator.do("policy", model="a", weight=2, max_delay_us=60_000_000) == {}
+    assert operator.want("a", weight=2, max_delay_us=60_000_000) == {}
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
     assert answered(send_one(engines["b"])) == 2
 
-    assert operator.do("policy", model="a", max_delay_us=0) == {}
+    assert operator.want("a", max_delay_us=0) == {}
 
     assert answered(waiting) == 1
-
-
-def test_the_policy_of_a_meta_model_is_also_that_of_its_runs(
-    runtime: Runtime, start_meta: StartMeta, operator: Operator
-) -> None:
-    """The policy of a meta model applies to its callees, too."""
-    start_meta(runtime, chain)
-
-    operator.do("policy", model="meta", max_queue_depth=3)
-
-    policy = runtime.loop._catalog.policy
-    assert [policy.queue_depth(name) for name in ("meta", "a", "b", "c")] == [3, 3, 3, 1024]
 
 
 # --- asking ------------------------------------------------------------------------------------------------
@@ -287,6 +260,17 @@ def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, op
     """A ping answers with the instance and the revision that watchers have."""
     with Watcher(runtime) as watcher:
         assert operator.do("ping") == {"instance": watcher.instance, "revision": watcher.revision}
+
+
+def test_the_timeline_has_what_the_device_did(engines: dict[str, Engine], operator: Operator) -> None:
+    """The load and the warm-up of each model, an execution, and an eviction."""
+    assert answered(send_one(engines["a"])) == 1
+    assert operator.do("evict", model="b") == {"models": ["b"]}
+
+    spans = [(kind, model.partition("@")[0]) for kind, model, *_ in operator.do("timeline")["spans"]]
+
+    first = [span for model in "ab" for span in [("load", model), ("warm_up", model)]]
+    assert spans == [*first, ("execute", "a"), ("evict", "b")]
 
 
 def test_the_history_of_all_versions(
@@ -367,7 +351,7 @@ def test_a_long_history_comes_in_a_document(
 
     with Watcher(runtime) as watcher:
         assert watcher.is_(name, state="ready")
-        operator.do("pause", model=name, mode="hold")
+        operator.pause(name, "hold")
         watcher.until(lambda: watcher.is_(name, paused="hold"))
     monkeypatch.setattr("rsrv.wire.frames.MAX_FRAME", 500)
     (key,) = operator.do("history", model=name)["histories"]
@@ -376,74 +360,67 @@ def test_a_long_history_comes_in_a_document(
     registering.lane.close()
 
 
-def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """The load has each model's queue and cost, and the device's backlog and budget."""
+def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """The record has each model's queue and cost, and the device's backlog and budget."""
     runtime = start_runtime(
         load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {10 * _BYTES}}}")
     )
     engine = make_engine(runtime, doublings["a"], name="a")
+    idle = read_status(os.getpid())
+    assert (idle["backlog_s"], idle["memory"]["budget_bytes"], idle["memory"]["physical_bytes"]) == (
+        0,
+        120,
+        12,
+    )
+    model = idle["models"]["a"]
+    assert model["cost_s"] == pytest.approx(0.001 / 8)
+    assert (model["queued"], model["executing"], model["weights"]) == (0, 0, "resident")
+    assert (model["pinned"], model["device_bytes"], model["max_rows"]) == (False, _BYTES, 8)
+    assert (model["batch_input"], model["sequences"]) == ({"name": "x", "axis": 0}, {})
+    runtime.device.gate.clear()
+    asked = send_one(engine)
+    assert runtime.device.gate.waiting.wait(10)
+    waiting = send_one(engine)
+    wait_until(lambda: queued("a") == 1)
+    busy = read_status(os.getpid())
+    assert busy["backlog_s"] > 0
+    assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
+    runtime.device.gate.set()
+    assert (answered(asked), answered(waiting)) == (1, 1)
+    done = read_status(os.getpid())
+    assert (done["models"]["a"]["useful_rows"], done["models"]["a"]["outcomes"]["answered"]) == (2, 2)
     with Operator(runtime) as operator:
-        idle = operator.do("load")
-        assert (idle["backlog_s"], idle["budget_bytes"], idle["free_bytes"]) == (0, 120, 108)
-        (cost,) = (model.pop("cost_s") for model in idle["models"].values())
-        assert cost == pytest.approx(0.001 / 8)
-        assert idle["models"] == {
-            "a": {
-                "queued": 0,
-                "executing": 0,
-                "weights": "resident",
-                "pinned": False,
-                "bytes": _BYTES,
-                "misses": 0,
-                "device_seconds": 0.0,
-                "rows": 0,
-                "requests": 0,
-                "max_rows": 8,
-                "sequences": 0,
-                "batch_input": ["x", 0],
-            }
-        }
-        runtime.device.gate.clear()
-        asked = send_one(engine)
-        assert runtime.device.gate.waiting.wait(10)
-        waiting = send_one(engine)
-        wait_until(lambda: queued("a") == 1)
-        busy = operator.do("load")
-        assert busy["backlog_s"] > 0
-        assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
-        runtime.device.gate.set()
-        assert (answered(asked), answered(waiting)) == (1, 1)
-        done = operator.do("load")
-        assert (done["models"]["a"]["rows"], done["models"]["a"]["requests"]) == (2, 2)
         assert done["instance"] == operator.do("ping")["instance"]
     engine.close()
 
 
-def test_a_load_can_be_asked_for_its_changes(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """With the number of an earlier answer, the load has the changed models alone; a new model makes it whole again."""
+def test_a_record_can_be_asked_for_its_changes(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """With the number of an earlier one, the record has the changed models alone; a new model makes it whole again."""
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"))
     a, b = (make_engine(runtime, doublings[name], name=name) for name in "ab")
     with Operator(runtime) as operator:
-        first = operator.do("load")
+        first = read_status(os.getpid())
         assert (first["since"], first["models"].keys()) == (0, {"a", "b"})
-        second = operator.do("load", since=first["next"])
+        second = read_status(os.getpid(), since=first["next"])
         assert (second["since"], second["models"]) == (first["next"], {})
 
         assert answered(send_one(a)) == 1
-        third = operator.do("load", since=second["next"])
-        assert {name: one["requests"] for name, one in third["models"].items()} == {"a": 1}
-        operator.do("evict", model="b")
-        wait_until(lambda: operator.do("load")["models"]["b"]["weights"] == "absent")
-        fourth = operator.do("load", since=third["next"])
+        third = read_status(os.getpid(), since=second["next"])
+        assert {name: one["outcomes"]["answered"] for name, one in third["models"].items()} == {"a": 1}
+        operator.evict("b")
+        wait_until(lambda: read_status(os.getpid())["models"]["b"]["weights"] == "absent")
+        fourth = read_status(os.getpid(), since=third["next"])
         assert {name: one["weights"] for name, one in fourth["models"].items()} == {"b": "absent"}
-        again = operator.do("load", since=first["next"])
+        again = read_status(os.getpid(), since=first["next"])
         assert again["models"].keys() == {"a", "b"}
         assert again["since"] == first["next"]
 
         late = make_engine(runtime, doublings["a"], name="late")
-        whole = operator.do("load", since=again["next"])
+        whole = read_status(os.getpid(), since=again["next"])
         assert (whole["since"], whole["models"].keys()) == (0, {"a", "b", "late"})
-        assert operator.do("load", since=whole["next"] + 5)["since"] == 0
+        assert read_status(os.getpid(), since=whole["next"] + 5)["since"] == 0
     for engine in (a, b, late):
         engine.close()
 
@@ -452,11 +429,11 @@ def test_weights_on_a_cpu_take_half_of_the_hosts_memory(operator: Operator) -> N
     """By default, of what the server's processes leave."""
     half = (total_memory() - (256 << 20)) // 2
     # None while there is no device.
-    wait_until(lambda: operator.do("load")["budget_bytes"] is not None)
+    wait_until(lambda: read_status(os.getpid())["memory"]["budget_bytes"] is not None)
 
-    load = operator.do("load")
+    load = read_status(os.getpid())
 
-    assert (load["free_bytes"], load["budget_bytes"]) == (half, half)
+    assert (load["memory"]["physical_bytes"], load["memory"]["budget_bytes"]) == (0, half)
     assert (load["backlog_s"], load["models"], load["metas"]) == (0, {}, {})
 
 
@@ -471,7 +448,7 @@ def test_of_two_versions_the_ready_one_shows(
     assert runtime.device.uploads.waiting.wait(10)
 
     assert read_status(os.getpid())["models"]["m"] == shown
-    assert operator.do("load")["models"]["m"]["weights"] == "resident"
+    assert read_status(os.getpid())["models"]["m"]["weights"] == "resident"
 
     runtime.device.uploads.set()
     registering.join()
@@ -479,8 +456,7 @@ def test_of_two_versions_the_ready_one_shows(
     asked = send_one(old)
     assert runtime.device.gate.waiting.wait(10)
     old.close()
-    wait_until(lambda: read_status(os.getpid())["models"]["m"]["digest"] != shown["digest"])
-    assert read_status(os.getpid())["models"]["m"]["state"] == "ready"
+    assert read_status(os.getpid())["models"]["m"]["executing"] == 1
     runtime.device.gate.set()
     del asked
     registering.lane.close()
@@ -604,26 +580,12 @@ def test_more_commands_than_may_wait_end_the_connection(
 @pytest.mark.parametrize(
     ("wanted", "code", "text"),
     [
-        ({}, "INVALID_ARGUMENT", "there is no command None; known are ping, residency"),
+        ({}, "INVALID_ARGUMENT", "there is no command None; known are ping, compact"),
         ({"command": "evcit"}, "INVALID_ARGUMENT", "did you mean 'evict'?"),
         ({"command": ["ping"]}, "INVALID_ARGUMENT", "there is no command"),
         ({"command": "ping", "pong": 1}, "INVALID_ARGUMENT", "pong: unknown key"),
         ({"command": "evict", "model": "z"}, "NOT_FOUND", "there is no model 'z'"),
-        ({"command": "pause", "model": "z", "mode": "drain"}, "NOT_FOUND", "there is no model 'z'"),
-        ({"command": "pause", "model": "a"}, "INVALID_ARGUMENT", "mode: missing"),
-        ({"command": "pause", "mode": "stop"}, "INVALID_ARGUMENT", "'drain', 'hold' or 'reject'"),
         ({"command": "prefetch", "model": None}, "INVALID_ARGUMENT", "model: "),
-        ({"command": "residency", "model": "a", "residency": "gpu"}, "INVALID_ARGUMENT", "residency: "),
-        ({"command": "policy", "model": "a", "weight": 0}, "INVALID_ARGUMENT", "models.a.weight: "),
-        ({"command": "policy", "model": "a", "weight": None}, "INVALID_ARGUMENT", "models.a.weight: "),
-        ({"command": "policy", "model": "a", "weight": "2"}, "INVALID_ARGUMENT", "weight: "),
-        ({"command": "policy", "model": "a", "weight": True}, "INVALID_ARGUMENT", "weight: "),
-        ({"command": "policy", "model": "a", "weight": float("nan")}, "INVALID_ARGUMENT", "weight: "),
-        ({"command": "policy", "model": "a", "weight": 10**400}, "INVALID_ARGUMENT", "weight: "),
-        ({"command": "policy", "model": "a", "max_delay_us": 10**400}, "INVALID_ARGUMENT", "max_delay_us: "),
-        ({"command": "policy", "model": "a", "max_queue_depth": 0}, "INVALID_ARGUMENT", "max_queue_depth: "),
-        ({"command": "policy", "model": "a", "max_queue_depth": 1.5}, "INVALID_ARGUMENT", "max_queue_depth: "),
-        ({"command": "policy", "model": "a", "residency": "device"}, "INVALID_ARGUMENT", "unknown key"),
         ({"command": "abort", "request": 7}, "INVALID_ARGUMENT", "request: "),
         ({"command": "x" * 100_000}, "INVALID_ARGUMENT", "there is no command 'xxx"),
         ({"command": "history", "model": "x" * 100_000}, "NOT_FOUND", "there is no model 'xxx"),
@@ -653,17 +615,14 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-keys = st.sampled_from(["model", "mode", "residency", "weight", "max_delay_us", "max_queue_depth", "request"])
+keys = st.sampled_from(["model", "instance", "revision", "since", "document", "request"])
 names = st.sampled_from(
     [
         "ping",
-        "residency",
+        "follow",
         "compact",
-        "policy",
         "prefetch",
         "evict",
-        "pause",
-        "continue",
         "abort",
         "history",
         "slowest",
@@ -683,7 +642,7 @@ names = st.sampled_from(
         max_size=10,
     )
 )
-@example([{"command": "policy", "model": "a", "max_queue_depth": 10**4000}])
+@example([{"command": "follow", "instance": "x", "revision": 10**4000, "document": {}}])
 @settings(FEW_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_object_gets_one_answer(
     runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
@@ -694,7 +653,7 @@ def test_any_object_gets_one_answer(
         said = operator.hear()
         assert said.get("code") in (None, "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), said
         assert ("error" in said) == ("code" in said)
-    operator.do("continue")
+    operator.pause(None, None)
     assert runtime.alive
 
 

@@ -6,12 +6,15 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rsrv.runtime.compile_cache import CompileCache, NotCached
+from rsrv.runtime.compile_cache import CompileCache, NotCached, open_cache
 from rsrv.runtime.device import CacheCounts, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle import read_bundle
@@ -30,9 +33,9 @@ from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from tests.unit.runtime.conftest import build_here
 from tests.unit.bundle.forge import seal
 logging.basicConfig(level=logging.WARNING)
-if len(sys.argv) > 3:
+if sys.argv[3] != "unlimited":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-device = JaxDevice("cpu", ExecutableSources(Path(sys.argv[1])))
+device = JaxDevice("cpu", ExecutableSources(Path(sys.argv[1]), own_cache=Path(sys.argv[4]) if sys.argv[4] else None))
 model = build_here(sys.argv[2], device)
 for (_, size), executable in model.executables.items():
     x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
@@ -43,14 +46,15 @@ print(json.dumps([counts.compiled, counts.from_cache, counts.shared]))
 """
 
 
-def started(cache: Path, bundle: Path, *, disk_bytes: int | None = None) -> tuple[list[int], str]:
+def started(
+    cache: Path, bundle: Path, *, disk_bytes: int | None = None, own: Path | None = None
+) -> tuple[list[int], str]:
     """Return what a new process compiled, read and shared, and its log.
 
-    `disk_bytes`: no file may become larger.
+    `disk_bytes`: no file may become larger. `own` is the server's own folder.
     """
-    command = [sys.executable, "-c", _BUILD, str(cache), str(bundle)]
-    if disk_bytes is not None:
-        command.append(str(disk_bytes))
+    limit = "unlimited" if disk_bytes is None else str(disk_bytes)
+    command = [sys.executable, "-c", _BUILD, str(cache), str(bundle), limit, str(own or "")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
@@ -141,6 +145,79 @@ def test_a_damaged_entry_costs_a_compilation_once(filled: Path, tmp_path: Path, 
     assert [len(value or b"") > 1000 for value in replaced] == [True] * 3
 
 
+def test_a_folder_that_cannot_be_made_is_replaced_by_the_servers_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next runtime of the server finds the entries, the folder is private, and the log names the reason."""
+    (tmp_path / "home").touch()
+    folder, own = tmp_path / "home/xla", tmp_path / "own"
+
+    cache = open_cache(folder, own)
+    cache.put("k", b"code")
+
+    assert "Not a directory" in cache.obstacle
+    assert "executables are kept until the server ends" in caplog.text
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert open_cache(folder, own).get("k") == b"code"
+    assert not open_cache(None, own).keeps
+
+
+def test_a_folder_on_a_read_only_file_system_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image may bring executables. New ones are kept until the server ends, and the obstacle is known at once."""
+    folder = tmp_path / "cache"
+    open_cache(folder).put("k", b"code")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    cache = open_cache(folder, tmp_path / "own")
+
+    assert "allows only reading" in cache.obstacle
+    assert cache.get("k") == b"code"
+
+
+def test_what_the_configured_folder_does_not_take_is_kept_in_the_servers_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entries of before are still found. The reason is logged once, and gone when the folder takes entries again."""
+    folder = tmp_path / "cache"
+    cache = open_cache(folder, tmp_path / "own")
+    cache.put("before", b"1")
+    folder.rename(tmp_path / "away")
+    for key in ("a", "b"):
+        cache.put(key, b"2")
+
+    assert "No such file or directory" in cache.obstacle
+    assert (cache.get("a"), cache.get("b"), cache.get("before")) == (b"2", b"2", None)
+    assert caplog.text.count("cannot be written") == 1
+    (tmp_path / "away").rename(folder)
+    assert cache.get("before") == b"1"
+    cache.put("c", b"3")
+    assert (cache.obstacle, cache.get("a"), (folder / "c-checked").exists()) == ("", b"2", True)
+
+
+def test_others_cannot_write_to_the_servers_own_folder(tmp_path: Path) -> None:
+    """An executable is code that the runtime runs."""
+    own = tmp_path / "own"
+    own.mkdir()
+    own.chmod(0o777)
+    cache = CompileCache(None, own)
+    cache.put("k", b"code")
+    assert cache.get("k") is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 120)), max_size=30))
+def test_the_servers_own_folder_has_a_bound(puts: list[tuple[str, int]]) -> None:
+    """Its files never take more; the entry that was written or read last is there, if it fits at all."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "own"
+        cache = CompileCache(None, own, own_bytes=300)
+        for number, (key, size) in enumerate(puts):
+            cache.put(key, value := bytes([number]) * size)
+            assert sum(entry.stat().st_size for entry in own.iterdir()) <= 300
+            assert cache.get(key) == value
+        cache.put("large", bytes(301))
+        assert cache.get("large") is None
+
+
 def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
     """A change of any byte of an entry, and any truncation, is noticed."""
     value = random.Random(0).randbytes(500)
@@ -168,7 +245,7 @@ def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -
     counts, log = started(cache, doubling, disk_bytes=1000)
 
     assert counts == [3, 0, 0]
-    assert log.count("bytes cannot be kept: File too large") == 3
+    assert log.count("cannot be written: File too large") == 1
     assert list(cache.iterdir()) == []
 
 
@@ -180,7 +257,7 @@ def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Pa
     counts, log = started(tmp_path / "file" / "cache", doubling)
 
     assert counts == [0, 0, 0]
-    assert "is not used, so every start compiles" in log
+    assert "runtime.compilation_cache_dir cannot be used, so executables are not kept" in log
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:

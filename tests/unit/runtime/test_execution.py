@@ -1,6 +1,7 @@
 """Gathering and scattering: each request gets its rows, for any layout of memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from rsrv.runtime.executor import (
     RequestSlice,
     Staging,
     find_contiguous_runs,
+    finish,
     gather,
     launch,
     scatter,
@@ -22,7 +24,8 @@ from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.state_pool import StatePool
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler.events import Execute
-from rsrv.wire.layout import Block, Tensor, Variant, aligned
+from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
+from rsrv_bundle.spec import PadSpec
 from tests.fakes import FakeDevice
 
 NO_PEER = cast(PeerConnection, None)
@@ -38,6 +41,7 @@ BLOCKS = {
 class FakeModel:
     key = "model"
     pool: StatePool | None = None
+    bundle: Any = None
 
 
 def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:
@@ -98,6 +102,85 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
             np.testing.assert_array_equal(tensor_of(part, block, index, outputs=True), wanted)
 
 
+def lengths(extent: int) -> Variant:
+    """Return a variant whose outputs are its inputs; the padded axis stands before, between and behind the others."""
+    block = Block(
+        (
+            Tensor("x", "f32", (-1, extent, 2), 0, 1),
+            Tensor("mask", "i16", (extent, -1), 1, 0),
+            Tensor("one", "f32", (-1, 3), 0),
+        )
+    )
+    return Variant(block, block, (1, 2, 4, 8))
+
+
+@given(data=st.data())
+def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject) -> None:
+    """Behind each request are the manifest's values, missing rows are zeros, and each gets its own rows and length."""
+    interface = Interface((lengths(3), lengths(6)), exact=False)
+    sent = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=4))
+    shapes = [interface.at_length(length)[1] for length, _ in sent]
+    parts, start = [], 0
+    for number, ((_, rows), shape) in enumerate(zip(sent, shapes, strict=True)):
+        nbytes = shape.inputs.places(rows)[1]
+        parts.append(
+            RequestSlice(NO_PEER, number, rows, np.zeros(0, np.uint8), start, start + nbytes, shapes=shape)
+        )
+        start += 2 * nbytes
+    segment = np.zeros(max(start, 64), np.uint8)
+    rng = np.random.default_rng(1)
+    for part in parts:
+        part.segment = segment
+        for index in range(3):
+            view = part.source(index, interface.variants[1].inputs)
+            view[...] = rng.integers(1, 100, view.shape)
+
+    model: Any = FakeModel(
+        bundle=SimpleNamespace(manifest=SimpleNamespace(pad=PadSpec("t", {"x": -5, "mask": 9}, "mask")))
+    )
+    total = sum(rows for _, rows in sent)
+    execute = Execute(1, model.key, 1, 8, total, tuple(range(len(parts))))
+    work = Dispatch(execute, cast(CompiledModel, model), interface.variants[1], tuple(parts))
+    staged = np.full(interface.variants[1].inputs.places(8)[1], 77, np.uint8)
+    gathered: Any = gather(work, staged, FakeDevice(lambda inputs, weights: []))
+    scatter(work, gathered)
+
+    x, mask, one = gathered[0], gathered[1].T, gathered[2]
+    at = 0
+    for part, (length, rows) in zip(parts, sent, strict=True):
+        mine, block = slice(at, at + rows), interface.variants[1].inputs
+        np.testing.assert_array_equal(x[mine, :length], part.source(0, block))
+        np.testing.assert_array_equal(mask[mine, :length], part.source(1, block).T)
+        assert (x[mine, length:] == -5).all()
+        assert (mask[mine, length:] == 9).all()
+        for index in range(3):
+            np.testing.assert_array_equal(part.target(index, block), part.source(index, block))
+        at += rows
+    assert not x[at:].any()
+    assert not one[at:].any()
+
+
+@pytest.mark.parametrize(("length", "staged"), [(6, False), (5, True)])
+def test_a_request_is_read_in_place_only_if_it_fills_its_variant(
+    length: int, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of the compiled size and length needs no copy; a shorter one is padded in the assembled batch."""
+    interface = Interface((lengths(6),), exact=False)
+    shapes = interface.at_length(length)[1]
+    nbytes = shapes.inputs.places(1)[1]
+    part = RequestSlice(NO_PEER, 0, 1, np.zeros(2 * nbytes, np.uint8), 0, nbytes, shapes=shapes)
+    pad = PadSpec("t", {"x": 0, "mask": 0}, "mask")
+    model: Any = FakeModel(bundle=SimpleNamespace(manifest=SimpleNamespace(pad=pad)))
+    model.weights, model.executables = [], {(0, 1): None}
+    device: Any = FakeDevice(lambda inputs, weights: [])
+    monkeypatch.setattr(device, "launch", lambda *_: None)
+
+    work = Dispatch(
+        Execute(1, "model", 0, 1, 1, (0,)), cast(CompiledModel, model), interface.variants[0], (part,)
+    )
+    assert (launch(work, device, Staging()).staged is not None) == staged
+
+
 def test_requests_of_one_batch_are_one_run() -> None:
     """Adjacent equal requests are one run of copies; different ones split it."""
     block = BLOCKS["rows first"]
@@ -139,6 +222,36 @@ def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> No
 
     np.testing.assert_array_equal(gathered[1], table)
     assert np.shares_memory(gathered[1], staged)
+
+
+def test_requests_whose_outputs_lie_otherwise_than_their_inputs_are_copied_apart() -> None:
+    """Even if the inputs of the requests lie at equal distances in memory, their outputs may not."""
+    block = BLOCKS["rows first"]
+    parts = lay_out(block, [1] * 3, [0] * 3)
+    parts[1] = replace(parts[1], outputs_at=parts[1].outputs_at + 64)
+
+    assert [run.count for run in find_contiguous_runs(parts)] == [1, 1, 1]
+
+
+def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is free once the execution has ended."""
+    block = BLOCKS["rows first"]
+    work = job(lay_out(block, [1] * 3, [0] * 3), 4, block)
+    model: Any = work.model
+    model.weights, model.executables = [], {(0, 4): None}
+    device: Any = FakeDevice(lambda inputs, weights: [])
+    outputs = [np.zeros(tensor.shape(4), np.float32) for tensor in block.tensors]
+    monkeypatch.setattr(device, "launch", lambda *_: None)
+    monkeypatch.setattr(device, "read", lambda _: (outputs, 0.001))
+    staging = Staging()
+
+    first = launch(work, device, staging)
+    beside = launch(work, device, staging)
+    assert finish(first, device, staging) == 0.001
+    second = launch(work, device, staging)
+
+    assert second.staged is first.staged
+    assert second.staged is not beside.staged
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:

@@ -13,7 +13,7 @@ from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind
 from rsrv.wire.socket import Closed, send
 from tests.builders import write_meta
-from tests.unit.runtime.conftest import Runtime
+from tests.unit.runtime.conftest import Runtime, answer_to_register
 
 
 def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> 
     wanted = {"model": "doubling", "bundle": str(doubling), "flat": True}
     send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
 
-    frame, (fd,) = greeted.receiver.receive()
+    frame, (fd,) = answer_to_register(greeted)
     document = os.pread(fd, 1 << 20, 0)
     os.close(fd)
     assert frames.read_header(frame)[0] is Kind.REGISTERED
@@ -39,7 +39,7 @@ def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) ->
             greeted.sock,
             frames.pack_json(Kind.REGISTER, {"model": name, "bundle": str(doubling), "flat": True}),
         )
-        _, (fd,) = greeted.receiver.receive()
+        _, (fd,) = answer_to_register(greeted)
         os.close(fd)
         return greeted.sock
 
@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_read_is_rejected_in_flat_form(runtime: Runtime, 
     wanted = {"model": "nobody", "bundle": str(tmp_path / "nothing"), "flat": True}
     send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
 
-    frame, _ = greeted.receiver.receive()
+    frame, _ = answer_to_register(greeted)
     kind, count = frames.read_header(frame)
     assert kind is Kind.REJECTED
     assert count == len(frame) - HEADER.size > 10
@@ -81,7 +81,7 @@ def test_what_needs_the_python_front_is_rejected_in_flat_form(
         wanted = {"model": bundle, "bundle": str(tmp_path / bundle), "calls": calls, "flat": True}
         send(greeted.sock, frames.pack_json(Kind.REGISTER, wanted))
 
-        frame, _ = greeted.receiver.receive()
+        frame, _ = answer_to_register(greeted)
         assert frames.read_header(frame)[0] is Kind.REJECTED
         assert b"run rsrv-gen again" in bytes(frame)
         greeted.sock.close()
@@ -92,5 +92,5 @@ def test_a_further_connection_has_no_flat_form(runtime: Runtime) -> None:
     greeted = runtime.open()
     send(greeted.sock, frames.pack_json(Kind.REGISTER, {"key": "doubling", "flat": True}))
     with pytest.raises(Closed):
-        greeted.receiver.receive()
+        answer_to_register(greeted)
     greeted.sock.close()

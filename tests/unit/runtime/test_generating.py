@@ -16,11 +16,13 @@ from rsrv.runtime.device import DeviceError
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.generation import Generate, pack_generate
-from rsrv.wire.socket import Closed, read_status, send
+from rsrv.wire.socket import Closed, send
 from tests.runtime_commands import command
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.counting import BROKEN, CONTEXT, MAX_TOKENS, count, expected, export_counting
+from tests.unit.runtime.watchers import Operator
 from tests.waiting import wait_until
 
 
@@ -192,16 +194,17 @@ def test_more_generations_than_slots_wait_for_one(client: Client) -> None:
     for number, prompt in numbers.items():
         client.end(number)
         assert client.tokens[number] == expected(prompt, 5)
-    model: Any = operate("metrics")["models"]
-    counts, answers = model["counting"]["generations"], [client.tokens[number] for number in numbers]
-    assert (counts["active"], counts["tokens"]["prompt"]) == (0, 29)
-    shown: Any = operate("overview")["models"]
-    assert counts["tokens"]["answer"] == shown["counting"][8] == sum(map(len, answers))
+    counts, answers = read_status(os.getpid())["models"]["counting"], [client.tokens[n] for n in numbers]
+    assert (counts["generations"], counts["tokens"]["prompt"]) == (0, 29)
+    assert counts["tokens"]["answer"] == sum(map(len, answers))
     begun = sum(bool(answer) for answer in answers)
-    assert sum(counts["first"][2:]) == begun
-    sums: Any = read_status(os.getpid())["models"]["counting"]["generated"]
+    assert sum(counts["first_token"]["counts"]) == begun
+    sums = counts["generated"]
     assert (sums["answers"], sums["tokens_in"], sums["tokens_out"]) == (begun, begun, sum(map(len, answers)))
-    assert (sums["first_token_s"], sums["token_s"]) == (counts["first"][0], counts["between"][0])
+    assert (sums["first_token_s"], sums["token_s"]) == (
+        counts["first_token"]["sum"],
+        counts["between_tokens"]["sum"],
+    )
 
 
 def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_path: Path) -> None:
@@ -212,7 +215,7 @@ def test_a_version_that_does_not_generate_shows_no_answers(client: Client, tmp_p
     del manifest["generate"]
     (following / "manifest.yaml").write_text(json.dumps(manifest))
     other = RuntimeConnection(client.runtime.open())
-    other.register({"model": "counting", "bundle": str(seal(following, "3.2"))})
+    other.register({"model": "counting", "bundle": str(seal(following))})
     client.connection.close()
 
     wait_until(lambda: read_status(os.getpid())["models"]["counting"]["generated"] == {})
@@ -250,6 +253,11 @@ def held(client: Client, prompt: Sequence[int] = (1,), steps: int = 2, **more: o
 
 def operate(name: str, **fields: object) -> dict[str, Any]:
     return command(os.getpid(), {"command": name, **fields})
+
+
+def pause(client: Client, mode: str | None) -> None:
+    with Operator(client.runtime) as operator:
+        assert operator.pause("counting", mode) == {}
 
 
 def test_a_cancelled_generation_ends_with_its_step(client: Client) -> None:
@@ -297,11 +305,11 @@ def test_an_operator_finds_a_slow_step_by_its_number(client: Client) -> None:
 def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> None:
     """After the pause, another one goes on where it was; one with a deadline has ended by then."""
     number, late = held(client), client.ask([2], deadline_ns=time.monotonic_ns() + 200_000_000)
-    operate("pause", model="counting", mode="hold")
+    pause(client, "hold")
     client.runtime.device.gate.set()
     status, _ = client.end(late)
     steps = len(client.runtime.device.executed)
-    operate("continue", model="counting")
+    pause(client, None)
 
     assert status is Status.DEADLINE
     assert client.end(number) == (Status.OK, "length")
@@ -326,25 +334,25 @@ def test_a_deadline_ends_a_generation_within_a_step(client: Client) -> None:
 def test_generations_go_on_while_a_model_drains(client: Client) -> None:
     """A new one is refused."""
     number = held(client)
-    operate("pause", model="counting", mode="drain")
+    pause(client, "drain")
     late = client.ask([2])
     assert client.end(late)[0] is Status.PAUSED
     client.runtime.device.gate.set()
 
     assert client.end(number) == (Status.OK, "length")
     assert len(client.tokens[number]) == 30
-    operate("continue", model="counting")
+    pause(client, None)
 
 
 def test_a_model_that_rejects_ends_its_generations(client: Client) -> None:
     """They end after the step that executes."""
     number = held(client)
-    operate("pause", model="counting", mode="reject")
+    pause(client, "reject")
     client.runtime.device.gate.set()
 
     assert client.end(number)[0] is Status.PAUSED
     assert len(client.tokens[number]) == 3
-    operate("continue", model="counting")
+    pause(client, None)
 
 
 def test_a_failed_execution_ends_its_generations(client: Client) -> None:

@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> MakeBundle:
     """Return a function that writes a bundle with the given weights."""
     count = iter(range(1000))
 
-    def make_one(version: Literal["2.0", "3.0", "3.1"] = "3.0", **arrays: Array) -> Bundle:
+    def make_one(version: Literal["2.0", "3"] = "3", **arrays: Array) -> Bundle:
         return bundle_of(tmp_path, arrays, f"bundle_{next(count)}", version)
 
     return make_one
@@ -126,7 +126,7 @@ def test_both_format_versions_give_the_modules_arguments(
         "cube": np.arange(24, dtype=np.float64).reshape(2, 3, 4),
         "vector": np.arange(5, dtype=np.uint8),
     }
-    old, new = (store.open(make(version, **arrays), keep=keep) for version in ("2.0", "3.0"))
+    old, new = (store.open(make(version, **arrays), keep=keep) for version in ("2.0", "3"))
 
     assert old.tensors == new.tensors
     assert store.counts.tensors == (3 if keep else 0)
@@ -279,7 +279,7 @@ def test_weights_that_do_not_match_the_manifest_are_not_opened(
     store: HostStore, make: MakeBundle, offset: int, keep: bool
 ) -> None:
     """Damaged before the runtime opened the file, in the first tensor or in the last; no tensor is kept."""
-    bundle = make("3.1", a=large(1), b=large(2))
+    bundle = make("3", a=large(1), b=large(2))
     before = open_files()
     rewrite(bundle, bundle.weights[0].offset + offset if offset > 0 else offset)
     torn = read_bundle(bundle.path, verify=False)

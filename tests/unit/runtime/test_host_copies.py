@@ -24,13 +24,14 @@ from rsrv.runtime.host_memory import HostMemory, MemoryLimit, memory_limit
 from rsrv.runtime.host_weights import HostStore
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire.socket import read_status
 from rsrv_bundle import BundleError
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError, Gate
-from tests.runtime_commands import command, set_residency
+from tests.runtime_commands import command
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, refused, send_one
+from tests.unit.runtime.watchers import set_residency
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
 from tests.waiting import wait_until
 
@@ -249,7 +250,7 @@ def test_memory_for_weights_on_a_cpu_is_not_for_copies(
     for engine in engines:
         answered(send_one(engine))
 
-    assert read_status(os.getpid())["memory"]["device"]["budget_bytes"] == 2 * _BYTES
+    assert read_status(os.getpid())["memory"]["budget_bytes"] == 2 * _BYTES
     host = runtime.loop._weights.mover.host  # type: ignore[union-attr]
     wait_until(lambda: host.promised == 0)
     command(os.getpid(), {"command": "evict"})
@@ -420,7 +421,7 @@ def test_a_model_that_is_loaded_takes_the_place_of_the_least_recently_used(house
     for name, answer, kept in (("a", 1, "ca"), ("b", 2, "ab"), ("c", 3, "bc"), ("a", 1, "ca")):
         assert house.ask(name) == answer
         house.spread(*kept)
-    assert house.status()["memory"]["host"]["physical_bytes"] == 2 * _BYTES
+    assert house.status()["host"]["physical_bytes"] == 2 * _BYTES
 
 
 @pytest.mark.parametrize("house", ["idle: {host: 1}"], indirect=True)
@@ -508,9 +509,9 @@ three_models = pytest.mark.parametrize("house", [f"weight_budget_bytes: {3 * _BY
 def stall(house: House, disk: Gate) -> Any:
     """Stall the disk while it reads the weights of `a` for a request, which is returned; `b` is only on the host."""
     house.serve("a", "b", "c")
-    set_residency(os.getpid(), "a", "unpinned")
+    set_residency(house.runtime, "a", "unpinned")
     # A read would find what is still to be freed.
-    wait_until(lambda: house.status()["memory"]["host"]["tensors"] == 2)
+    wait_until(lambda: house.status()["host"]["tensors"] == 2)
     for name in "ab":
         command(os.getpid(), {"command": "evict", "model": name})
     disk.clear()
@@ -528,7 +529,7 @@ def test_a_disk_that_stalls_delays_no_load_from_host_memory(house: House, disk: 
         life("ready", house.status()["models"]["a"]["weights_state"]) == "warm, reading its weights from disk"
     )
     assert [house.ask(name) for name in "bcb"] == [2, 3, 2]
-    set_residency(os.getpid(), "c", "device")
+    set_residency(house.runtime, "c", "device")
     wait_until(lambda: house.status()["models"]["c"]["weights"] == "resident")
     disk.set()
 
@@ -624,4 +625,4 @@ def test_the_status_shows_the_limit(house: House) -> None:
     """Beside what the copies take."""
     house.serve("a")
 
-    assert house.status()["memory"]["host"]["limit_bytes"] == 2 * _BYTES
+    assert house.status()["host_limit_bytes"] == 2 * _BYTES

@@ -17,8 +17,9 @@ from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Release, RunExit, Spot, Where, pack_entrances
 from rsrv.wire.frames import Completion, Status
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.builders import write_meta
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime
 
 

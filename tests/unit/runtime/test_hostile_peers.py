@@ -54,6 +54,7 @@ MISDEEDS: dict[str, Misdeed] = {
     "a place that is not aligned": lambda c: c.lane.submit([c.submission(inputs_at=1)]),
     "an unknown segment": lambda c: c.lane.submit([c.submission(segment=77)]),
     "an unknown variant": lambda c: c.lane.submit([c.submission(variant=5)]),
+    "a length of a model without a padded axis": lambda c: c.lane.submit([c.submission(length=1)]),
     "an unknown flag": lambda c: c.lane.submit([c.submission(flags=4)]),
     "an id that is too large": lambda c: c.lane.submit([c.submission(id=1 << 41)]),
     "one id twice": lambda c: c.lane.submit([c.submission(id=3), c.submission(id=3)]),

@@ -16,10 +16,10 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.request import ArrivalTime, ClientRequest
 from rsrv.stub.session import Launcher
-from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.metas import engine_of
 from tests.waiting import wait_until

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from rsrv.runtime.device import Array
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.settings import load_settings
-from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double
 from tests.unit.runtime.metas import (
     Pause,
@@ -30,6 +28,7 @@ from tests.unit.runtime.metas import (
     status_of,
     stopping,
 )
+from tests.unit.runtime.watchers import configure
 from tests.waiting import wait_until
 
 
@@ -51,7 +50,7 @@ def test_sub_calls_overtake_what_waits_and_take_it_along(
     """Sub-calls overtake waiting requests, and those of the same model share their execution."""
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
-    configure(os.getpid(), {"discipline": discipline})
+    configure(runtime, {"discipline": discipline})
 
     engine = start_meta(runtime, stopping(pause))
     b, d = (model_engine(runtime, doublings[name]) for name in "bd")
@@ -89,7 +88,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
     """Of many parallel calls, the oldest goes first, so that an urgent plain request is not locked out."""
     log, pause = Log(), Pause()
     runtime = start_runtime(compute=log.compute)
-    configure(os.getpid(), {"discipline": "fifo"})
+    configure(runtime, {"discipline": "fifo"})
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         pause()
@@ -120,7 +119,7 @@ def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait
 
 def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta) -> None:
     """Runs of two meta models share an execution of their callee, and are charged by rows."""
-    configure(os.getpid(), {"meta_concurrency": 4})
+    configure(runtime, {"meta_concurrency": 4})
     pause = Pause()
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:

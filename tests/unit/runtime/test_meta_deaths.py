@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.front.rules import EQUAL, SUSPECT
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
@@ -17,8 +19,7 @@ from rsrv.stub.meta_engine import MetaEngine, MetaModel
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.resubmission import EQUAL, SUSPECT
-from rsrv.stub.session import Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.blackbox import read_slots
 from tests.builders import write_meta
@@ -71,9 +72,9 @@ class Deaths:
         """Have the next runtime serve the engine's model after the death of this one."""
         self.die()
         # Until the engine notices the death it counts as ready.
-        wait_until(lambda: not engine.ready)
+        wait_until(lambda: engine.session.reading is None)
         self.come_back()
-        wait_until(lambda: engine.ready)
+        wait_until(lambda: engine.session.reading)
 
 
 @pytest.fixture
@@ -131,12 +132,12 @@ def test_a_run_that_was_just_let_in_begins_in_the_next_runtime(
     def take(one: Any) -> Any:
         if one.admitted:
             deaths.die()
-            wait_until(lambda: not engine.ready)
+            wait_until(lambda: engine.session.reading is None)
         return taken(one)
 
     monkeypatch.setattr(engine, "_take_connection", take)
     pause.go(1)
-    wait_until(lambda: not engine.ready)
+    wait_until(lambda: engine.session.reading is None)
     deaths.come_back()
     pause.go(2)
 
@@ -175,21 +176,32 @@ def test_a_run_goes_on_at_the_other_device(
     process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
     write_meta(tmp_path / "meta", "def run(inputs, call): ...", "ab")
 
-    def make(device: int) -> MetaEngine:
-        # The next runtime takes the socket's path, so this one's connections must be there before.
-        runtimes.append(start_runtime(devices=2))
+    def open_session(device: int) -> Session:
+        # The next runtime takes the socket's path, so this one gets another one.
+        runtime = start_runtime(devices=2)
+        runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
+        runtimes.append(runtime)
         calls = {name: str(doublings[name]) for name in "ab"}
-        return MetaEngine(
-            Session(runtimes[-1].open, "meta", str(tmp_path / "meta"), calls, device),
-            process,
-            MetaModel(stopping(pause), {"a": Hooks(), "b": Hooks()}, OUTPUTS),
-            lambda settings: pytest.fail("nothing goes through Triton"),
-        )
+        return Session(runtime.open, "meta", str(tmp_path / "meta"), calls, device)
 
-    replicas = Replicas(make, "meta", process)
-    wait_until(lambda: len(process.sessions) == 2)
+    def make(session: Session, attachment: Attachment) -> MetaEngine:
+        engines.append(
+            MetaEngine(
+                session,
+                attachment,
+                process,
+                MetaModel(stopping(pause), {"a": Hooks(), "b": Hooks()}, OUTPUTS),
+                lambda settings: pytest.fail("nothing goes through Triton"),
+            )
+        )
+        return engines[-1]
+
+    engines: list[MetaEngine] = []
+    replicas = Replicas(open_session, make, "meta", process)
+    replicas.load()
+    assert len(engines) == 2
     one = request(value=3)
-    assert replicas._replicas[0].execute([one]) is None
+    assert engines[0].execute([one]) is None
     pause.reached()
     runtimes[0].stop()
     pause.go()
@@ -290,7 +302,7 @@ def test_a_run_that_two_runtimes_died_with_is_not_tried_again(deaths: Deaths, st
 
     assert_fails(answer_of(one), FakeError.INTERNAL, SUSPECT)
     deaths.come_back()
-    wait_until(lambda: engine.ready)
+    wait_until(lambda: engine.session.reading)
     assert_served(engine)
     executed, again = len(deaths.runtime.device.executed), request(value=0.3)
     assert engine.execute([again]) is None
@@ -339,13 +351,13 @@ def test_a_run_whose_call_only_waited_may_see_any_number_of_deaths(
 
 def outlive(one: FakeRequest, engine: MetaEngine, deaths: Deaths, pause: Pause, *, times: int) -> None:
     """Execute a request that pauses, and have its runtime die in each pause but the last, which are 1,000 s apart."""
-    now = [0.0]
-    engine._process.resubmission._clock = lambda: now[0]
+    passed = [0.0]
+    engine._process.front._clock = lambda: time.monotonic() + passed[0]
     assert engine.execute([one]) is None
     for _ in range(times):
         pause.reached()
         deaths.replace(engine)
-        now[0] += 1000.0
+        passed[0] += 1000.0
         pause.go()
     pause.reached()
     pause.go()

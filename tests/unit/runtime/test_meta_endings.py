@@ -15,8 +15,8 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.direct import DirectRun
-from rsrv.wire.socket import read_status
 from tests.fakes import FakeError
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
@@ -97,7 +97,7 @@ def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
     wait_until(lambda: status_of()["running"] == 2, what="two runs")
     runtime.stop()
     start_runtime(settings)
-    wait_until(lambda: engine.ready, what="the next runtime")
+    wait_until(lambda: engine.session.reading, what="the next runtime")
 
     pause.go(4)
 

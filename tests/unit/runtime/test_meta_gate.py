@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from threading import Event
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError
-from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
@@ -26,7 +24,7 @@ from tests.unit.runtime.metas import (
     status_of,
     stopping,
 )
-from tests.unit.runtime.watchers import Operator
+from tests.unit.runtime.watchers import Operator, configure
 from tests.waiting import wait_until
 
 
@@ -82,12 +80,12 @@ def test_runs_that_wait_for_a_held_model_delay_no_other(runtime: Runtime, start_
     assert mine.execute(waits) is None
     pause.reached(2)
     with Operator(runtime) as operator:
-        operator.do("pause", model="a", mode="hold")
+        operator.pause("a", "hold")
         pause.go(2)
         for n in range(3):
             send(theirs, one := request(value=n)).join()
             assert_y(answer_of(one), rows(1, 2 * n + 2))
-        operator.do("continue", model="a")
+        operator.pause("a", None)
     pause.reached(2)
     pause.go(2)
 
@@ -170,7 +168,7 @@ def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[]
     assert running() == 2
     assert not pause.is_reached
     end()
-    assert status_of()["outcomes"] == {"ok": 2, "deadline": 1}
+    assert [status_of()["outcomes"][how] for how in ("answered", "expired")] == [2, 1]
 
 
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
@@ -189,10 +187,10 @@ def test_a_client_that_goes_while_it_waits_leaves_the_line(
     end()
 
 
-def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+def test_runs_begin_by_priority(runtime: Runtime, full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
     """Waiting runs begin by priority, and then by arrival."""
     engine, pause, end = full
-    configure(os.getpid(), {"meta_concurrency": 1})
+    configure(runtime, {"meta_concurrency": 1})
     requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
     for one in requests:
         assert engine.execute([one]) is None

@@ -8,8 +8,8 @@ from typing import Any
 
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.wire.socket import read_status
 from tests.fakes import FakeError, FakeRequest
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import (
     Pause,
@@ -124,7 +124,7 @@ def test_a_model_without_calls_waits_for_the_next_runtime(
     runtime = start_runtime()
     engine = start_meta(runtime, run, "")
     runtime.stop()
-    wait_until(lambda: not engine.ready)
+    wait_until(lambda: engine.session.reading is None)
     waiting = [request(value=n) for n in range(3)]
     assert engine.execute(waiting) is None
 

@@ -13,9 +13,10 @@ import pytest
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.calls import Call, Entrance, Spot, Where, pack_entrances
 from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import read_status, send
+from rsrv.wire.socket import send
 from tests.builders import broken_bundle, write_meta
 from tests.fakes import FakeRequest
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import ask, meta_engine, rows
 from tests.waiting import wait_until

@@ -11,15 +11,27 @@ import pytest
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.meta_engine import MetaEngine, MetaModel
-from rsrv.stub.replica import StubProcess
+from rsrv.stub.replica import ModelReplica, StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from tests.builders import write_meta
 from tests.fakes import FakePbUtils
+from tests.status import status_of
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.metas import OUTPUTS, answer_of, ask, assert_y, request, rows
 from tests.waiting import wait_until
+
+
+class FromFirst(Replicas):
+    """A model whose runs begin on device 0 and call `b` on device 1, also after a death."""
+
+    def live(self) -> ModelReplica[Any] | None:
+        return self._replicas[0]
+
+    def stages(self, device: int) -> dict[str, ModelReplica[Any]]:
+        return {"a": self._replicas[0], "b": self._replicas[1]}
 
 
 class StagedMeta:
@@ -29,21 +41,28 @@ class StagedMeta:
         self.runtimes: list[Runtime] = []
         self.engines: list[MetaEngine] = []
         process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
-        process.devices = 2
         write_meta(path, "def run(inputs, call): ...", "ab")
         self._start = start
-        for device in (0, 1):
-            runtime = self.start_runtime(device)
-            calls = {name: str(bundles[name]) for name in "ab"}
-            engine = MetaEngine(
-                Session(runtime.open, "meta", str(path), calls, device),
-                process,
-                MetaModel(run, {"a": Hooks(), "b": Hooks()}, OUTPUTS),
-                lambda settings: pytest.fail("nothing goes through Triton"),
+        calls = {name: str(bundles[name]) for name in "ab"}
+
+        def open_session(device: int) -> Session:
+            self.start_runtime(device)
+            return Session(lambda: self.runtimes[device].open(), "meta", str(path), calls, device)
+
+        def make(session: Session, attachment: Attachment) -> MetaEngine:
+            self.engines.append(
+                MetaEngine(
+                    session,
+                    attachment,
+                    process,
+                    MetaModel(run, {"a": Hooks(), "b": Hooks()}, OUTPUTS),
+                    lambda settings: pytest.fail("nothing goes through Triton"),
+                )
             )
-            self.engines.append(engine)
-        process.stages = lambda device: {"a": self.engines[0], "b": self.engines[1]}
-        process.live = lambda: self.engines[0]
+            return self.engines[-1]
+
+        self.replicas = FromFirst(open_session, make, "meta", process)
+        self.replicas.load()
 
     def start_runtime(self, device: int) -> Runtime:
         """Start a runtime of a device, the first one or another one after its end."""
@@ -70,8 +89,7 @@ def staged(
 ) -> Iterator[StagedMeta]:
     made = StagedMeta(start_runtime, doublings, tmp_path / "meta", request.param)
     yield made
-    for engine in made.engines:
-        engine.close()
+    made.replicas.close()
 
 
 def test_each_call_is_executed_on_the_device_of_its_model(staged: StagedMeta) -> None:
@@ -93,12 +111,12 @@ def test_a_run_by_stage_counts_as_one_request(staged: StagedMeta) -> None:
         ask(staged.engines[0], request(2, value))
 
     def counted() -> list[Any]:
-        return [runtime.loop._reports.metrics()["metas"]["meta"] for runtime in staged.runtimes]
+        return [status_of(runtime.loop._commands.record())["metas"]["meta"] for runtime in staged.runtimes]
 
     # The answer leaves before the run does.
-    wait_until(lambda: counted()[0]["requests"]["answered"] == 5)
+    wait_until(lambda: counted()[0]["outcomes"]["answered"] == 5)
     first, second = counted()
-    assert not any(second["requests"].values())
+    assert not any(second["outcomes"].values())
     assert first["calls"] == 5
     assert second["calls"] >= 5
 

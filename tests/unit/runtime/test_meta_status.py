@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.wire.socket import read_status
 from tests.builders import write_meta
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime
 
 

@@ -3,23 +3,23 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
+from rsrv.hooks import BadInput
 from rsrv.hooks.loader import Hooks
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Meters, Reporting
 from rsrv.wire.frames import Kind, Status, pack_json
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.fakes import FakeError, FakeRequest
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import ask
@@ -32,25 +32,10 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime(load_settings("stub: {in_place_ms: 0}"))
 
 
-class FakeMirror:
-    """Records the figures that it gets."""
-
-    def __init__(self) -> None:
-        self.shown: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
-
-    def show(self, figures: Mapping[str, Any] | None) -> None:
-        self.shown.put(figures)
-
-    def until(self, condition: Callable[[Mapping[str, Any] | None], object]) -> None:
-        while not condition(self.shown.get(timeout=20)):
-            pass
-
-
 @contextmanager
-def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> Iterator[None]:
+def reporting(engine: Engine | MetaEngine) -> Iterator[None]:
     """Report as the stub's `initialize` and `finalize` do, but more often."""
-    show = None if mirror is None else mirror.show
-    made = Reporting(engine.session, engine.meters, show, period=0.01, idle_period=0.02)
+    made = Reporting(engine.session, engine.meters, period=0.01)
     try:
         yield
     finally:
@@ -58,12 +43,11 @@ def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> 
 
 
 def metrics(runtime: Runtime) -> dict[str, Any]:
-    with Operator(runtime) as operator:
-        return operator.do("metrics")
+    return read_status(os.getpid())
 
 
-def count(said: Any, bounds: tuple[float, ...] = SECONDS) -> int:
-    return sum(Histogram.from_json(bounds, said).counts)
+def count(said: Any) -> int:
+    return sum(said["counts"])
 
 
 def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -72,13 +56,15 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
         if arrays["x"].min() < 0:
             raise ValueError("negative")
+        if arrays["x"].max() > 900:
+            raise BadInput("too much")
         return arrays
 
     engine = make_engine(runtime, doublings["a"], Hooks(preprocess), name="a")
     with reporting(engine):
         for _ in range(3):
             ask(engine, FakeRequest({"x": ramp(2)}))
-        (wrong,) = ask(engine, FakeRequest({"x": ramp(1000)}))
+        (wrong,) = ask(engine, FakeRequest({"y": ramp(1)}))
         (raised,) = ask(engine, FakeRequest({"x": -ramp(1)}))
         assert refused(wrong, FakeError.INVALID_ARG, "")
         assert refused(raised, FakeError.INTERNAL, "")
@@ -88,8 +74,8 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
 
     assert a["responses"] == {"ok": 3, "invalid": 1, "internal": 1}
     assert count(a["request"]) == 5
-    assert {hook: count(seconds) for hook, seconds in a["hooks"].items()} == {"pre": 5}
-    assert a["requests"] == {
+    assert {hook: count(seconds) for hook, seconds in a["hooks"].items()} == {"pre": 4}
+    assert a["outcomes"] == {
         "answered": 3,
         "refused": 0,
         "expired": 0,
@@ -97,19 +83,12 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
         "cancelled": 0,
         "failed": 0,
     }
-    assert (a["executions"], a["rows"], count(a["execute"])) == (3, 6, 3)
-    assert (count(a["queue_wait"]), count(a["batch_rows"], ROWS)) == (3, 3)
-    assert (count(a["batch_padding"], PADDING), a["batch_padding"][0]) == (3, 6)  # 2 rows go with the size 4
-    assert (a["resident"], a["queued"], count(a["load"])) == (True, 0, 1)
+    assert (a["dispatches"], a["useful_rows"], count(a["execute"])) == (3, 6, 3)
+    assert (count(a["queue_wait"]), count(a["batch_rows"])) == (3, 3)
+    assert (count(a["batch_padding"]), a["padded_rows"]) == (3, 6)  # 2 rows go with the size 4
+    assert (a["weights"], a["queued"], a["loads"], count(a["load"])) == ("resident", 0, 1, 1)
     assert a["device_bytes"] == a["host_bytes"] == 12
-    with Operator(runtime) as operator:
-        said = operator.do("overview")
-    assert said["models"] == {
-        "a": [0, 0, 12, 3, 2, a["device_seconds"], 1, a["load"][0], 0, a["misses"], a["request"]]
-    }
-    assert said["memory"]["device"]["physical_bytes"] == 12
-    status = read_status(os.getpid())["models"]["a"]["outcomes"]
-    assert (status["answered"], status["failed"], status["failed_before_runtime"]) == (3, 0, 2)
+    assert read_status(os.getpid())["memory"]["physical_bytes"] == 12
     engine.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
 
@@ -148,15 +127,15 @@ def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doubli
     new = make_engine(runtime, doublings["b"], name="m")
     ask(new, FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}))
 
-    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
+    assert metrics(runtime)["models"]["m"]["outcomes"]["answered"] == 3
     old.close()
     with Operator(runtime) as operator:
         wait_until(lambda: len(operator.do("history", model="m")["histories"]) == 1)
-    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
+    assert metrics(runtime)["models"]["m"]["outcomes"]["answered"] == 3
     new.close()
     wait_until(lambda: metrics(runtime)["models"] == {})
     again = make_engine(runtime, doublings["a"], name="m")
-    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 0
+    assert metrics(runtime)["models"]["m"]["outcomes"]["answered"] == 0
     again.close()
 
 
@@ -176,18 +155,26 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
         ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": -ramp(1)}))
         wait_until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
         said = metrics(runtime)
-        with Operator(runtime) as operator:
-            shown = operator.do("overview")["models"]
 
     meta = said["metas"]["meta"]
-    assert shown["meta"] == [0, 0, None, 1, 1, meta["device_seconds"], 0, 0.0, 0, 0, meta["request"]]
-    assert shown["a"][3:5] == [2, 0]
     assert meta["responses"] == {"ok": 1, "internal": 1}
-    assert (meta["requests"]["answered"], meta["requests"]["failed"], meta["calls"]) == (1, 1, 2)
+    assert (meta["outcomes"]["answered"], meta["outcomes"]["failed"], meta["calls"]) == (1, 1, 2)
     assert count(meta["hooks"]["run"]) == 2
     assert count(said["models"]["a"]["hooks"]["pre"]) == 2
-    assert said["models"]["a"]["requests"]["answered"] == 2
+    assert said["models"]["a"]["outcomes"]["answered"] == 2
     assert said["models"]["a"]["responses"] == {}
+
+
+def test_a_report_of_a_stub_changes_a_record(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """The runtime sees no request that ends in the front, so only the report tells of it."""
+    a, b = (make_engine(runtime, doublings[name], name=name) for name in "ab")
+    since = read_status(os.getpid())["next"]
+    with reporting(a):
+        a.meters.answered(Status.INVALID, time.perf_counter(), 0)
+        wait_until(lambda: "invalid" in metrics(runtime)["models"]["a"]["responses"])
+    assert read_status(os.getpid(), since=since)["models"].keys() == {"a"}
+    for engine in (a, b):
+        engine.close()
 
 
 def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> None:
@@ -195,21 +182,13 @@ def test_models_share_tensors(runtime: Runtime, doublings: dict[str, Path]) -> N
     engines = [make_engine(runtime, doublings[bundle], name=name) for name, bundle in ("aa", "bb", "ca")]
     for engine in engines:
         ask(engine, FakeRequest({"x": ramp(1)}))
-    with Operator(runtime) as operator:
-        said = operator.do("memory")
+    said = metrics(runtime)
 
-    assert said["groups"] == [{"bytes": 12, "models": ["a", "c"], "on_device": True}]
-    assert {name: model["own_bytes"] for name, model in said["models"].items()} == {"a": 0, "b": 12, "c": 0}
-    assert said["models"]["b"] == {
-        "device_bytes": 12,
-        "own_bytes": 12,
-        "state_bytes": 0,
-        "host_bytes": 12,
-        "weights": "resident",
-        "pinned": False,
-    }
-    assert (said["memory"]["device"]["logical_bytes"], said["memory"]["device"]["physical_bytes"]) == (36, 24)
-    assert said["memory"]["largest_free_bytes"] is None
+    assert said["shared"] == [{"bytes": 12, "models": ["a", "c"], "on_device": True}]
+    b = said["models"]["b"]
+    assert (b["device_bytes"], b["state_bytes"], b["host_bytes"], b["pinned"]) == (12, 0, 12, False)
+    assert (said["memory"]["logical_bytes"], said["memory"]["physical_bytes"]) == (36, 24)
+    assert said["largest_free_bytes"] is None
     for engine in engines:
         engine.close()
 
@@ -219,30 +198,30 @@ def test_answers_by_an_aliass_name_are_counted_apart(runtime: Runtime, doublings
     engine = make_engine(runtime, doublings["a"], name="a")
     engine.meters.alias = "champion"
     engine.meters.compared("different")
-    with reporting(engine, FakeMirror()):
+    with reporting(engine):
         ask(engine, FakeRequest({"x": ramp(1)}))
-        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 1}})
+        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"counts": {"ok": 1}}})
         ask(engine, FakeRequest({"x": ramp(1)}))
-        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"ok": 2}})
+        wait_until(lambda: metrics(runtime)["models"]["a"]["aliases"] == {"champion": {"counts": {"ok": 2}}})
 
     assert metrics(runtime)["models"]["a"]["responses"] == {"ok": 2}
-    assert metrics(runtime)["models"]["a"]["shadows"] == {"champion": {"different": 1}}
+    assert metrics(runtime)["models"]["a"]["shadows"] == {"champion": {"counts": {"different": 1}}}
     engine.close()
 
 
-def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
-    """The mirror follows a runtime, its end and the next one, and is cleared at the end."""
-    first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()
+def test_reports_go_to_the_next_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """A stub reports to the runtime that follows a dead one, and nothing of what the dead one has counted."""
+    settings = load_settings("stub: {in_place_ms: 0}")
+    first = start_runtime(settings)
     engine = make_engine(first, doublings["a"], name="a")
-    with reporting(engine, mirror):
-        ask(engine, FakeRequest({"x": ramp(1)}))
-        mirror.until(lambda seen: seen and seen["requests"]["answered"] == 1 and seen["queued"] == 0)
-
+    with reporting(engine):
+        for _ in range(2):
+            ask(engine, FakeRequest({"x": ramp(1)}))
+        wait_until(lambda: metrics(first)["models"]["a"]["responses"] == {"ok": 2})
         first.stop()
-        mirror.until(lambda seen: seen is None)
-        start_runtime(load_settings("stub: {in_place_ms: 0}"))
-        mirror.until(lambda seen: seen and seen["requests"]["answered"] == 0)
-    mirror.until(lambda seen: seen is None)
+        second = start_runtime(settings)
+        ask(engine, FakeRequest({"x": ramp(1)}))
+        wait_until(lambda: metrics(second)["models"]["a"]["responses"] == {"ok": 1})
     engine.close()
 
 
@@ -261,14 +240,12 @@ def test_an_import_counts_until_its_connection_says_otherwise(
 
     for lane, importing in zip(lanes, ([7, 2], [45.0, 3]), strict=True):
         lane.report({**Meters().take(), "importing": importing}, 10)
-    ((name, (seconds, line)),) = metrics(runtime)["importing"].items()
-    assert (name, line) == ("a", 3)
-    assert seconds >= 45.0
+    ((name, found),) = metrics(runtime)["importing"].items()
+    assert (name, found["line"]) == ("a", 3)
+    assert found["seconds"] >= 45.0
     assert read_status(os.getpid())["starting"] == {"a": "importing model.py"}
-    with Operator(runtime) as operator:
-        assert operator.do("overview")["starting"] == {"a": "importing model.py"}
     lanes[1].report(Meters().take(), 10)
-    assert metrics(runtime)["importing"]["a"][1] == 2
+    assert metrics(runtime)["importing"]["a"]["line"] == 2
     lanes[0].close()
     wait_until(lambda: metrics(runtime)["importing"] == {})
     assert read_status(os.getpid())["starting"] == {}

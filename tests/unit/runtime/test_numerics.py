@@ -19,12 +19,12 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import OVERRIDE, Computes, hardware_of, judge, probe, treatment
 from rsrv.settings import Numerics, SettingsError, load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.precision import Treatment, product, treat
 from rsrv_bundle.products import Precision
 from tests.fakes import FakeDevice
+from tests.status import read_status
 from tests.unit.runtime.conftest import StartRuntime, build_here
 from tests.unit.runtime.test_hostile_peers import Client
 
@@ -269,7 +269,7 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
 
     model = build_here(products, device, load_settings(settings_text(numerics)))
 
-    assert model.precisions == {"0/1": asdict(expected), "0/4": asdict(expected)}
+    assert model.precisions == {(0, 1): asdict(expected), (0, 4): asdict(expected)}
     assert f"(variant 0, size 1): {expected}" in caplog.text
     assert model.weights is not None
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -302,8 +302,9 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
 
     status = read_status(os.getpid())
 
-    assert (status["numerics"], status["computes"]) == ("f32", None)
-    precision = status["models"]["products"]["precisions"]["0/4"]
+    assert (status["numerics"], status["computes"]) == ("f32", "")
+    executables = status["models"]["products"]["executables"]
+    (precision,) = (one["precision"] for one in executables if one["size"] == 4)
     assert precision["f32"] == 2
     assert precision["hardware"] == precision["tf32"] == 0
     lane.close()

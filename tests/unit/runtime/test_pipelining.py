@@ -28,13 +28,13 @@ from rsrv.scheduler.events import Execute
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest
-from tests.runtime_commands import configure
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import answer_of
+from tests.unit.runtime.watchers import configure
 from tests.waiting import wait_until
 
 
@@ -225,7 +225,7 @@ def test_the_depth_is_the_devices_by_default(
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
     engine = make_engine(runtime, doubling)
 
-    assert configure(os.getpid(), {})["depth"] == depth
+    assert configure(runtime, {})["depth"] == depth
     engine.close()
 
 
@@ -234,7 +234,7 @@ def test_the_depth_may_change_while_executions_are_launched(runtime: Runtime, en
     requests = [FakeRequest({"x": ramp(1 + i % 3, i)}) for i in range(120)]
     for i, request in enumerate(requests):
         if i % 10 == 0:
-            assert configure(os.getpid(), {"depth": 1 + i // 10 % 3})["depth"] == 1 + i // 10 % 3
+            assert configure(runtime, {"depth": 1 + i // 10 % 3})["depth"] == 1 + i // 10 % 3
         assert engine.execute([request]) is None
 
     assert all(correct(request) for request in requests)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.front.rules import EQUAL, SUSPECT
 from rsrv.hooks.loader import Hooks
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Greeted, greet
 from rsrv.stub.engine import Engine
-from rsrv.stub.resubmission import EQUAL, SUSPECT
 from rsrv.wire import paths
 from rsrv.wire.blackbox import BlackBoxReader
 from rsrv.wire.socket import connect
@@ -206,7 +206,7 @@ def test_a_client_that_does_not_wait_for_the_second_try_ends_two_runtimes(server
     assert answer.error is not None
     assert answer.error.message.startswith("[rsrv:DEADLINE]")
     server.crash()
-    wait_until(lambda: server.hostile.ready)
+    wait_until(lambda: server.hostile.session.reading)
 
     again = request(HOSTILE)
     assert server.hostile.execute([again]) is None

@@ -34,14 +34,13 @@ def test_every_key_arrives() -> None:
     settings = load_settings(
         """
         scheduler:
-          {depth: 4, meta_concurrency: 7, eviction: cost}
+          {depth: 4, meta_concurrency: 7}
         """
     )
 
     assert scheduler_settings(settings) == SchedulerSettings(
         depth=4,
         meta_concurrency=7,
-        eviction="cost",
     )
 
 
@@ -75,8 +74,8 @@ def test_settings_of_a_model_reach_each_of_its_versions() -> None:
     program = Program("m@1", {(0, 1): 1.0}, True, 1)
     assert policy.program(program, "m").pinned
 
-    policy.change_models(["m"], {"residency": "unpinned", "max_delay_us": 500, "max_queue_depth": 7})
-    policy.pause(["m"], Pause.HOLD)
+    settings = {"residency": "unpinned", "max_delay_us": 500, "max_queue_depth": 7, "weight": 2}
+    policy.change({"models": {"m": {"settings": settings, "paused": "hold"}}})
 
     changed = policy.program(program, "m")
     assert (changed.pinned, changed.weight, changed.max_delay) == (False, 2.0, 0.0005)
@@ -91,19 +90,15 @@ def test_a_change_that_one_model_refuses_changes_no_model() -> None:
     policy = Policy(load_settings())
 
     with pytest.raises(SettingsError, match=r"models\.a\.weight"):
-        policy.change_models(["a", "b"], {"weight": 0})
+        policy.change({"paused": "hold", "models": {"b": {}, "a": {"settings": {"weight": 0}}}})
 
-    assert policy.settings == load_settings()
+    assert (policy.settings, policy.paused("b")) == (load_settings(), None)
 
 
-def test_a_pause_of_all_models_overrides_earlier_pauses() -> None:
-    """A later command for one model overrides it in turn."""
+def test_a_model_may_go_on_while_all_others_are_paused() -> None:
+    """The pause of one model, and none of one model, have precedence over that of all."""
     policy = Policy(load_settings())
-    policy.pause(["a"], Pause.HOLD)
-    policy.pause(None, Pause.DRAIN)
-    assert [policy.paused(name) for name in "ab"] == [Pause.DRAIN, Pause.DRAIN]
 
-    policy.pause(["a"], None)
-    assert [policy.paused(name) for name in "ab"] == [None, Pause.DRAIN]
-    policy.pause(None, None)
-    assert [policy.paused(name) for name in "ab"] == [None, None]
+    policy.change({"paused": "drain", "models": {"a": {"paused": None}, "b": {"paused": "hold"}}})
+
+    assert [policy.paused(name) for name in "abc"] == [None, Pause.HOLD, Pause.DRAIN]

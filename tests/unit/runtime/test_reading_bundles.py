@@ -8,7 +8,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,12 +24,12 @@ from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.frames import Kind, pack_json, read_header
+from rsrv.wire.frames import Kind, StartProgress, pack_json, read_header, unpack_starting
 from rsrv.wire.socket import send
 from rsrv_bundle import BundleError
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
-from tests.unit.runtime.conftest import StartRuntime, build
+from tests.unit.runtime.conftest import StartRuntime, answer_to_register, build
 from tests.unit.runtime.test_hostile_peers import Client
 from tests.waiting import wait_until
 
@@ -59,19 +59,18 @@ def bytes_read() -> int:
     return int(lines["rchar"])
 
 
-@pytest.mark.parametrize(("version", "times"), [("3.1", 1), ("3.0", 2)])
+@pytest.mark.parametrize(("version", "times"), [("3", 1), ("2.0", 2)])
 @pytest.mark.parametrize("residency", ["system", "unpinned"])
 def test_adding_a_model_reads_its_weights_once(
-    large: Path, tmp_path: Path, version: Literal["3.0", "3.1"], times: int, residency: str
+    large: Path, tmp_path: Path, version: str, times: int, residency: str
 ) -> None:
     """With checksums, weights are read once, and without them twice."""
     path = shutil.copytree(large, tmp_path / "large", copy_function=os.link)
-    if version == "3.0":
+    if version == "2.0":
         manifest = path / "manifest.yaml"
-        text = manifest.read_text().replace("3.1", "3.0", 1)
+        text = manifest.read_text().replace("format_version: 3", "format_version: '2.0'")
         manifest.unlink()
-        start = text.index("sha256:")
-        manifest.write_text(text[:start] + text[text.index("provenance:") :])
+        manifest.write_text(text.replace("shape: na", "shape: an"))
     settings = load_settings(f"models: {{large: {{residency: {residency}}}}}")
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
     before = bytes_read()
@@ -139,7 +138,7 @@ def test_bundles_that_requests_wait_for_are_read_first(
     for number, (name, urgency) in enumerate((("idle", EAGER), ("busy", REQUESTED), ("other", EAGER))):
         connection = cast(PeerConnection, SimpleNamespace(id=number))
         builder.read(connection, name, str(doubling), {}, Demand(urgency))
-    builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings, Demand())
+    builder.build("built@1", "built", identify("built", str(doubling), {}).bundle, settings, Demand(), 0.0)
     starts.set()
 
     ended: list[str] = []
@@ -155,10 +154,72 @@ def test_bundles_that_requests_wait_for_are_read_first(
                 builder.step_ended(message)
             else:
                 ended.append(type(message).__name__)
-        return len(ended) == 7
+        return len(ended) == 10
 
     wait_until(note_all)
-    assert ended == ["DeviceReady", "busy", "ModulesRead", "ModelCompiled", "idle", "other", "swept"]
+    built = ["ModulesRead", *["ModuleCompiled"] * 3, "ModelCompiled"]
+    assert ended == ["DeviceReady", "busy", *built, "idle", "other", "swept"]
+
+
+def test_stubs_hear_how_far_the_start_of_their_model_has_come(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """Each step comes at once, with the time that requests may wait for the next one; also where it waits for its turn."""
+    runtime = start_runtime(load_settings("runtime: {start_timeout_s: 7}"))
+    wait_until(lambda: not runtime.loop._builder._busy, what="the device")
+    runtime.device.compiles.clear()
+    lanes = {name: runtime.open() for name in "ab"}
+
+    def heard(name: str) -> str:
+        lanes[name].sock.settimeout(20)
+        step = unpack_starting(lanes[name].receiver.receive()[0])
+        assert step.limit_s == 7
+        return step.text
+
+    for name, lane in lanes.items():
+        wanted = {"model": name, "bundle": str(doublings[name]), "asked": True}
+        send(lane.sock, pack_json(Kind.REGISTER, wanted))
+        if name == "a":
+            assert heard("a") == "it waits for its turn to be built"
+            assert heard("a") == "its modules are read, and none is compiled yet"
+    assert heard("b") == "its bundle waits to be read"
+    runtime.device.compiles.set()
+    for done in range(1, 4):
+        assert heard("a") == f"{done} of its 3 modules are compiled"
+    assert heard("a") == "it is compiled, and its weights load"
+    assert heard("a") == "it is compiled, and being warmed up"
+    for lane in lanes.values():
+        frame, fds = answer_to_register(lane)
+        assert read_header(frame)[0] is Kind.REGISTERED
+        for fd in fds:
+            os.close(fd)
+        lane.sock.close()
+
+
+def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compiled(
+    start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both return after the death of a runtime; the one that takes long registers first."""
+    monkeypatch.setattr("rsrv.runtime.model_builder._BYTE_S", 1.0)
+    runtime = start_runtime()
+    keys = {name: identify(name, str(doublings[name]), {}).key for name in "abc"}
+    runtime.device.stored = {keys["c"]}
+    runtime.device.starts = {keys["b"]: 30.0}
+    runtime.device.compiles.clear()
+    lanes = {name: runtime.open() for name in "dabc"}
+    for name, lane in lanes.items():
+        send(lane.sock, pack_json(Kind.REGISTER, {"model": name, "bundle": str(doublings[name])}))
+        if name == "d":
+            assert runtime.device.compiles.waiting.wait(10)
+    wait_until(lambda: len(runtime.loop._builder._queue) == 3)
+    runtime.device.compiles.set()
+
+    for lane in lanes.values():
+        for fd in answer_to_register(lane)[1]:
+            os.close(fd)
+        lane.sock.close()
+    names = [key.partition("@")[0] for key in runtime.device.costs]
+    assert names == ["d", "c", "b", "a"]
 
 
 def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
@@ -192,7 +253,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     runtime.device.compiles.set()
 
     for name in "ad":
-        frame, fds = lanes[name].receiver.receive()
+        frame, fds = answer_to_register(lanes[name])
         assert read_header(frame)[0] is Kind.REGISTERED
         for fd in fds:
             os.close(fd)
@@ -222,12 +283,13 @@ def test_fronts_hear_how_long_a_start_takes_where_deadlines_count(
 ) -> None:
     """With edf, a front with requests gets the seconds of the model's shortest build; a new model's are not known."""
     runtime = start_runtime(load_settings(f"scheduler: {{discipline: {discipline}}}"))
-    heard: list[float] = []
+    heard: list[StartProgress] = []
     wanted = {"model": "m", "bundle": str(doubling), "asked": asked}
     for _ in range(2):
         lane = RuntimeConnection(runtime.open())
         lane.register(wanted, heard.append)
         lane.close()
         wait_until(lambda: not runtime.loop._catalog.entries)
-    assert heard == (list(runtime.device.starts.values()) if discipline == "edf" and asked else [])
+    least = [step.least_s for step in heard if step.least_s]
+    assert least == (list(runtime.device.starts.values()) if discipline == "edf" and asked else [])
     assert 0 < sum(runtime.device.starts.values()) < 60

@@ -14,8 +14,9 @@ from rsrv.stub.engine import Engine
 from rsrv.wire import paths
 from rsrv.wire.blackbox import Phase
 from rsrv.wire.frames import Status
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.fakes import FakeRequest
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.counting import count, expected, export_counting
 from tests.unit.runtime.engines import answered, send_one
@@ -118,12 +119,12 @@ def test_generations_that_take_too_long_keep_their_runtime(
     runtime = start_runtime(SETTINGS, compute=count)
     client = Client(runtime, export_counting(tmp_path / "counting"))
     with Operator(runtime) as operator:
-        assert operator.do("pause", model="counting", mode="hold") == {}
+        assert operator.pause("counting", "hold") == {}
         numbers = [client.ask([3])]
         wait_until(lambda: bool(runtime.loop._requests.generations))
         operator.send(command="restart", drain_s=0.001)
         assert "0 runs of meta models, 1 generations and 0 executions" in operator.hear()["error"]
-        assert operator.do("continue", model="counting") == {}
+        assert operator.pause("counting", None) == {}
     numbers.append(client.ask([3]))
 
     assert [client.end(number)[0] for number in numbers] == [Status.OK] * 2

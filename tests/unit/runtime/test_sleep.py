@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.runtime import spare
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.settings import load_settings
@@ -15,7 +17,8 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
 from rsrv.wire.socket import Closed, send
-from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.status import status_of
+from tests.unit.runtime.conftest import Runtime, StartRuntime, answer_to_register
 from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.test_restart import one_executes_and_one_waits
 from tests.unit.runtime.watchers import Operator
@@ -31,6 +34,7 @@ class Successor(spare.Successor):
     problem: str = ""
     disk_is_full: bool = False
     asked: list[str] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
         self.asked.append("prepare fresh" if fresh else "prepare")
@@ -39,10 +43,11 @@ class Successor(spare.Successor):
     def withdraw(self) -> None:
         self.asked.append("withdraw")
 
-    def stay_back(self) -> None:
+    def stay_back(self, record: bytes) -> None:
         if self.disk_is_full:
             raise OSError("No space left on device")
         self.asked.append("stay back")
+        self.status = status_of(pb.DeviceRecord.FromString(record))
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def test_stubs_hear_cold_before_the_runtime_ends(
     greeted = runtime.open()
     greeted.sock.settimeout(20)
     send(greeted.sock, pack_json(Kind.REGISTER, {"model": "doubling", "bundle": str(doubling)}))
-    frame, fds = greeted.receiver.receive()
+    frame, fds = answer_to_register(greeted)
     assert read_header(frame)[0] is Kind.REGISTERED
     read_document(fds[0])
     with Operator(runtime) as operator:
@@ -78,6 +83,8 @@ def test_stubs_hear_cold_before_the_runtime_ends(
     wait_until(lambda: not runtime.alive)
     assert runtime.loop.sleeps
     assert successor.asked == ["prepare", "stay back"]
+    # While the device sleeps, its counters are shown.
+    assert successor.status["models"]["doubling"]["outcomes"]["answered"] == 0
 
 
 def test_a_device_with_waiting_requests_does_not_sleep(
@@ -149,13 +156,12 @@ def test_requests_that_a_sleep_interrupts_wait_as_for_a_start(
     runtime = start_runtime(settings, blackbox=BlackBox(tmp_path))
     runtime.loop.have_successor(successor)
     engine = make_engine(runtime, doubling)
-    engine._process.resubmission.wake = engine.session.start  # as with `Replicas`
     try:
         interrupted = one_executes_and_one_waits(runtime, engine)
         with Operator(runtime) as operator:
             assert operator.do("sleep", drain_s=0, force=True) == {}
         wait_until(lambda: not runtime.alive)
-        wait_until(lambda: engine._process.resubmission.demand() == {"asked": True})
+        wait_until(lambda: engine._process.front.snapshot.waiting)
         later = send_one(engine)
 
         start_runtime(settings)

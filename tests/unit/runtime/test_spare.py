@@ -25,8 +25,9 @@ import pytest
 from rsrv.runtime.spare import SpareKeeper, has_room, wait_for_call
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import PROTOCOL_VERSION
-from rsrv.wire.paths import SOCKET, asleep_since
-from rsrv.wire.socket import connect, listen, read_status, readable
+from rsrv.wire.paths import LAST_RECORD, SOCKET, asleep_since
+from rsrv.wire.socket import connect, listen, readable
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: the arguments: pids in the places of tritonserver and of the runtime, a named pipe, and the modules
@@ -130,6 +131,8 @@ def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
 
 
 READY = f"speaks version {PROTOCOL_VERSION}"
+#: A spare that says its argument, and ends when its socket is closed.
+_READY_UNTIL_CLOSED = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
 
 
 @pytest.mark.parametrize(
@@ -145,16 +148,19 @@ READY = f"speaks version {PROTOCOL_VERSION}"
 )
 def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, said: str, told: str) -> None:
     """After two renewals there is one spare; a fresh one that cannot serve ends, and its reason is told."""
-    script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
     mine = psutil.Process()
     before = set(mine.children())
     with socket.socket() as listener:
         first = SpareKeeper(
-            [sys.executable, "-c", script, READY], os.environ, listener.fileno(), tmp_path, lambda: False
+            [sys.executable, "-c", _READY_UNTIL_CLOSED, READY],
+            os.environ,
+            listener.fileno(),
+            tmp_path,
+            lambda: False,
         )
         assert renewed(first) == ""
         (kept,) = set(mine.children()) - before
-        first._command = [sys.executable, "-c", script, said]
+        first._command = [sys.executable, "-c", _READY_UNTIL_CLOSED, said]
 
         answer = renewed(first)
 
@@ -165,6 +171,33 @@ def test_a_fresh_spare_replaces_the_one_before_if_it_can_serve(tmp_path: Path, s
         assert (now == kept) is bool(told)
         assert first._spare is not None
         first._spare.end()
+
+
+def test_a_spare_that_replaced_another_one_is_the_only_one(tmp_path: Path) -> None:
+    """With `runtime.spare: true` a keeper waits for the end of the spare, which a renewal replaces: it keeps the new one."""
+    pauses: list[float] = []
+    command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
+    mine = psutil.Process()
+    before = set(mine.children())
+    with socket.socket() as listener:
+        keeper = SpareKeeper(
+            command, os.environ, listener.fileno(), tmp_path, lambda: False, rest=pauses.append
+        )
+        keeping = threading.Thread(target=keeper.keep, daemon=True)
+        keeping.start()
+        wait_until(lambda: set(mine.children()) - before)
+        looks = [*pauses]
+
+        assert renewed(keeper) == ""
+
+        wait_until(lambda: len(pauses) >= 2 * len(looks))
+        assert pauses == 2 * looks
+        (fresh,) = set(mine.children()) - before
+        assert keeper._spare is not None
+        assert keeper._spare.process.pid == fresh.pid
+        keeper._spare.sock.shutdown(socket.SHUT_RDWR)
+        keeping.join(20)
+        assert not keeping.is_alive()
 
 
 @pytest.fixture
@@ -236,18 +269,18 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
 
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:
     """Where `runtime.spare` is false, a refused end leaves no process; the note of a sleep has the time."""
-    script = "import os, sys; os.write(0, sys.argv[1].encode()); sys.stdin.read()"
     mine = psutil.Process()
     before = set(mine.children())
     with socket.socket() as listener:
-        command = [sys.executable, "-c", script, READY]
+        command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
         keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
-        for fresh in (False, True):
+        for fresh in (False, True, False):
             assert renewed(keeper, fresh=fresh) == ""
             (spare,) = set(mine.children()) - before
             keeper.withdraw()
             assert not spare.is_running()
-    keeper.stay_back()
+    keeper.stay_back(b"record")
+    assert (tmp_path / LAST_RECORD).read_bytes() == b"record"
     assert asleep_since(tmp_path) == pytest.approx(time.time(), abs=60)
 
 

@@ -11,8 +11,16 @@ from rsrv.runtime.start_queue import BuildStep, Demand, StartQueue, Urgency
 R, P, E, C = Urgency.REQUESTED, Urgency.PREWARMED, Urgency.EAGER, Urgency.CLEAN_UP
 
 
-def put(queue: StartQueue, name: str, demand: Demand, *, reads: bool = False, now: float = 0.0) -> None:
-    queue.put(BuildStep(name, name, demand, lambda: None, reads), now)
+def put(
+    queue: StartQueue,
+    name: str,
+    demand: Demand,
+    *,
+    reads: bool = False,
+    seconds: float = 0.0,
+    now: float = 0.0,
+) -> None:
+    queue.put(BuildStep(name, name, demand, lambda: None, reads, seconds), now)
 
 
 def names(queue: StartQueue, now: float = 0.0) -> Iterator[str]:
@@ -44,6 +52,34 @@ def test_a_model_that_is_read_is_built_before_other_bundles_are_read() -> None:
     put(queue, "urgent", Demand(R, 9.0), reads=True)
     put(queue, "model", Demand(R))
     assert list(names(queue)) == ["urgent", "model", "bundle"]
+
+
+def test_no_short_build_waits_for_a_long_one_that_came_before_it() -> None:
+    """All bundles are read before the first long build, and the shortest builds come first; requests still decide."""
+    queue = StartQueue()
+    for name, seconds in (("minutes", 90.0), ("seconds", 30.0), ("stored", 0.0)):
+        put(queue, name, Demand(E), seconds=seconds)
+    put(queue, "bundle", Demand(E), reads=True)
+    put(queue, "asked", Demand(R), seconds=60.0)
+    put(queue, "instant", Demand(E), seconds=0.01, now=0.5)
+    order = ["asked", "stored", "instant", "bundle", "seconds", "minutes"]
+    assert [step.name for step in queue.order(1.0)] == order
+    assert list(names(queue, now=1.0)) == order
+
+
+def test_a_long_build_lets_others_pass_for_as_long_as_it_takes() -> None:
+    """While a shorter build comes each second, it waits no longer than its own time."""
+    queue = StartQueue()
+    put(queue, "long", Demand(E), seconds=40.0)
+    passed = 0
+    for second in range(100):
+        put(queue, f"new {second}", Demand(E), seconds=5.0, now=float(second))
+        step = queue.pop(float(second))
+        assert step is not None
+        if step.name == "long":
+            break
+        passed += 1
+    assert passed == 35
 
 
 def test_equal_starts_take_turns_by_building_time_over_weight() -> None:

@@ -1,10 +1,12 @@
 """Models that start without a stub: they are built, held until a stub comes, and fail with a reason."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from rsrv.runtime import model_builder
 from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.transport import Transport
 from rsrv.settings import load_settings
-from rsrv.wire.socket import read_status
+from rsrv.stub.engine import Engine
 from tests.fakes import FakeRequest
 from tests.runtime_commands import command
+from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.unit.runtime.engines import make_engine, ramp
+from tests.unit.runtime.engines import answered, make_engine, ramp, send_one
 from tests.unit.runtime.metas import ask
 from tests.waiting import wait_until
 
@@ -145,6 +148,32 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     wait_until(is_ready(runtime, "b"))
     wait_until(lambda: not runtime.loop._registry._deferred)
     assert sorted(states(runtime)) == (["b"] if let_go else ["a", "b"])
+
+
+def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
+    runtime: Runtime, doublings: dict[str, Path]
+) -> None:
+    """Once the draining model is gone, it starts again for both stubs."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    runtime.device.gate.clear()
+    assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
+    assert runtime.device.gate.waiting.wait(10)
+    engine.close()
+    wait_until(lambda: states(runtime) == {"a": "draining"})
+
+    engines: Queue[Engine] = Queue()
+    for _ in range(2):
+        threading.Thread(
+            target=lambda: engines.put(make_engine(runtime, doublings["a"], name="a")), daemon=True
+        ).start()
+    deferred = runtime.loop._registry._deferred
+    wait_until(lambda: [len(messages) for messages in deferred.values()] == [2])
+    runtime.device.gate.set()
+
+    for _ in range(2):
+        engine = engines.get(timeout=20)
+        assert answered(send_one(engine)) == 1
+        engine.close()
 
 
 def test_a_model_that_cannot_be_built_is_kept_no_longer(runtime: Runtime, doublings: dict[str, Path]) -> None:

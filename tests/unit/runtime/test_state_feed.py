@@ -18,7 +18,7 @@ from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, send
 from rsrv_bundle import read_bundle
 from tests.builders import FEW_EXAMPLES, broken_bundle, write_meta
-from tests.runtime_commands import command, set_residency
+from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.watchers import Operator, Watcher
@@ -249,11 +249,11 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
 def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:
     """Pauses and residencies are one change each; repeated commands are none."""
     engine = make_engine(runtime, doublings["a"], name="a")
-    with Watcher(runtime) as watcher:
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
         for _ in range(2):
-            command(os.getpid(), {"command": "pause", "model": "a", "mode": "hold"})
-            set_residency(os.getpid(), "a", "device")
-        command(os.getpid(), {"command": "continue"})
+            operator.pause("a", "hold")
+            operator.keep("a", "device")
+        operator.pause(None, None)
         watcher.until(lambda: watcher.is_("a", paused=None, residency="device"))
 
         assert [change for _, change in watcher.seen] == [
@@ -282,8 +282,8 @@ def test_a_watcher_that_does_not_read_is_cut_off(runtime: Runtime, doublings: di
     lane = register(runtime, "a", doublings["a"])
     with Watcher(runtime) as lazy, Watcher(runtime) as watcher, Operator(runtime) as operator:
         for _ in range(3000):
-            operator.do("pause", model="a", mode="drain")
-            operator.do("continue", model="a")
+            operator.pause("a", "drain")
+            operator.pause("a", None)
             watcher.catch_up(operator.do("ping")["revision"])
 
         with pytest.raises(Closed):
@@ -338,9 +338,13 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
                     if index < len(lanes):
                         lanes.pop(index).close()
                 case ("pause", name, mode):
-                    operator.do("pause", model=name, mode=mode)
+                    operator.pause(name, mode)
                 case ("residency", name, residency):
-                    operator.do("residency", model=name, residency=residency)
+                    operator.keep(name, residency)
+                case ("continue", name):
+                    operator.pause(name, None)
+                case ("prefetch", name):
+                    operator.prefetch(name)
                 case ("compact",):
                     operator.do("compact")
                 case (command, name):

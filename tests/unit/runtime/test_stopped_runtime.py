@@ -113,7 +113,7 @@ def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
 
 
 def takes_requests(engine: Engine) -> bool:
-    return engine.ready
+    return engine.session.reading is not None
 
 
 def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(

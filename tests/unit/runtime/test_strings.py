@@ -15,8 +15,8 @@ from rsrv.hooks.loader import Hooks
 from rsrv.stub import replies
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
+from rsrv.stub.front_loop import digest_of
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.resubmission import Resubmission
 from rsrv.stub.tensors import encode_strings, size_of
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse, FakeSender
@@ -212,8 +212,7 @@ def test_strings_count_with_their_bytes() -> None:
 
 def test_equal_strings_are_recognized_after_a_death() -> None:
     """By what they hold, and not by where: each request has objects of its own; how they are cut counts."""
-    resubmission = Resubmission([])
-    resubmission.remember(1, {"text": np.array([b"a" * 40, b"b"], object)})
+    digest = digest_of({"text": np.array([b"a" * 40, b"b"], object)})
 
-    assert resubmission.check({"text": np.array([b"a" * 40, b"b"], object)}) == 1
-    assert resubmission.check({"text": np.array([b"a" * 40 + b"b", b""], object)}) == 0
+    assert digest_of({"text": np.array([b"a" * 40, b"b"], object)}) == digest
+    assert digest_of({"text": np.array([b"a" * 40 + b"b", b""], object)}) != digest

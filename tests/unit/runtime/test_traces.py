@@ -171,7 +171,7 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
         found.update({one[3]: Span(*one) for one in answer["spans"]})
         return last in found
 
-    reporting = Reporting(engine.session, engine.meters, None, period=0.01)
+    reporting = Reporting(engine.session, engine.meters, period=0.01)
     wait_until(there)
     reporting.close()
     return found
@@ -262,7 +262,7 @@ def test_a_request_without_a_runtime_is_traced(
     """The span of a request without a runtime is sent to the next one; an untraced one has none."""
     engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
     runtime.stop()
-    wait_until(lambda: not engine.ready and not meta.ready)
+    wait_until(lambda: engine.session.reading is None and meta.session.reading is None)
     for each in (engine, meta):
         wanted, other = FakeRequest({"x": ramp(1)}, traceparent=SAMPLED), FakeRequest({"x": ramp(1)})
         first, second = ask(each, wanted, other)
@@ -289,7 +289,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 
     monkeypatch.setattr(RuntimeConnection, "report_spans", stuck)
     ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
-    reporting = Reporting(engine.session, engine.meters, None, period=0.01)
+    reporting = Reporting(engine.session, engine.meters, period=0.01)
     assert tried.wait(10)
     ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)

@@ -71,6 +71,27 @@ def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
         transport.close()
 
 
+def test_a_stub_that_is_slow_again_and_again_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits apply to frames that the stub has not read yet. Frames that it read late do not count."""
+    monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_BYTES", 10_000)
+    monkeypatch.setattr("rsrv.runtime.transport._MAX_BACKLOG_FDS", 2)
+    frame = pack_ids(Kind.CANCEL, range(500))
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with left, right:
+        for end in (left, right):
+            end.setblocking(False)
+        connection = PeerConnection(1, left, 1)
+        for _ in range(10):
+            sent = 0
+            while not connection.congested:
+                connection.send(frame, (left.fileno(),))
+                sent += 1
+            for _ in range(sent - 1):
+                assert right.recv(len(frame)) == frame
+            connection.flush()
+            assert right.recv(len(frame)) == frame
+
+
 def test_a_connection_that_a_frame_closes_is_not_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

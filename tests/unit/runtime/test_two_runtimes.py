@@ -18,7 +18,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.replica import StubProcess
 from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
@@ -35,16 +35,20 @@ class TwoRuntimes:
         self.engines: list[Engine] = []
         process = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils))
 
-        def make(device: int) -> Engine:
-            # The next runtime takes the socket's path, so this one's connections must be there before.
+        def open_session(device: int) -> Session:
+            # The next runtime takes the socket's path, so this one gets another one.
             runtime = start(load_settings(settings), devices=2)
+            runtime.socket = runtime.socket.rename(runtime.socket.with_name(f"{device}.sock"))
             self.runtimes.append(runtime)
-            session = Session(runtime.open, "doubling", str(bundle))
-            engine = Engine(session, process, Hooks(), [WireTensor("y", "f32", (-1, 3))], True)
-            self.engines.append(engine)
-            return engine
+            return Session(runtime.open, "doubling", str(bundle), device=device)
 
-        self.replicas = Replicas(make, "doubling", process)
+        def make(session: Session, attachment: Attachment) -> Engine:
+            outputs = [WireTensor("y", "f32", (-1, 3))]
+            self.engines.append(Engine(session, attachment, process, Hooks(), outputs, True))
+            return self.engines[-1]
+
+        self.replicas = Replicas(open_session, make, "doubling", process)
+        self.replicas.load()
 
     def hold(self, device: int) -> None:
         self.runtimes[device].device.gate.clear()

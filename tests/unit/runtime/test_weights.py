@@ -27,13 +27,14 @@ from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, read_header
-from rsrv.wire.socket import read_status
 from rsrv_bundle import read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
-from tests.runtime_commands import Refused, compact, configure, set_residency
-from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
+from tests.runtime_commands import compact
+from tests.status import read_status
+from tests.unit.runtime.conftest import Runtime, StartRuntime, answer_to_register, export_doubling
 from tests.unit.runtime.engines import answered, make_engine, refused, register, send_one
+from tests.unit.runtime.watchers import configure, set_residency
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,12 +82,12 @@ class House:
         return model
 
     def device_bytes(self) -> dict[str, Any]:
-        figures: dict[str, Any] = read_status(os.getpid())["memory"]["device"]
+        figures: dict[str, Any] = read_status(os.getpid())["memory"]
         return figures
 
     def host(self) -> tuple[int, int, int]:
         """Return logical and physical bytes, and tensors."""
-        host = read_status(os.getpid())["memory"]["host"]
+        host = read_status(os.getpid())["host"]
         return host["logical_bytes"], host["physical_bytes"], host["tensors"]
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     late = send_one(b)
     assert house.runtime.device.uploads.waiting.wait(10)
 
-    set_residency(os.getpid(), "a", "device")
+    set_residency(house.runtime, "a", "device")
     with pytest.raises(Rejected):
         house.engine(tmp_path / "nothing")  # The build thread has carried out the command.
     house.runtime.device.uploads.set()
@@ -217,7 +218,7 @@ def test_every_residency_follows_every_other(
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, b = (house.engine(doublings[name]) for name in "ab")
     for residency in (before, after):
-        set_residency(os.getpid(), "a", residency)
+        set_residency(house.runtime, "a", residency)
         if residency == "device":
             wait_until(lambda: house.model("a")["weights"] == "resident")
         kept = 2 if residency == "system" else 1
@@ -239,7 +240,7 @@ def test_the_residency_changes_while_the_weights_are_on_their_way(
     request = send_one(a)
     assert house.runtime.device.uploads.waiting.wait(10)
 
-    set_residency(os.getpid(), "a", residency)
+    set_residency(house.runtime, "a", residency)
 
     assert house.model("a")["weights"] == "loading"
     house.runtime.device.uploads.set()
@@ -260,8 +261,8 @@ def test_the_residency_changes_while_the_model_executes(
     request = send_one(b)
     assert house.runtime.device.gate.waiting.wait(10)
 
-    set_residency(os.getpid(), "b", residency)
-    set_residency(os.getpid(), "a", "device")
+    set_residency(house.runtime, "b", residency)
+    set_residency(house.runtime, "a", "device")
 
     house.runtime.device.gate.set()
     assert answered(request) == 2
@@ -277,7 +278,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
     """If the host has no memory for a copy, the model serves from its file."""
     house.start("weight_budget_bytes: 0")
     a = house.engine(doublings["a"])
-    set_residency(os.getpid(), "a", "unpinned")
+    set_residency(house.runtime, "a", "unpinned")
     wait_until(lambda: house.host()[2] == 0)
     ended: list[int] = []
     real = WeightsFile.read_into
@@ -290,7 +291,7 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
 
     monkeypatch.setattr(WeightsFile, "read_into", read)
     monkeypatch.setattr(os, "_exit", ended.append)
-    set_residency(os.getpid(), "a", "system")
+    set_residency(house.runtime, "a", "system")
 
     b = house.engine(doublings["b"])
     assert not ended
@@ -304,7 +305,7 @@ def test_the_residency_changes_while_the_model_is_compiled(house: House, doublin
     registering = register(house.runtime, "a", doublings["a"])
     assert house.runtime.device.compiles.waiting.wait(10)
 
-    set_residency(os.getpid(), "a", "device")
+    set_residency(house.runtime, "a", "device")
     house.runtime.device.compiles.set()
     registering.join()
 
@@ -321,7 +322,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
     house.start(f"weight_budget_bytes: {_BYTES}")
     engines = [house.engine(doublings[name]) for name in "ab"]
     for name in "ab":
-        set_residency(os.getpid(), name, "device")
+        set_residency(house.runtime, name, "device")
     wait_until(lambda: house.device_bytes()["held_bytes"] == 2 * _BYTES)
 
     assert (
@@ -329,28 +330,6 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
     )
     assert "models.NAME.residency" in caplog.text
     assert [answered(send_one(engine)) for engine in engines] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("model", "residency", "message"),
-    [
-        ("x", "system", "there is no model 'x'"),
-        ("a", "gpu", "models.a.residency: must be 'unpinned', 'system' or 'device'"),
-        ("a", "", "models.a.residency: "),
-        ("\N{LINE SEPARATOR}" * 20_000, "system", "there is no model '"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    house: House, doublings: dict[str, Path], model: str, residency: str, message: str
-) -> None:
-    """An unknown model or residency is refused with a reason."""
-    house.start()
-    house.engine(doublings["a"])
-
-    with pytest.raises(Refused, match=re.escape(message)):
-        set_residency(os.getpid(), model, residency)
-    assert list(read_status(os.getpid())["models"]) == ["a"]
-    assert house.model("a")["residency"] == "system"
 
 
 # --- the device's memory -----------------------------------------------------------------------------------
@@ -389,7 +368,7 @@ def test_the_depth_counts_for_what_executions_take(house: House, doublings: dict
     house.engine(doublings["a"])
     assert house.device_bytes()["budget_bytes"] == 900
 
-    configure(os.getpid(), {"depth": 3})
+    configure(house.runtime, {"depth": 3})
 
     assert house.device_bytes()["budget_bytes"] == 700
 
@@ -660,7 +639,7 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     os.truncate(weights, weights.stat().st_size - 4)
     assert answered(send_one(a)) == 1
 
-    set_residency(os.getpid(), "mine", "unpinned")
+    set_residency(house.runtime, "mine", "unpinned")
     wait_until(lambda: house.host()[2] == 1)
 
     for _ in range(2):
@@ -669,7 +648,7 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
             send_one(a).answers.get(timeout=10), FakeError.INTERNAL, "weights.safetensors: was written to"
         )
     # The host cannot keep it either; the model's residency does not change.
-    set_residency(os.getpid(), "mine", "system")
+    set_residency(house.runtime, "mine", "system")
     assert answered(send_one(b)) == 2
     assert house.host()[2] == 1
 
@@ -761,7 +740,7 @@ def test_a_successor_begins_after_the_end_of_its_predecessor(
     assert done.wait(10)
 
     wait_until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
-    frame, fds = second.receiver.receive()
+    frame, fds = answer_to_register(second)
     assert read_header(frame)[0] is Kind.REGISTERED
     for fd in fds:
         os.close(fd)

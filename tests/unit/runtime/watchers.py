@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
@@ -95,6 +96,7 @@ class Operator:
     """Sends commands and reads their answers."""
 
     def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._greeted = runtime.open()
         self._greeted.sock.settimeout(20)
 
@@ -115,6 +117,61 @@ class Operator:
         self.send(command=command, **fields)
         return self.hear()
 
+    # --- the desired document, as a control process sends it ------------------------------------------------
+
+    def follow(
+        self, document: Mapping[str, Any], *, whole: bool = False, instance: str = "ours"
+    ) -> dict[str, Any]:
+        """Send changes of the document, or all of it; return the answer, or nothing if the runtime follows it."""
+        now = self._runtime.loop._commands.applied
+        since = now.revision if instance == now.instance and not whole else None
+        if since is None:
+            document = {**self._runtime.loop._catalog.policy.document, **document}
+        said = self.do("follow", instance=instance, revision=now.revision + 1, since=since, document=document)
+        return said if "error" in said else {}
+
+    def want(self, name: str, **settings: Any) -> dict[str, Any]:
+        """Set keys of a model's section."""
+        return self._change(name, settings=settings)
+
+    def keep(self, name: str, residency: str) -> dict[str, Any]:
+        """Set where a model's weights are kept."""
+        more = {} if residency == "device" else {"prefetched": False}
+        return self._change(name, settings={"residency": residency}, again=True, **more)
+
+    def prefetch(self, name: str) -> dict[str, Any]:
+        return self._change(name, prefetched=True, again=True)
+
+    def evict(self, name: str) -> dict[str, Any]:
+        """Evict a model's weights, and do not prefetch them any more."""
+        said = self.do("evict", model=name)
+        self._change(name, prefetched=False)
+        return said
+
+    def pause(self, name: str | None, mode: str | None) -> dict[str, Any]:
+        """Pause a model or all models, or let them go on."""
+        if name is not None:
+            return self._change(name, paused=mode)
+        models = self._runtime.loop._catalog.policy.document["models"].items()
+        rest = {name: {key: value for key, value in one.items() if key != "paused"} for name, one in models}
+        return self.follow({"paused": mode, "models": rest})
+
+    def _change(
+        self,
+        name: str,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        again: bool = False,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        models: Mapping[str, Any] = self._runtime.loop._catalog.policy.document["models"]
+        entry = {**models.get(name, {}), **fields}
+        if again:
+            entry["asked"] = entry.get("asked", 0) + 1
+        entry["settings"] = {**entry.get("settings", {}), **settings}
+        changed = {name: entry}
+        applied = self._runtime.loop._commands.applied
+        return self.follow({"models": changed if applied.instance == "ours" else {**models, **changed}})
+
     def close(self) -> None:
         self._greeted.sock.close()
 
@@ -123,3 +180,22 @@ class Operator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def configure(runtime: Runtime, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Change keys of the scheduler's section; return the section, with the depth that the device has."""
+    with Operator(runtime) as operator:
+        section = runtime.loop._catalog.policy.document["scheduler"]
+        said = operator.follow({"scheduler": {**section, **changes}})
+        assert "error" not in said, said
+    return {
+        **runtime.loop._catalog.policy.document["scheduler"],
+        "depth": runtime.loop._weights.settings.depth,
+    }
+
+
+def set_residency(runtime: Runtime, name: str, residency: str) -> None:
+    """Set where a model's weights are kept. Returns before they are there."""
+    with Operator(runtime) as operator:
+        said = operator.keep(name, residency)
+        assert "error" not in said, said

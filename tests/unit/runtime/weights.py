@@ -13,7 +13,7 @@ from rsrv.runtime.allocation import LARGE
 from rsrv.runtime.host_weights import HostStore
 from rsrv_bundle import Bundle, read_bundle, writer
 from rsrv_bundle.weights import content_digest
-from tests.unit.bundle.forge import GOOD, changed, make_bundle, seal
+from tests.unit.bundle.forge import GOOD, changed, make_bundle
 
 Array = np.ndarray[Any, Any]
 
@@ -27,15 +27,14 @@ def small(value: int) -> Array:
 
 
 def bundle_of(
-    parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0", "3.1"] = "3.0"
+    parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3"] = "3"
 ) -> Bundle:
     """Write a bundle whose modules take these arrays, in this order."""
     stored = [(key, array.T.copy() if version == "2.0" else array) for key, array in arrays.items()]
     writer.write_weights(parent / "weights", stored)
     content = (parent / "weights").read_bytes()
-    manifest = changed(GOOD, format_version="3.0" if version == "3.1" else version)
-    made = make_bundle(parent, manifest, name=name, weights=content)
-    return read_bundle(seal(made) if version == "3.1" else made)
+    manifest = changed(GOOD, format_version=3 if version == "3" else version)
+    return read_bundle(make_bundle(parent, manifest, name=name, weights=content))
 
 
 def check_counts(store: HostStore) -> None:

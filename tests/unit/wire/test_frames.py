@@ -21,6 +21,7 @@ submissions = st.builds(
     run=st.integers(0, 2**64 - 1),
     tag=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
+    length=st.integers(0, 2**64 - 1),
 )
 completions = st.builds(
     Completion,

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.stub.tensors import _TYPES
-from rsrv.wire.layout import ALIGNMENT, ITEMSIZE, NUMPY, Block, Interface, Tensor, Variant, pack_flat
+from rsrv.wire.layout import (
+    ALIGNMENT,
+    ITEMSIZE,
+    NUMPY,
+    Block,
+    Interface,
+    Tensor,
+    Variant,
+    aligned,
+    pack_flat,
+)
 from rsrv_bundle import dtypes
 
 X = Tensor("x", "f32", (-1, 3), 0)
@@ -65,8 +75,8 @@ def test_the_flat_form_has_every_number_and_name() -> None:
     interface = Interface((Variant(Block((X,)), Block((MASK,)), (1, 4)),), exact=True)
     client = {"inputs": [("x", "f32", (-1, 3))], "outputs": [("mask", "bool", (5, -1))]}
 
-    x = b"\1\0\0\0x" + struct.pack("<BBhqq", 11, 2, -1, -1, 3)
-    mask = b"\4\0\0\0mask" + struct.pack("<BBhqq", 0, 2, -1, 5, -1)
+    x = b"\1\0\0\0x" + struct.pack("<BBhhqq", 11, 2, -1, -1, -1, 3)
+    mask = b"\4\0\0\0mask" + struct.pack("<BBhhqq", 0, 2, -1, -1, 5, -1)
     variant = (
         struct.pack("<III", 2, 1, 4) + x.replace(b"\xff\xff", b"\0\0", 1) + mask[:10] + b"\1\0" + mask[12:]
     )
@@ -74,6 +84,30 @@ def test_the_flat_form_has_every_number_and_name() -> None:
     assert pack_flat(client, interface, batched=True, traced=True, key="a@1", **numbers) == (
         b"FLAT" + struct.pack("<IIIIIQQ", 7, 1, 1, 1, 7, 9, 11) + b"\3\0\0\0a@1" + x + mask + variant
     )
+
+
+def test_a_request_of_a_padded_axis_has_the_tensors_of_its_own_length() -> None:
+    """It belongs to the shortest variant that holds it, and a compiled length has that variant's own tensors."""
+    short, long = (
+        Variant(
+            Block((Tensor("x", "f32", (-1, length, 3), 0, 1),)),
+            Block((Tensor("y", "f32", (-1,), 0),)),
+            (1, 4),
+        )
+        for length in (4, 9)
+    )
+    interface = Interface.from_json(Interface((short, long), exact=False).to_json())
+
+    index, variant = interface.at_length(5)
+    assert (index, variant.length, variant.inputs.tensors[0].dims) == (1, 5, (-1, 5, 3))
+    assert variant.inputs.places(2)[1] == aligned(2 * 5 * 3 * 4)
+    assert interface.at_length(4) == (0, interface.variants[0])
+    assert interface.at_length(4)[1] is interface.variants[0]
+    assert (interface.longest, Interface((Variant(Block((X,)), Block(()), (1,)),), exact=True).longest) == (
+        9,
+        0,
+    )
+    assert b"\0\0\1\0" in pack_flat({"inputs": [], "outputs": []}, interface, batched=True)
 
 
 def test_a_type_that_no_client_can_send_has_no_flat_form() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rsrv.wire import paths
 from rsrv.wire.frames import MAX_FRAME, ProtocolError
-from rsrv.wire.socket import Closed, Receiver, connect, listen, send
+from rsrv.wire.socket import Closed, NoDescriptors, Receiver, connect, lacks_descriptors, listen, send
 
 
 def test_the_directory_is_private(tmp_path: Path) -> None:
@@ -57,10 +57,13 @@ def test_every_file_of_a_dead_server_is_swept(tmp_path: Path) -> None:
     """Also why a runtime could not start, or found no device, and what a process that was killed left half written."""
     dead = tmp_path / "4194303-77-gpu0"
     dead.mkdir()
-    names = {name for key, name in vars(paths).items() if key.isupper() and isinstance(name, str)}
+    texts = {text for key, text in vars(paths).items() if key.isupper() and isinstance(text, str)}
+    names = texts - {paths.NOT_PRIVATE}
     assert {paths.SOCKET, paths.FAILURE, paths.NO_DEVICE, paths.MODULES} < names
-    for name in names:
+    for name in names - {paths.COMPILED}:
         (dead / name).touch()
+    (dead / paths.COMPILED).mkdir()
+    (dead / paths.COMPILED / "k-checked").touch()
     for name in (paths.NO_DEVICE, paths.OVERRIDES, paths.DEATHS, paths.DEVICES, paths.PLACEMENT):
         (dead / f"{name}.new").touch()
 
@@ -116,6 +119,20 @@ def test_an_oversized_frame_is_a_protocol_error() -> None:
         one.send(b"x" * (MAX_FRAME + 1))
         with pytest.raises(ProtocolError, match="larger than"):
             Receiver(other).receive()
+
+
+def test_a_lack_of_descriptors_is_no_fault_of_the_peer(few_descriptors: list[int]) -> None:
+    """The kernel drops descriptors that this process may not have, and marks the frame as cut."""
+    assert few_descriptors
+    one, other = few_descriptors.pop(), few_descriptors.pop()
+    os.close(one)
+    os.close(other)
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with left, right:
+        send(left, b"frame", [left.fileno()])
+        with pytest.raises(NoDescriptors, match="as many open files as it may have") as failed:
+            Receiver(right).receive()
+    assert lacks_descriptors(failed.value)
 
 
 def test_frames_of_a_peer_that_ended_with_frames_unread_arrive() -> None:

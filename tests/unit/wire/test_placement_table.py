@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsrv.wire import placement_table
 from rsrv.wire.placement_table import PlacementReader, PlacementWriter
 
 LARGE = {f"model{number}": number for number in range(1, 2001)}
@@ -49,6 +50,26 @@ def test_file_may_come_later(path: Path, writer: PlacementWriter) -> None:
 
     assert reader.mask(10.5) == 0
     assert reader.mask(11.0) == 3
+
+
+def test_threads_share_a_reader(path: Path, writer: PlacementWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread looks at the old file while another one follows the table into a larger file."""
+    writer.write({"model7": 1})
+    reader = PlacementReader(path, "model7")
+    assert reader.mask(0) == 1
+    writer.write(LARGE)
+    table = placement_table._MappedTable
+    generation, others = table.generation, iter([reader])
+
+    def look(file: placement_table._MappedTable) -> int:
+        for other in others:
+            assert other.mask(0) == 7
+        found: int = generation.__get__(file)
+        return found
+
+    monkeypatch.setattr(table, "generation", property(look))
+
+    assert reader.mask(0) == 7
 
 
 def test_table_outgrows_its_file(path: Path, writer: PlacementWriter) -> None:

@@ -94,8 +94,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.settings_file import Rereading, SettingsFile
     from rsrv.control.stub_health import stub_processes
     from rsrv.control.triton import Triton, facts
+    from rsrv.renewal import Renewals
     from rsrv.settings_changes import read_or_keep
-    from rsrv.tokens import read_token
+    from rsrv.triton_command_line import Options, open_apis_warning, read_command_line
+    from rsrv_gen.write import carried
 
     settings, broken = read_or_keep(options.settings, options.directory / paths.SETTINGS)
     logs.setup(settings.logs.format)
@@ -105,7 +107,12 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
     devices = server_devices(options.directory)
     directories = device_directories(options.server_pid, options.directory, len(devices))
-    runtimes = Runtimes(directories, launch=partial(_launch, options))
+    runtimes = Runtimes(
+        directories,
+        settings,
+        launch=partial(_launch, options),
+        callees=lambda name: carried(repository / name),
+    )
     cards = Cards(devices)
     processes = partial(stub_processes, options.server_pid, repository.absolute())
     triton = Triton.of(options.server_pid)
@@ -117,14 +124,22 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
     file.refused = broken
+    renewals = Renewals()
     spans = {} if exporting is None else exporting.counts
-    diagnosis = Diagnosis(runtimes, file, reconciler, readiness, spans, triton.queues)
-    metrics = Metrics(runtimes, lambda: reconciler.failures.keys(), spans, lambda: diagnosis.findings)
+    diagnosis = Diagnosis(runtimes, file, reconciler, readiness, spans, triton.queues, renewals)
+    metrics = Metrics(
+        runtimes,
+        lambda: reconciler.failures.keys(),
+        spans,
+        lambda: diagnosis.findings,
+        lambda: reconciler.aliases,
+    )
     live = Live(
         runtimes,
         cards,
         facts(options.server_pid),
         lambda: Troubles({name: one.text for name, one in reconciler.failures.items()}, diagnosis.findings),
+        lambda: reconciler.aliases,
     )
     prewarming = Prewarming(file, runtimes)
     served = ControlledServer(options.server_pid, file, prewarming)
@@ -134,18 +149,17 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
-            listeners.append((await listen(settings.control, service, health))[0])
+            listeners.append((await listen(settings.control, service, health, renewals=renewals))[0])
         except ListenError as error:
             log.error("%s. Control listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
         # Imported only where it is needed: aiohttp takes a tenth of a second.
         from rsrv.control import trial
         from rsrv.control.http import HttpServer
-        from rsrv.live.routes import LivePage
+        from rsrv.live.routes import LivePage, page_token
 
         try:
-            secret = settings.metrics.token_file
-            token = None if secret is None else read_token(secret, "metrics.token_file")
+            token = page_token(settings.metrics.token_file, renewals)
             source = OneServer(live, service, triton.tensors, partial(trial.infer, triton.http))
             http = HttpServer(metrics.text, LivePage(source, token))
             port = await http.start(settings.metrics.listen)
@@ -162,7 +176,17 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    works = [gone.wait(), runtimes.run(), health.run(), reconciler.run(), live.run(), placing.run()]
+    if warning := open_apis_warning(Options(read_command_line(options.server_pid))):
+        log.warning("%s", warning)
+    works = [
+        gone.wait(),
+        runtimes.run(),
+        health.run(),
+        reconciler.run(),
+        live.run(),
+        placing.run(),
+        renewals.run(),
+    ]
     works.append(diagnosis.run())
     works += [Rereading(file, runtimes, placing, reconciler, live.note).run(), prewarming.run()]
     if exporting is not None:

@@ -75,7 +75,6 @@ class Charts:
 
 
 def _point(now: float, elapsed: float, work: Work, devices: int) -> Point:
-    requests = work.requests + work.errors
     return Point(
         round(now, 1),
         _brief(work.requests / elapsed),
@@ -83,7 +82,7 @@ def _point(now: float, elapsed: float, work: Work, devices: int) -> Point:
         _quantile(work, 0.5),
         _quantile(work, 0.99),
         _brief(min(1.0, work.device_s / elapsed / max(1, devices))),
-        _brief(1 - min(1.0, work.misses / requests)) if requests else None,
+        None if work.hit_share is None else _brief(work.hit_share),
     )
 
 

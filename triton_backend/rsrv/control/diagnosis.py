@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from time import time
@@ -14,7 +13,6 @@ from rsrv.control.figures import (
     DeviceFigures,
     DeviceWindow,
     ModelActivity,
-    ModelFacts,
     ServerFigures,
     windows,
 )
@@ -23,10 +21,15 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.health import Readiness
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.protocols import Reconciling
-from rsrv.control.runtimes import Answers, Runtimes
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtimes import Runtimes
 from rsrv.control.server_findings import DEVICE_RULES, SERVER_RULES
 from rsrv.control.settings_file import SettingsFile
+from rsrv.control.shm_usage import measure_shm
 from rsrv.control.triton import TritonError
+from rsrv.openai.port import TaskLooks, closed_reason
+from rsrv.renewal import Renewed
+from rsrv.settings import OpenaiSection
 from rsrv.text import by_number, some
 
 log = logging.getLogger("rsrv.control")
@@ -77,6 +80,7 @@ class Diagnosis:
         readiness: Readiness,
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
+        renewals: Iterable[Renewed[Any]] = (),
     ) -> None:
         """Make it.
 
@@ -87,16 +91,15 @@ class Diagnosis:
             readiness: knows which models should serve and do not, and which there are.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
+            renewals: files with certificates and tokens.
         """
         self._runtimes, self._file = runtimes, file
         self._lifecycle, self._readiness, self._spans, self._queues = lifecycle, readiness, spans, queues
+        self._renewals = renewals
+        self._tasks = TaskLooks(file.path.parent)
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
-        self._facts: dict[str, ModelFacts] = {}
-        self._shared: dict[int, list[tuple[int, frozenset[str]]]] = {}
-        #: The runtimes' count of changes, when the facts were read.
-        self._facts_of = -1
         #: Model that should serve and does not -> time of the first look at it after Triton's first loads.
         self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
@@ -105,32 +108,30 @@ class Diagnosis:
         """Run until cancelled."""
         while True:
             try:
-                # Prometheus asks as often as we do, and its answers do for both.
-                now, _ = await self.look(0.9 * _LOOK_S)
+                now, _ = await self.look()
                 self._looks.append(now)
             except Exception:
                 # A fault of the diagnosis must not end the control process.
                 log.exception("a look at the server's figures failed")
             await asyncio.sleep(_LOOK_S)
 
-    async def look(self, max_age_s: float = 0.0) -> tuple[ServerFigures, float]:
-        """Find again, from counters that may be so old; return the figures, and the seconds of the window that they end."""
-        now = await self._figures(max_age_s)
+    async def look(self) -> tuple[ServerFigures, float]:
+        """Update the findings. Return the figures, and the length in seconds of the window before them."""
+        now = await self._figures()
         before = self._looks[0] if self._looks else replace(now, t=self._began, devices={})
         self.findings = find(before, now)
         return now, now.t - before.t
 
-    async def _figures(self, max_age_s: float) -> ServerFigures:
+    async def _figures(self) -> ServerFigures:
         runtimes, file, at = self._runtimes, self._file, self._loop.time()
-        answers: Answers = {}
+        records: Mapping[int, RuntimeRecords] = {}
         queues: Mapping[str, tuple[int, float]] = {}
         with suppress(TritonError):  # it may want TLS, or keep its statistics to itself
             queues = await self._queues()
-        if runtimes.live:
-            with suppress(StatusError):  # a runtime has just ended
-                answers, at = await runtimes.metrics(max_age_s)
-                await self._read_facts()
-        overrides = runtimes.overrides
+        with suppress(StatusError):  # no runtime answers
+            records, at = await runtimes.records(), self._loop.time()
+        overrides = runtimes.desired.overrides
+        stubs = {entry["name"]: entry["stubs"] for entry in runtimes.entries.values()}
         missing, starting = self._readiness.missing(), not self._lifecycle.reached
         since = dict.fromkeys(missing, self._began) if starting else self._missing_since
         self._missing_since = {} if starting else {name: since.get(name, at) for name in missing}
@@ -139,16 +140,15 @@ class Diagnosis:
             unix_s=time(),
             devices={
                 number: DeviceFigures(
-                    instance=link.instance if number in answers else "",
+                    instance=link.state.instance if number in records else "",
                     since=link.since,
-                    counts=self._kept(number, answers.get(number, {})),
-                    lives=link.lives,
+                    records=records.get(number, RuntimeRecords()),
+                    lives=link.state.lives,
                     restarts=link.restarts,
                     down_s=link.down_s,
                     silent_pid=link.silent_pid,
                     obstacle="" if link.up else link.obstacle,
                     asleep=link.asleep_since is not None,
-                    shared=self._shared.get(number, ()),
                 )
                 for number, link in enumerate(runtimes.links)
             },
@@ -162,60 +162,23 @@ class Diagnosis:
             process_ends=dict(self._lifecycle.process_ends),
             settings=file.settings,
             scheduler=dict(overrides.scheduler),
-            policies={name: dict(overrides.policy(name)) for name in overrides.models},
+            policies={name: dict(one.settings) for name, one in overrides.models.items()},
             settings_refused=file.refused,
             settings_waiting=file.waiting,
-            facts=self._facts,
+            openai_closed=await asyncio.to_thread(self._openai_closed, file.settings.openai),
             missing={name: at - since.get(name, at) for name in missing},
             starting=starting,
             loading=frozenset(self._lifecycle.loading),
             load_threads=self._lifecycle.load_threads,
+            barred=self._lifecycle.barred,
             cold=frozenset(runtimes.cold),
-            shm=_shm(),
+            shm=await asyncio.to_thread(measure_shm, stubs),
             spans=dict(self._spans),
+            renewals=[files.state for files in self._renewals],
             queues=queues,
         )
 
-    async def _read_facts(self) -> None:
-        """Read bytes, sharing and costs, if models came or went: they take the runtime longer than the counters."""
-        seen = self._runtimes.other_changes
-        if seen != self._facts_of:
-            self._facts = {
-                name: ModelFacts(said["device_bytes"], _costs(said))
-                for status in (await self._runtimes.status()).values()
-                for name, said in status["models"].items()
-            }
-            self._shared = {
-                number: [(group["bytes"], frozenset(group["models"])) for group in said["groups"]]
-                for number, said in (await self._runtimes.query({"command": "memory"})).items()
-            }
-            self._facts_of = seen
-
-    def _kept(self, number: int, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the counters, with those of idle models as they are kept: looks share them."""
-        last = self._looks[-1].devices.get(number) if self._looks else None
-        if last is not None and last.counts and counts:
-            old = last.counts["models"]
-            counts["models"] = {
-                name: old[name] if old.get(name) == said else said for name, said in counts["models"].items()
-            }
-        return counts
-
-
-def _costs(said: Mapping[str, Any]) -> dict[int, float]:
-    """Return the seconds by size, of the input shape that was executed most."""
-    costs, counts = said["costs"], said["sizes"]
-    shapes: dict[str, int] = dict.fromkeys((which.partition("/")[0] for which in costs), 0)
-    for which, count in counts.items():
-        shapes[which.partition("/")[0]] = shapes.get(which.partition("/")[0], 0) + count
-    most = max(shapes, key=lambda shape: shapes[shape], default="")
-    return {
-        int(which.partition("/")[2]): cost for which, cost in costs.items() if which.partition("/")[0] == most
-    }
-
-
-def _shm() -> tuple[int, int] | None:
-    with suppress(OSError):
-        found = os.statvfs("/dev/shm")
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    return None
+    def _openai_closed(self, section: OpenaiSection) -> str:
+        """Return why the port of OpenAI's endpoints stays closed although a model has a task. Called on a thread."""
+        reason = "" if section.listen is None else closed_reason(section.listen, section.keys_file)
+        return reason if reason and self._tasks.found() else ""

@@ -3,29 +3,32 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.protocols import ModelVersion
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.shm_usage import ShmUsage
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import ROWS, SECONDS, Histogram
+from rsrv.renewal import FileState
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
 #: Shortest window of rates, seconds.
 _MIN_WINDOW_S = 0.5
-#: A histogram without values, as the runtime answers.
-_NO_VALUES = [0.0, 0]
+_NO_RECORD = pb.ModelRecord()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """A device, with its runtime's answer to the command `metrics` (docs/protocol.md)."""
+    """A device, with the records of its runtime."""
 
     #: Different for every runtime; empty if none answers.
     instance: str = ""
     #: Time at which the counters began, by the clock of `ServerFigures.t`.
     since: float = 0.0
-    counts: Json = field(default_factory=dict)
+    records: RuntimeRecords = field(default_factory=RuntimeRecords)
     #: Runtimes of the device so far, and those that an operator restarted.
     lives: int = 1
     restarts: int = 0
@@ -36,15 +39,6 @@ class DeviceFigures:
     #: Why the device serves nothing, by the latest attempt to start its runtime.
     obstacle: str = ""
     asleep: bool = False
-    #: Bytes of tensors that several models have, and these models.
-    shared: Sequence[tuple[int, frozenset[str]]] = ()
-
-
-class ModelFacts(NamedTuple):
-    """A model's bytes on a device, and the expected seconds of an execution by its size."""
-
-    device_bytes: int
-    costs: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +60,8 @@ class ServerFigures:
     #: Why the present rsrv.yaml is not used, and what of it waits.
     settings_refused: str = ""
     settings_waiting: Sequence[str] = ()
-    #: What is known of the models beside their counters.
-    facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    #: Why the port of OpenAI's endpoints is closed although a model has a task. Empty if it is open or not needed.
+    openai_closed: str = ""
     #: Seconds since each model that should serve does not; and the models that start with their next request.
     missing: Mapping[str, float] = field(default_factory=dict)
     #: True while Triton loads its first models, one after the other.
@@ -76,12 +70,16 @@ class ServerFigures:
     #: Models that Triton is told to load or unload now, and how many it loads at a time.
     loading: frozenset[str] = frozenset()
     load_threads: int = 4
+    #: Reason why no model can be loaded or unloaded, with the remedy; empty if models can be.
+    barred: str = ""
     #: By model, how often its process in Triton was found dead.
     process_ends: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of /dev/shm that are free, and all of its bytes; None: not known.
-    shm: tuple[int, int] | None = None
+    #: None: there is no /dev/shm.
+    shm: ShmUsage | None = None
     #: Spans of traces by outcome.
     spans: Mapping[str, int] = field(default_factory=dict)
+    #: Files with certificates and tokens.
+    renewals: Sequence[FileState] = ()
     #: By model, requests that have left Triton's queue, and their seconds there; empty if Triton does not tell.
     queues: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -90,8 +88,8 @@ class ServerFigures:
         """The models whose model.py is being imported: the seconds so far, and the line where that is (0: elsewhere)."""
         found: dict[str, tuple[float, int]] = {}
         for device in self.devices.values():
-            for name, (seconds, line) in device.counts.get("importing", {}).items():
-                found[name] = max(found.get(name, (0.0, 0)), (seconds, line))
+            for name, one in device.records.device.importing.items():
+                found[name] = max(found.get(name, (0.0, 0)), (one.seconds, one.line))
         return found
 
     @property
@@ -116,118 +114,86 @@ class ServerFigures:
 
 
 class ModelActivity:
-    """Figures of a model or meta model on one device; counters are of the window, the others of its end.
+    """A model or meta model on one device between two records. Figures of the window are computed on demand.
 
-    Read from two answers on demand: with a thousand models, most rules look at few figures of few.
+    With a thousand models, most rules look at few figures of few models.
     """
 
-    def __init__(self, name: str, before: Json, now: Json) -> None:
-        """`before` and `now` are the model's parts of the answers; `before` may be empty."""
-        self.name, self._before, self._now = name, before, now
-        #: Requests that wait, and runs of a meta model in progress.
-        self.queued: int = now["queued"]
-        self.running: int = now.get("running", 0)
+    def __init__(self, before: pb.ModelRecord, now: pb.ModelRecord) -> None:
+        """`before` may be empty."""
+        self.name, self._before, self.now = now.name, before, now
 
-    def _counted(self, key: str) -> dict[str, int]:
-        was = self._before.get(key, {})
-        return {one: count - was.get(one, 0) for one, count in self._now.get(key, {}).items()}
+    def grown(self, figure: str) -> int:
+        """Return by how much a counter has grown."""
+        return int(getattr(self.now, figure) - getattr(self._before, figure))
 
-    def _grown(self, key: str) -> int:
-        return int(self._now.get(key, 0) - self._before.get(key, 0))
+    def counted(self, figure: str) -> dict[str, int]:
+        """Return by how much each of several counters has grown."""
+        was = getattr(self._before, figure)
+        return {key: count - was.get(key, 0) for key, count in getattr(self.now, figure).items()}
 
-    def _measured(self, key: str, bounds: Sequence[float] = SECONDS) -> Histogram:
-        return _difference(bounds, self._before.get(key), self._now.get(key, _NO_VALUES))
+    def measured(self, figure: str, bounds: Sequence[float] = SECONDS) -> Histogram:
+        """Return the values that a histogram has got."""
+        before, now = (Histogram.of(bounds, getattr(one, figure)) for one in (self._before, self.now))
+        return now.since(before)
 
     @cached_property
-    def requests(self) -> dict[str, int]:
-        return self._counted("requests")
+    def outcomes(self) -> dict[str, int]:
+        return self.counted("outcomes")
 
     @cached_property
     def ended(self) -> int:
         """Requests that ended without being cancelled."""
-        return sum(self.requests.values()) - self.requests.get("cancelled", 0)
+        return sum(self.outcomes.values()) - self.outcomes.get("cancelled", 0)
 
     @cached_property
     def responses(self) -> dict[str, int]:
-        return self._counted("responses")
-
-    @property
-    def failure(self) -> str:
-        """Why the latest answer that was a failure of the server failed; empty if the front does not tell."""
-        return str(self._now.get("failure", ""))
+        return self.counted("responses")
 
     @cached_property
     def refused(self) -> dict[str, int]:
-        return self._counted("refused")
-
-    @cached_property
-    def missed(self) -> dict[str, int]:
-        """Missed deadlines by stage."""
-        return self._counted("missed")
-
-    @cached_property
-    def evictions(self) -> dict[str, int]:
-        return self._counted("evictions")
+        return self.counted("refused")
 
     @cached_property
     def device_s(self) -> float:
-        return float(self._now["device_seconds"] - self._before.get("device_seconds", 0.0))
+        return self.now.device_seconds - self._before.device_seconds
 
     @property
-    def misses(self) -> int:
-        return self._grown("misses")
-
-    @property
-    def executions(self) -> int:
-        return self._grown("executions")
+    def dispatches(self) -> int:
+        return self.grown("dispatches")
 
     @property
     def rows(self) -> int:
-        return self._grown("rows")
+        return self.grown("useful_rows")
 
     @property
     def padding(self) -> int:
-        was = self._before.get("batch_padding", _NO_VALUES)
-        return int(self._now.get("batch_padding", _NO_VALUES)[0] - was[0])
-
-    @property
-    def loads(self) -> int:
-        now, before = (said.get("load", _NO_VALUES) for said in (self._now, self._before))
-        return int(sum(now[2:]) - sum(before[2:]))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, as far as they are on the host or the device."""
-        return int(max(self._now.get("host_bytes", 0), self._now.get("device_bytes", 0)))
-
-    @property
-    def has_host_copy(self) -> bool:
-        return bool(self._now.get("host_bytes", 0))
+        return self.grown("padded_rows")
 
     @cached_property
     def queue_wait(self) -> Histogram:
-        return self._measured("queue_wait")
+        return self.measured("queue_wait")
 
     @cached_property
     def execute(self) -> Histogram:
-        return self._measured("execute")
+        return self.measured("execute")
 
     @cached_property
-    def load(self) -> Histogram:
-        return self._measured("load")
-
-    @cached_property
-    def request(self) -> Histogram:
-        return self._measured("request")
-
-    @cached_property
-    def batch_rows(self) -> Histogram:
-        return self._measured("batch_rows", ROWS)
+    def costs(self) -> dict[int, float]:
+        """Expected seconds of an execution by its batch size, for the variant that was executed most."""
+        counts: dict[int, int] = {}
+        for one in self.now.executables:
+            counts[one.variant] = counts.get(one.variant, 0) + one.count
+        most = max(counts, key=lambda variant: counts[variant], default=0)
+        return {one.size: one.cost_s for one in self.now.executables if one.variant == most}
 
     def hook_seconds(self, *hooks: str) -> float:
         """Return the seconds in these functions of model.py."""
-        before, now = (said.get("hooks", {}) for said in (self._before, self._now))
-        return float(sum(now.get(hook, _NO_VALUES)[0] - before.get(hook, _NO_VALUES)[0] for hook in hooks))
+        before, now = (
+            sum(float(one.hooks[hook].sum) for hook in hooks if hook in one.hooks)
+            for one in (self._before, self.now)
+        )
+        return now - before
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +202,7 @@ class DeviceWindow:
 
     number: int
     seconds: float
-    counts: Json
+    records: RuntimeRecords
     #: Those that did something or have requests that wait, by name.
     models: Mapping[str, ModelActivity]
     metas: Mapping[str, ModelActivity]
@@ -255,47 +221,50 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
         seconds = max(_MIN_WINDOW_S, now.t - began)
         if not device.instance:
             continue
-        was: Json = old.counts if same and old is not None else {}
-        models, metas = (_activities(was.get(kind, {}), device.counts[kind]) for kind in ("models", "metas"))
+        was = old.records.models if same and old is not None else {}
+        active = _activities(was, device.records.models)
+        metas = {name: one for name, one in active.items() if one.now.meta}
+        models = {name: one for name, one in active.items() if not one.now.meta}
         # A meta model's seconds are those of its calls, which count for the called models.
         busy = min(1.0, sum(one.device_s for one in models.values()) / seconds)
         busiest = max(models.values(), key=lambda one: one.device_s, default=None)
-        found.append(DeviceWindow(number, seconds, device.counts, models, metas, busy, busiest))
+        found.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
     return found
 
 
-def _activities(before: Json, now: Json) -> dict[str, ModelActivity]:
+def _activities(
+    before: Mapping[str, pb.ModelRecord], now: Mapping[str, pb.ModelRecord]
+) -> dict[str, ModelActivity]:
     found = {}
-    for name, said in now.items():
-        was = before.get(name, {})
-        # With a thousand models, most did nothing, and the comparison is cheap.
-        if said != was or said["queued"]:
-            found[name] = ModelActivity(name, was if _grows(was, said) else {}, said)
+    for name, record in now.items():
+        was = before.get(name, _NO_RECORD)
+        # With a thousand models, most did nothing, and their records are the same.
+        if record is not was or record.queued:
+            found[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
     return found
 
 
-def _grows(before: Json, now: Json) -> bool:
-    """Return False if the model was removed and added again between the answers, so that its counters began again."""
-    return not before or all(now["requests"].get(how, 0) >= n for how, n in before["requests"].items())
-
-
-def _difference(bounds: Sequence[float], before: Any, now: Any) -> Histogram:
-    found = Histogram.from_json(bounds, now)
-    return found if before is None else found.since(Histogram.from_json(bounds, before))
+def _grows(before: pb.ModelRecord, now: pb.ModelRecord) -> bool:
+    """Return False if the model was removed and added again between the records, so that its counters began again."""
+    return all(now.outcomes.get(how, 0) >= n for how, n in before.outcomes.items())
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------
 
 
-def best_size(one: ModelActivity, facts: ModelFacts | None) -> tuple[int | None, float]:
+def best_size(one: ModelActivity) -> tuple[int | None, float]:
     """Return the power of two that saves most as a further batch size, and the share of the device time that it saves.
 
     Executions have the rows of their interval's upper bound. Without known costs, the share is 0.
     """
-    rows = [(int(bound), count) for bound, count in zip(ROWS, one.batch_rows.counts, strict=False) if count]
-    costs = {} if facts is None else facts.costs
+    rows = [
+        (int(bound), count)
+        for bound, count in zip(ROWS, one.measured("batch_rows", ROWS).counts, strict=False)
+        if count
+    ]
+    costs = one.costs
     if not costs:
-        average, compiled = one.rows / one.executions, (one.rows + one.padding) / one.executions
+        average, compiled = one.rows / one.dispatches, (one.rows + one.padding) / one.dispatches
         size = next((int(bound) for bound in ROWS if bound >= average), None)
         return (size if size is not None and size < compiled else None), 0.0
 
@@ -304,7 +273,7 @@ def best_size(one: ModelActivity, facts: ModelFacts | None) -> tuple[int | None,
         largest = max(sizes)
         return sum(n * sizes[min((s for s in sizes if s >= least), default=largest)] for least, n in rows)
 
-    now = total(dict(costs))
+    now = total(costs)
     candidates = {int(bound) for bound in ROWS if bound < max(costs)} - costs.keys()
     with_one = {size: total({**costs, size: _interpolated(costs, size)}) for size in candidates}
     best = min(with_one, key=lambda size: (with_one[size], size), default=None)
@@ -319,6 +288,12 @@ def _interpolated(costs: Mapping[int, float], size: int) -> float:
     below = max((one for one in costs if one < size), default=0)
     low = costs.get(below, 0.0)
     return low + (costs[above] - low) * (size - below) / (above - below)
+
+
+def budget_of(window: DeviceWindow) -> int | None:
+    """Return the device bytes that weights may take; None: there is no limit."""
+    memory = window.records.device.memory
+    return memory.budget_bytes if memory.HasField("budget_bytes") else None
 
 
 def mean(histogram: Histogram) -> float:

@@ -19,9 +19,11 @@ class ControlEndpoint:
 
     server_pid: int
     socket: Path
-    #: of the server's models, or of the gateway's settings
+    #: The folder of the server's models, or of the gateway's settings.
     folder: Path
-    #: Triton's ports, gRPC first; none for a gateway
+    #: The folder in which the server was started.
+    started_in: Path
+    #: Triton's ports, gRPC first; none for a gateway.
     ports: tuple[int, ...] = ()
 
     @property
@@ -39,6 +41,13 @@ class ControlEndpoint:
             return int(which) in self.ports
         return self.folder.is_relative_to(Path(which).resolve())
 
+    def is_of(self, folder: Path) -> bool:
+        """Return True if the endpoint's folder is in `folder`, or if it was started in `folder` or a folder above."""
+        if self.folder.is_relative_to(folder):
+            return True
+        # Services are often started in the root folder.
+        return folder.is_relative_to(self.started_in) and self.started_in != Path("/")
+
 
 def running() -> list[ControlEndpoint]:
     """Return the control services of all running servers, by pid."""
@@ -47,11 +56,13 @@ def running() -> list[ControlEndpoint]:
         options = Options(read_command_line(pid))
         repository = options.last("model-repository", options.last("model-store", "."))
         ports = options.last("grpc-port", "8001"), options.last("http-port", "8000")
+        started_in = working_directory(pid)
         found.append(
             ControlEndpoint(
                 pid,
                 socket,
-                (working_directory(pid) / repository).resolve(),
+                (started_in / repository).resolve(),
+                started_in,
                 tuple(int(port) for port in ports if port.isdecimal()),
             )
         )
@@ -75,7 +86,7 @@ def working_directory(pid: int) -> Path:
 
 
 def address(which: str | None) -> str:
-    """Return the address of the only server, or of the one that `which` or RSRV_CONTROL_ADDRESS names. Raises NotFound."""
+    """Return the address of the server that `which` or RSRV_CONTROL_ADDRESS names, by default as `choose`. Raises NotFound."""
     start = "Start one with `rsrv serve bundles/`"
     return choose(which or os.environ.get("RSRV_CONTROL_ADDRESS"), running(), "server", start)
 
@@ -84,7 +95,7 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     """Return the address of an endpoint.
 
     Args:
-        which: a port, a folder, or an address; None: the only endpoint.
+        which: a port, a folder, or an address; None: the only endpoint, or the only one of the working directory.
         running: the endpoints on this machine.
         kind: server or gateway.
         start: how to start one.
@@ -99,19 +110,24 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
             f"no {kind} of yours runs here (looked in {base_directory()}). {start}, or name one elsewhere with "
             "--server HOST:PORT or --server unix:PATH"
         )
-    found = [one for one in running if which is None or one.is_named(which)]
-    if which is not None:
+    matching = [endpoint for endpoint in running if which is None or endpoint.is_named(which)]
+    if which is None:
+        here = [endpoint for endpoint in matching if endpoint.is_of(Path.cwd())]
+        matching = here if len(here) == 1 else matching
+    else:
         # A server in /m is chosen by /m also if there is another one in /m/b.
         exact = Path(which).resolve()
-        found = [one for one in found if one.folder == exact] or found
-    if len(found) == 1:
-        return found[0].address
+        matching = [endpoint for endpoint in matching if endpoint.folder == exact] or matching
+    if len(matching) == 1:
+        return matching[0].address
     listed = "; ".join(
         # Two servers of one folder may have no ports of their own.
-        f"{one} ({one.address})" if sum(str(other) == str(one) for other in running) > 1 else str(one)
-        for one in found or running
+        f"{endpoint} ({endpoint.address})"
+        if sum(str(other) == str(endpoint) for other in running) > 1
+        else str(endpoint)
+        for endpoint in matching or running
     )
     how = "the port or folder" if kind == "server" else "the folder"
-    if not found:
+    if not matching:
         raise NotFound(f"no {kind} here has {how} {which!r}; running: {listed}")
     raise NotFound(f"several {kind}s run here: {listed}. Choose with --server and {how}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rsrv.control.figures import DeviceWindow, ModelActivity, ServerFigures
+from rsrv.control.figures import DeviceWindow, ServerFigures
 
 Severity = Literal["note", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
@@ -32,8 +32,3 @@ class Case:
     before: ServerFigures
     now: ServerFigures
     windows: list[DeviceWindow]
-
-    def weight_bytes(self, one: ModelActivity) -> int:
-        """Return the bytes that a model's weights take on a device."""
-        facts = self.now.facts.get(one.name)
-        return one.weight_bytes if facts is None else facts.device_bytes

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rsrv.address import parse_address
 from rsrv.control.v1 import control_pb2, control_pb2_grpc
+from rsrv.renewal import Renewals, Renewed
 from rsrv.settings import ControlSection
 from rsrv.tokens import bears, read_token
 
@@ -98,9 +100,8 @@ class GrpcServer:
             )
         except RuntimeError:
             # gRPC gives the reason only in its own log.
-            or_else = "" if credentials is None else ", or the certificate and key cannot be used"
             raise ListenError(
-                f"{self._setting}: cannot listen on {address}: it is in use, or not an address of this machine{or_else}"
+                f"{self._setting}: cannot listen on {address}: it is in use, or not an address of this machine"
             ) from None
         if socket is not None:
             socket.chmod(0o600)
@@ -177,12 +178,20 @@ async def listen_locally(path: Path, service: Any, health: Any, kind: ServiceKin
 
 
 async def listen(
-    settings: ControlSection, service: Any, health: Any, kind: ServiceKind = CONTROL
+    settings: ControlSection,
+    service: Any,
+    health: Any,
+    kind: ServiceKind = CONTROL,
+    renewals: Renewals | None = None,
 ) -> tuple[GrpcServer, int]:
-    """Start a server on `settings.listen`; return it and its port. Raises ListenError."""
+    """Start a server on `settings.listen`; return it and its port. Raises ListenError.
+
+    `renewals` reads the files of certificate and token again when they change.
+    """
     address = settings.listen
     assert address is not None
-    credentials, token = _credentials(settings, kind), _token(settings, kind)
+    renewals = Renewals() if renewals is None else renewals
+    credentials, token = _credentials(settings, kind, renewals), _token(settings, kind, renewals)
     if settings.tls_client_ca is None and token is None:
         raise ListenError(
             f"{kind.listen} needs tls_client_ca (with tls_certificate and tls_key) or token_file: any process that "
@@ -195,7 +204,7 @@ async def listen(
     return server, bound
 
 
-def _server(service: Any, health: Any, kind: ServiceKind, token: bytes | None = None) -> Any:
+def _server(service: Any, health: Any, kind: ServiceKind, token: Renewed[bytes] | None = None) -> Any:
     """Make a server of grpc.aio that does not listen yet. `token`: required of callers, if given."""
     interceptors = [] if token is None else [_TokenCheck(token)]
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
@@ -207,25 +216,47 @@ def _server(service: Any, health: Any, kind: ServiceKind, token: bytes | None = 
     return server
 
 
-def _credentials(settings: ControlSection, kind: ServiceKind) -> Any:
+def _credentials(settings: ControlSection, kind: ServiceKind, renewals: Renewals) -> Any:
     """Return the credentials of TLS; None without TLS. Raises ListenError."""
     certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
     if certificate is None and key is None and authorities is None:
         return None
     if certificate is None or key is None:
         raise ListenError(f"{kind.listen} with TLS needs both tls_certificate and tls_key")
-    pair = (_read(kind, "tls_key", key), _read(kind, "tls_certificate", certificate))
-    clients = None if authorities is None else _read(kind, "tls_client_ca", authorities)
-    return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+
+    def read() -> Any:
+        pair = (_read(kind, "tls_key", key), _read(kind, "tls_certificate", certificate))
+        clients = None if authorities is None else _read(kind, "tls_client_ca", authorities)
+        _check_tls(kind, certificate, key, authorities)
+        return grpc.ssl_server_certificate_configuration([pair], clients)
+
+    files = [path for path in (certificate, key, authorities) if path is not None]
+    renewed = renewals.of(f"{kind.listen}'s tls_certificate", files, read, certificate)
+    # gRPC asks for the configuration at each new connection.
+    return grpc.dynamic_ssl_server_credentials(
+        renewed.value, lambda: renewed.value, require_client_authentication=authorities is not None
+    )
 
 
-def _token(settings: ControlSection, kind: ServiceKind) -> bytes | None:
+def _check_tls(kind: ServiceKind, certificate: Path, key: Path, authorities: Path | None) -> None:
+    """Raise ListenError with the reason if the files cannot be used. gRPC itself reports no reason."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate.expanduser(), key.expanduser())
+        if authorities is not None:
+            context.load_verify_locations(authorities.expanduser())
+    except OSError as error:
+        raise ListenError(f"{kind.section}.tls_certificate, tls_key, tls_client_ca: {error}") from None
+
+
+def _token(settings: ControlSection, kind: ServiceKind, renewals: Renewals) -> Renewed[bytes] | None:
     """Return the token, if one is required. Raises ListenError."""
     path = settings.token_file
     if path is None:
         return None
     try:
-        return read_token(path, f"{kind.section}.token_file")
+        setting = f"{kind.section}.token_file"
+        return renewals.of(setting, [path], lambda: read_token(path, setting))
     except ValueError as error:
         raise ListenError(str(error)) from None
 
@@ -240,7 +271,7 @@ def _read(kind: ServiceKind, key: str, path: Path) -> bytes:
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without the metadata `authorization: Bearer TOKEN`."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: Renewed[bytes]) -> None:
         self._token = token
 
         async def refuse(_: Any, context: Any) -> None:
@@ -251,6 +282,6 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         sent = next((value for key, value in call.invocation_metadata if key == "authorization"), "")
-        if bears(sent, self._token):
+        if bears(sent, self._token.value):
             return await continuation(call)
         return self._refuse

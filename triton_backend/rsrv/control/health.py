@@ -68,7 +68,11 @@ class Readiness:
 
     def knows(self, name: str) -> bool:
         """Return True if the model exists, ready or not."""
-        return self.has(name) or any(entry["name"] == name for entry in self._view.entries.values())
+        return (
+            self.has(name)
+            or name in self._lifecycle.failures
+            or any(entry["name"] == name for entry in self._view.entries.values())
+        )
 
     def targets(self, name: str) -> set[str]:
         """Return the models that answer for an alias; for any other name, that name."""

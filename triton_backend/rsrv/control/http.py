@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
 from rsrv.address import parse_address
+from rsrv.listening import KnownHosts, listen
 from rsrv.live.routes import LivePage
 
 log = logging.getLogger("rsrv.control")
@@ -28,6 +29,7 @@ class HttpServer:
         self._metrics = metrics
         app = web.Application(middlewares=[self._answer])
         app.add_routes([web.get("/metrics", self._serve_metrics), *page.routes()])
+        self._app = app
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=15)
         self._server: asyncio.Server | None = None
         #: Idle connections -> time at which their last answer ended.
@@ -36,9 +38,9 @@ class HttpServer:
     async def start(self, address: str) -> int:
         """Listen on HOST:PORT; return the port. Raises OSError, and ValueError if it is not an address."""
         where = parse_address(address, any_port=True)
+        self._app.middlewares.append(KnownHosts(address).middleware)
         await self._runner.setup()
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, where.host, where.port, reuse_address=True)
+        self._server = await listen(self._accept, where)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float = 0.0) -> None:

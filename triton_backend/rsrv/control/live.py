@@ -12,18 +12,22 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from rsrv.control import page_calls
+from rsrv.control import messages, page_calls
+from rsrv.control.aliases import alias_messages, alias_picture
 from rsrv.control.card_memory import Cards
 from rsrv.control.charts import RANGES, Charts
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overview import Overview, describe, device_picture, memory_picture
+from rsrv.control.overview import Overview, describe, device_picture, memory_picture, served
 from rsrv.control.protocols import ModelVersion, moves_only
-from rsrv.control.runtime_link import StateChange, StateSnapshot
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
+from rsrv.control.sentences import failed_how
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.source import PageError
+from rsrv.settings import Shares
 
 log = logging.getLogger("rsrv.control")
 
@@ -73,25 +77,29 @@ class Live:
         cards: Cards,
         facts: Mapping[str, Any],
         troubles: Callable[[], Troubles],
+        aliases: Callable[[], Mapping[str, Shares]],
         clock: Callable[[], float] = time.time,
         every: float = _LOOK_S,
     ) -> None:
-        """Make it.
+        """Create the live page's state.
 
         Args:
-            runtimes: of the server.
-            cards: its GPUs.
-            facts: what the page says about the server, as JSON.
-            troubles: the present ones.
-            clock: Unix time.
-            every: seconds between two looks.
+            runtimes: Runtimes of the server.
+            cards: GPUs of the server.
+            facts: Facts about the server that the page shows, as JSON.
+            troubles: Returns the present failures and findings.
+            aliases: Returns the shares of each alias that should serve.
+            clock: Returns the Unix time.
+            every: Seconds between two updates.
         """
         self._runtimes, self._cards = runtimes, cards
-        self._facts, self._troubles = Event("server", json.dumps(facts)), troubles
+        self._facts, self._troubles, self._aliases = Event("server", json.dumps(facts)), troubles, aliases
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
-        self._log: deque[Event] = deque(maxlen=_LOG_LINES)
+        #: Lines of the event log, and those among them that are moves of weights, the oldest first.
+        self._log: deque[Event] = deque()
+        self._moved: deque[Event] = deque()
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview, self._charts = Overview(), Charts()
         #: The state that watchers have, its models by name, and the bytes of models.
@@ -106,6 +114,8 @@ class Live:
         self._positions: dict[int, tuple[str, int]] = {}
         #: The second of the last load or eviction, and their number in it.
         self._second, self._moves = 0, 0
+        #: The failures that the event log has, by name.
+        self._failures: Mapping[str, str] = {}
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -158,16 +168,48 @@ class Live:
                             self.note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
                         entries[device] = dict(found)
-                        self.note(f"runtime {instance}{where}: {len(found)} versions of models")
+                        count = f"{len(found)} version{'' if len(found) == 1 else 's'} of models"
+                        self.note(f"runtime {instance}{where}: {count}")
                     case StateChange(_, _, key, entry):
                         before = entries[device].pop(key, None)
                         if entry is not None:
                             entries[device][key] = entry
-                        text = describe(before, entry)
-                        if text is not None and (not moves_only(before, entry) or self._has_room()):
-                            self.note(f"device {device}: {text}" if where else text)
+                        # With a thousand models, a search for each move of weights would cost a fifth of the process.
+                        leaves = entry is None or entry["state"] == "leaving"
+                        serving = self._serving(entries[device], before or entry) if leaves else ""
+                        text = describe(before, entry, serving)
+                        moves = moves_only(before, entry)
+                        if text is not None and (not moves or self._has_room()):
+                            self.note(f"device {device}: {text}" if where else text, moves=moves)
         finally:
             feed.close()
+
+    def _serving(self, entries: Mapping[str, ModelVersion], changed: ModelVersion | None) -> str:
+        """Return what serves a model on a device after a change of one of its versions."""
+        if changed is None or changed["state"] == "loading":
+            return ""
+        name = changed["name"]
+        found = served(one for one in entries.values() if one["name"] == name).get(name)
+        if found is not None and found["state"] == "ready":
+            return f"version {found['digest'][:12]} serves"
+        return "the model is cold" if name in self._runtimes.cold else "no other version serves"
+
+    def _note_failures(self, failures: Mapping[str, str]) -> None:
+        """Add a line to the event log for each model that has failed or recovered since the last call."""
+        before, self._failures = self._failures, dict(failures)
+        entries = self._runtimes.entries.values() if failures != before else ()
+        serving = self._runtimes.cold | {one["name"] for one in entries if one["state"] == "ready"}
+        for name, text in failures.items():
+            if before.get(name) != text:
+                how = failed_how(serves=name in serving)
+                self.note(f"{self._shown(name)} {how}: {text}")
+        for name in before.keys() - failures.keys():
+            self.note(f"{self._shown(name)} is as it should be again")
+
+    def _shown(self, name: str) -> str:
+        """Return the name of a failed model or alias as people read it."""
+        alias = name.removeprefix("aliases.")
+        return f"the alias {alias}" if alias != name or name in self._aliases() else name
 
     def _has_room(self) -> bool:
         """Return True if one more line about weights fits: hundreds in a second would hide all others."""
@@ -176,14 +218,19 @@ class Live:
             skipped = self._moves - _MAX_MOVES_A_SECOND
             self._second, self._moves = second, 0
             if skipped > 0:
-                self.note(f"weights moved {skipped} times more")
+                self.note(f"weights moved {skipped} times more", moves=True)
         self._moves += 1
         return self._moves <= _MAX_MOVES_A_SECOND
 
-    def note(self, text: str) -> None:
-        """Add a line to the event log."""
-        event = Event("log", json.dumps({"t": round(self._clock(), 3), "text": text}))
+    def note(self, text: str, *, moves: bool = False) -> None:
+        """Add a line to the event log. A full log loses its oldest move of weights, or else its oldest line."""
+        said = {"t": round(self._clock(), 3), "text": text, **({"moves": True} if moves else {})}
+        event = Event("log", json.dumps(said))
         self._log.append(event)
+        if moves:
+            self._moved.append(event)
+        if len(self._log) > _LOG_LINES:
+            self._log.remove(self._moved.popleft() if self._moved else self._log[0])
         self._tell(event)
 
     # --- the state --------------------------------------------------------------------------------------
@@ -214,23 +261,37 @@ class Live:
                 await asyncio.sleep(self._every)
 
     async def _tell_state(self) -> None:
-        """Tell the state: after the first time, with the models that changed, and the names of those that are gone."""
+        """Send the state to the watchers.
+
+        The first message has all models and aliases. Later ones have only changed models and aliases, and the names of
+        removed models.
+        """
         runtimes, now = self._runtimes, self._clock()
-        # Counters begin again if any runtime does.
-        instance = " ".join(link.instance for link in runtimes.live.values())
+        # If any runtime is replaced, the sums of counters fall.
+        instance = " ".join(link.state.instance for link in runtimes.live.values())
         failures, findings = self._troubles()
+        self._note_failures(failures)
         state = {"t": now, "up": True, "instance": instance, "findings": [asdict(one) for one in findings]}
-        models, first = self._models, not self._state
+        models, first, cold = self._models, not self._state, runtimes.cold
+        records: dict[int, RuntimeRecords] = {}
         try:
-            figures = await runtimes.query({"command": "overview"})
+            records = await runtimes.records()
         except StatusError as error:
             state |= {"up": False, "why": str(error)}
         else:
-            models = self._overview.take(figures, runtimes.entries, failures, self._on(), now)
-            ended = self._charts.add(now, self._overview.work, len(figures))
+            asleep = not records
+            models = self._overview.take(
+                *(records, runtimes.entries, failures, self._on(), now),
+                cold=cold,
+                aliases=self._aliases().keys(),
+                asleep=asleep,
+            )
+            ended = self._charts.add(now, self._overview.work, len(records)) if records else {}
             for name, point in ended.items():
                 self._tell(Event("point", json.dumps([name, point])))
-            state |= {"devices": await self._devices(figures, now), "cold": len(runtimes.cold)}
+            # A model that is leaving, or that was ready before a sleep, has a picture.
+            cold -= models.keys()
+            state |= {"devices": await self._devices(records, now), "cold": len(cold), "asleep": asleep}
         if not self._watchers:
             return
         # Thousands of rows that never change would be a megabyte a second.
@@ -239,34 +300,40 @@ class Live:
         # After the first state, the page waits for rates.
         self._looks_left = 0 if first else min(_MAX_LOOKS, -(-len(changed) // _CHANGES_A_LOOK))
         state["next_s"] = max(1, self._looks_left) * self._every
+        aliases = alias_messages(self._aliases(), failures, records.values())
+        state["aliases"] = [alias_picture(one) for one in aliases]
+        same = ("aliases",) if state["aliases"] == self._state.get("aliases") else ()
         self._state, self._models = state, models
-        cold = Event("cold", json.dumps(sorted(runtimes.cold)))
-        if first or cold != self._cold:
-            self._cold = cold
-            self._tell(cold)
-        self._tell(Event("state", json.dumps({**state, "models": changed, **gone})))
+        names = Event("cold", json.dumps(sorted(cold)))
+        if first or names != self._cold:
+            self._cold = names
+            self._tell(names)
+        told = {key: value for key, value in state.items() if key not in same}
+        self._tell(Event("state", json.dumps({**told, "models": changed, **gone})))
 
     def _on(self) -> dict[str, list[int]]:
         """Return the devices that hold the weights, by model."""
         on: dict[str, list[int]] = {}
         for number, link in self._runtimes.live.items():
-            for entry in link.entries.values():
+            for entry in link.state.entries.values():
                 if entry["weights"] == "resident":
                     there = on.setdefault(entry["name"], [])
                     if number not in there:
                         there.append(number)
         return on
 
-    async def _devices(self, figures: Mapping[int, Mapping[str, Any]], now: float) -> list[dict[str, Any]]:
+    async def _devices(self, records: Mapping[int, RuntimeRecords], now: float) -> list[dict[str, Any]]:
         cards = await self._cards.memory()
         return [
             {
                 "number": number,
                 "card": cards[number]._asdict() if number in cards else None,
                 **(
-                    device_picture(figures[number])
-                    if number in figures
+                    device_picture(records[number])
+                    if number in records
                     else {"down_since": now - link.down_s}
+                    if link.asleep_since is None
+                    else {"asleep_since": link.asleep_since}
                 ),
             }
             for number, link in enumerate(self._runtimes.links)
@@ -279,10 +346,9 @@ class Live:
         if recent or runtimes.other_changes == self._memory_of:
             return
         self._memory_of, self._memory_at = runtimes.other_changes, now
-        said = await runtimes.query({"command": "memory"})
-        self._memory = Event(
-            "memory", json.dumps({number: memory_picture(one) for number, one in said.items()})
-        )
+        whole = await runtimes.records(whole=True)
+        uses = {number: messages.memory_use(number, one) for number, one in whole.items()}
+        self._memory = Event("memory", json.dumps({n: memory_picture(use) for n, use in uses.items()}))
         self._tell(self._memory)
 
     async def _read_timeline(self) -> None:

@@ -1,26 +1,26 @@
-"""Loads of a server's devices: messages of what the runtimes say, and the views that placement has of them. Pure."""
+"""Loads of a server's devices: messages of the runtimes' records, and the views that placement has of them. Pure."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from rsrv.control.grpc_service import member
+from rsrv.control.records import select
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 from rsrv.settings import Shares
-
-Json = Mapping[str, Any]
 
 _WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
 
 
 def load(
-    devices: Iterable[int], said: Mapping[int, Json], placement_mode: str, aliases: Mapping[str, Shares]
+    devices: Iterable[int],
+    records: Mapping[int, pb.DeviceRecord],
+    placement_mode: str,
+    aliases: Mapping[str, Shares],
 ) -> pb.GetLoadResponse:
-    """`devices`: the numbers of all; `said`: the loads of those whose runtimes answer."""
-    metas = {name: models for one in said.values() for name, models in one["metas"].items()}
+    """`devices`: the numbers of all; `records`: those of the runtimes that answer."""
+    metas = {one.name: one.calls_models for record in records.values() for one in record.models if one.meta}
     return pb.GetLoadResponse(
         devices=[
-            _device_load(number, said[number]) if number in said else pb.DeviceLoad(number=number)
+            _device_load(number, records[number]) if number in records else pb.DeviceLoad(number=number)
             for number in devices
         ],
         metas=[pb.MetaLoad(name=name, models=models) for name, models in metas.items()],
@@ -33,40 +33,19 @@ def _heaviest(shares: Shares) -> str:
     return max(shares, key=lambda name: -1.0 if shares[name] == "shadow" else float(shares[name]))
 
 
-def _device_load(number: int, said: Json) -> pb.DeviceLoad:
-    # Called many times a second: spelled out for speed.
-    return pb.DeviceLoad(
+def _device_load(number: int, record: pb.DeviceRecord) -> pb.DeviceLoad:
+    memory = record.memory
+    limits = {}
+    if memory.HasField("budget_bytes"):
+        limits["budget_bytes"] = memory.budget_bytes
+        limits["free_bytes"] = max(0, memory.budget_bytes - memory.physical_bytes)
+    return select(
+        pb.DeviceLoad,
+        record,
         number=number,
-        instance=said["instance"],
-        backlog_s=said["backlog_s"],
-        free_bytes=said["free_bytes"],
-        budget_bytes=said["budget_bytes"],
-        since=said["since"],
-        next=said["next"],
-        models=[
-            pb.ModelLoad(
-                name=name,
-                queued=model["queued"],
-                executing=model["executing"],
-                weights=member(pb.Weights, model["weights"]),
-                bytes=model["bytes"],
-                cost_s=model["cost_s"],
-                misses=model["misses"],
-                device_seconds=model["device_seconds"],
-                rows=model["rows"],
-                requests=model["requests"],
-                pinned=model["pinned"],
-                max_rows=model["max_rows"],
-                batch_input=_batch_input(model["batch_input"]),
-                sequences=model["sequences"],
-            )
-            for name, model in said["models"].items()
-        ],
+        models=[select(pb.ModelLoad, one, requests=one.answered) for one in record.models if not one.meta],
+        **limits,
     )
-
-
-def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
-    return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
 def view_of(
@@ -97,14 +76,14 @@ def view_of(
 def _model(load: pb.ModelLoad) -> ModelView:
     has_batch_axis = load.HasField("batch_input")
     return ModelView(
-        bytes=load.bytes,
+        bytes=load.device_bytes,
         weights=_WEIGHTS.get(load.weights, WeightsView.ABSENT),
         pinned=load.pinned,
         item_s=load.cost_s if load.HasField("cost_s") else None,
         queued=load.queued,
         executing=load.executing,
         requests=load.requests,
-        items=load.rows,
+        items=load.useful_rows,
         device_seconds=load.device_seconds,
         max_items=load.max_rows if has_batch_axis else 0,
         batch_input=(load.batch_input.name, load.batch_input.axis) if has_batch_axis else None,

@@ -1,6 +1,7 @@
-"""Translates the runtime's JSON into the service's messages, and messages into settings. Pure."""
+"""Translates what runtimes report into the service's messages, and messages into settings. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,9 @@ from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import copied, member, member_name
 from rsrv.control.placing import Trial
 from rsrv.control.protocols import ModelVersion
-from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot, StateUpdate
+from rsrv.control.records import RuntimeRecords, early_failures, select, total
+from rsrv.control.runtime_link import RuntimeLink
+from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings
@@ -20,30 +23,6 @@ from rsrv.settings import Settings
 Json = Mapping[str, Any]
 #: Versions of one model by key, in the order of their registration.
 Versions = Mapping[str, ModelVersion]
-
-#: Figures of a model that are summed over its devices; the others are those of the first device.
-_SUMS = frozenset(
-    (
-        *(
-            "queued",
-            "executing",
-            "dispatches",
-            "useful_rows",
-            "padded_rows",
-            "device_seconds",
-            "misses",
-            "loads",
-        ),
-        *("evictions", "waiting", "running", "calls", "kept_bytes", "generations"),
-    )
-)
-_COUNTS = frozenset({"outcomes", "sizes", "sequences", "generated"})
-#: Precedence among the states of a model's weights on several devices.
-_WEIGHT_STATES = (
-    *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk"),
-)
-#: Fields with the same name and another form in both.
-_TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
 
 def version(key: str, entry: ModelVersion) -> pb.Version:
@@ -80,57 +59,67 @@ def _entry(key: str, entry: ModelVersion) -> pb.Entry:
 
 
 def model_status(
-    name: str, statuses: Mapping[int, Json], devices: Mapping[int, Versions], policy: pb.Policy, starting: str
+    name: str,
+    records: Mapping[int, pb.ModelRecord],
+    devices: Mapping[int, Versions],
+    policy: pb.Policy,
+    starting: str,
+    bundle: str,
 ) -> pb.ModelStatus:
     """Return the status of a model over all devices.
 
     Args:
-        name: of the model.
-        statuses: the model's part of each runtime's status; none of a runtime where it is not built.
-        devices: its versions on each device that answers; none where it is not known. Without either, it is cold.
-        policy: as in `policy`.
-        starting: what its start waits for; empty: it does not start.
+        name: Name of the model.
+        records: The model's record in each runtime that has built the model.
+        devices: The model's versions on each device that answers and knows the model. A model without `records` and
+            `devices` is cold.
+        policy: As in `policy`.
+        starting: What the model's start waits for. Empty if the model is not starting.
+        bundle: State of the model's bundle.
     """
-    status = _sum(list(statuses.values()))
+    record = total([*records.values()])
     versions = merge(list(devices.values()))
     served = _served(versions)
-    costs, precisions = status.get("costs", {}), status.get("precisions", {})
     unknown = pb.STATE_LOADING if starting else pb.STATE_COLD
-    return pb.ModelStatus(
+    outcomes = dict(record.outcomes) | ({"failed_before_runtime": early_failures(record)} if records else {})
+    return select(
+        pb.ModelStatus,
+        record,
         name=name,
-        versions=version_list(versions) if versions or statuses else [pb.Version(state=unknown)],
+        versions=version_list(versions) if versions or records else [pb.Version(state=unknown)],
         starting=starting,
-        residency=member(pb.Residency, served["residency"] if served else status.get("residency")),
-        weights=member(pb.Weights, served["weights"] if served else status.get("weights")),
+        residency=member(pb.Residency, served["residency"]) if served else record.residency,
+        weights=member(pb.Weights, served["weights"]) if served else record.weights,
         paused=member(pb.Pause, served["paused"] if served else None),
-        executables=[
-            _executable(
-                which, status.get("sizes", {}).get(which, 0), costs.get(which), precisions.get(which, {})
-            )
-            for which in sorted({*costs, *status.get("sizes", {})}, key=_variant_and_size)
-        ],
+        outcomes=outcomes,
         policy=policy,
+        bundle=bundle,
         devices=[
-            _on_device(number, statuses.get(number, {}), found)
+            _on_device(number, records.get(number, pb.ModelRecord()), found)
             for number, versions_there in sorted(devices.items())
             if (found := _served(versions_there)) is not None
         ],
-        **_same(pb.ModelStatus, status, _TRANSLATED),
     )
 
 
-def meta_status(name: str, statuses: Iterable[Json], versions: Versions, starting: str) -> pb.MetaStatus:
-    """Return the status of a meta model; `statuses`: its parts of the runtimes' statuses, those that a stub serves.
+def meta_status(
+    name: str, records: Sequence[pb.ModelRecord], versions: Versions, starting: str
+) -> pb.MetaStatus:
+    """Return the status of a meta model. `records`: its records in the runtimes with a stub that serves it.
 
     `starting` as in `model_status`.
     """
-    found = list(versions.values())
-    return pb.MetaStatus(
+    found, record = list(versions.values()), total(records)
+    return select(
+        pb.MetaStatus,
+        record,
         name=name,
         versions=version_list(versions),
+        models=record.calls_models,
         starting=starting,
         paused=member(pb.Pause, found[-1]["paused"] if found else None),
-        **_same(pb.MetaStatus, _sum(list(statuses))),
+        waiting=record.queued,
+        running=record.executing,
     )
 
 
@@ -141,33 +130,15 @@ def _served(versions: Versions) -> ModelVersion | None:
     return ready[-1] if ready else None
 
 
-def _on_device(number: int, status: Json, served: ModelVersion) -> pb.ModelOnDevice:
-    return pb.ModelOnDevice(
+def _on_device(number: int, record: pb.ModelRecord, served: ModelVersion) -> pb.ModelOnDevice:
+    return select(
+        pb.ModelOnDevice,
+        record,
         number=number,
         state=member(pb.State, served["state"]),
         error=served["error"] or "",
         weights=member(pb.Weights, served["weights"]),
-        **_same(pb.ModelOnDevice, status, _TRANSLATED | {"state"}),
     )
-
-
-def _sum(statuses: Sequence[Json]) -> dict[str, Any]:
-    """Return the statuses of one model on several devices as that of one device."""
-    total: dict[str, Any] = {}
-    for status in statuses:
-        for key, value in status.items():
-            before = total.get(key)
-            if before is None:
-                total[key] = value
-            elif key in _SUMS:
-                total[key] = before + value
-            elif key in _COUNTS:
-                total[key] = {one: before.get(one, 0) + value.get(one, 0) for one in {**before, **value}}
-            elif key == "costs":
-                total[key] = {**value, **before}
-            elif key == "weights_state":
-                total[key] = min(before, value, key=_WEIGHT_STATES.index)
-    return total
 
 
 def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
@@ -183,37 +154,24 @@ def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
 
 
 def device_status(
-    number: int, link: RuntimeLink, status: Json | None, card: CardMemory | None, now: float
+    number: int, link: RuntimeLink, record: pb.DeviceRecord | None, card: CardMemory | None, now: float
 ) -> pb.DeviceStatus:
-    """Return the status of a device; `status`: that of its runtime, if it answers; `now`: Unix time, in seconds."""
+    """Return the status of a device; `record`: that of its runtime, if it answers; `now`: Unix time, in seconds."""
     shown = pb.DeviceStatus(
         number=number,
         card=None if card is None else copied(pb.CardMemory, card),
     )
     if link.obstacle:
         shown.error = link.obstacle
-    if status is None:
+    if record is None:
         if link.asleep_since is None:
             shown.down_since_unix_s = now - link.down_s
         else:
             shown.asleep_since_unix_s = link.asleep_since
         return shown
-    shown.runtime.MergeFrom(
-        pb.Runtime(
-            pid=status["pid"],
-            instance=link.instance,
-            revision=link.revision,
-            uptime_s=status["uptime_s"],
-            connections=status["connections"],
-            compiled=status["compiled"],
-            from_cache=status["from_cache"],
-            numerics=member(pb.Numerics, status["numerics"]),
-            computes=status["computes"] or "",
-        )
-    )
-    memory = status["memory"]
-    shown.host.MergeFrom(pb.HostMemory(**_same(pb.HostMemory, memory["host"])))
-    shown.memory.MergeFrom(pb.DeviceMemory(**_same(pb.DeviceMemory, memory["device"])))
+    shown.runtime.MergeFrom(select(pb.Runtime, record, revision=link.state.revision))
+    shown.host.MergeFrom(record.host)
+    shown.memory.MergeFrom(record.memory)
     return shown
 
 
@@ -221,17 +179,15 @@ def scheduler(section: Json) -> pb.Scheduler:
     """Translate rsrv.yaml's section as the runtime has it."""
     return pb.Scheduler(
         discipline=member(pb.Discipline, section.get("discipline")),
-        eviction=member(pb.Eviction, section.get("eviction")),
-        **_same(pb.Scheduler, section, _TRANSLATED),
+        **_same(pb.Scheduler, section, frozenset({"discipline"})),
     )
 
 
 def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
     """Return the keys that the message has. Raises InvalidArgument."""
     changes = given(message)
-    for key, enum in (("discipline", pb.Discipline), ("eviction", pb.Eviction)):
-        if key in changes:
-            changes[key] = member_name(enum, changes[key], key)
+    if "discipline" in changes:
+        changes["discipline"] = member_name(pb.Discipline, changes["discipline"], "discipline")
     if changes.get("depth") == 0:
         changes["depth"] = None
     return changes
@@ -242,25 +198,22 @@ def given(message: Message) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields()}
 
 
-def memory_use(number: int, said: Json, settings: Settings) -> pb.MemoryUse:
-    """Return the memory of a device, by its runtime's answer to the command `memory`."""
-    memory = said["memory"]
-    return pb.MemoryUse(
+def memory_use(number: int, records: RuntimeRecords, budget: int | None = None) -> pb.MemoryUse:
+    """Return the memory of a device, by a whole record. `budget`: the setting runtime.weight_budget_bytes."""
+    shared: Counter[str] = Counter()
+    for group in records.shared:
+        shared.update(dict.fromkeys(group.models, group.bytes))
+    return select(
+        pb.MemoryUse,
+        records.device,
         device=number,
-        memory=pb.DeviceMemory(**_same(pb.DeviceMemory, memory["device"])),
-        host=pb.HostMemory(**_same(pb.HostMemory, memory["host"])),
-        host_limit_bytes=memory["host"]["limit_bytes"],
-        weight_budget_bytes=settings.runtime.weight_budget_bytes,
+        weight_budget_bytes=budget,
         models=[
-            pb.ModelMemory(
-                name=name,
-                weights=member(pb.Weights, model["weights"]),
-                **_same(pb.ModelMemory, model, frozenset({"weights"})),
-            )
-            for name, model in sorted(said["models"].items())
+            select(pb.ModelMemory, one, own_bytes=one.device_bytes - one.state_bytes - shared[name])
+            for name, one in sorted(records.models.items())
+            if not one.meta
         ],
-        shared=[pb.SharedTensors(**group) for group in said["groups"]],
-        **_same(pb.MemoryUse, memory, frozenset({"device", "host"})),
+        shared=records.shared,
     )
 
 

@@ -37,7 +37,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "rsrv_alias_responses_total",
         "counter",
         ("alias", "model", "device", "status"),
-        "Those of them that clients asked for by the name of an alias, by the model that answered.",
+        "Answers to requests that named an alias, by alias and answering model. `rsrv_responses_total` also counts them.",
     ),
     MetricFamily(
         "rsrv_alias_shadows_total",
@@ -226,10 +226,11 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "1 while a change of the model's bundle could not be loaded. An older version may be serving.",
     ),
     MetricFamily(
-        "rsrv_cold_models",
+        "rsrv_models",
         "gauge",
-        (),
-        "Models that no runtime has until a request comes. They have no other figures.",
+        ("state",),
+        "Models and meta models by their state: cold, starting, warm, resident, ready (meta models), leaving, failed, asleep. "
+        "Cold and failed models have no other figures.",
     ),
     MetricFamily(
         "rsrv_runtime_up",
@@ -248,9 +249,10 @@ FAMILIES: tuple[MetricFamily, ...] = (
         "gauge",
         ("name", "severity"),
         "Findings of `rsrv doctor` in the last minute, by severity (note, warning, critical) and name: bad_requests, "
-        "bundle_refused, compiled_at_start, deadlines_arrival, deadlines_execute, deadlines_gate, deadlines_load, "
-        "deadlines_queue, disk_loads, held_back, meta_waits, model_failed, no_memory, not_resident, not_served, "
-        "over_pinned, overloaded, padding, paused, process_ended, queue_full, requests_fail, runtime_down, "
+        "bundle_refused, certificate_ends, compiled_at_start, deadlines_arrival, deadlines_execute, deadlines_gate, deadlines_load, "
+        "deadlines_queue, disk_loads, held_back, meta_waits, model_failed, no_compilation_cache, no_memory, not_resident, "
+        "not_served, openai_closed, "
+        "over_pinned, overloaded, padding, paused, process_ended, queue_full, renewal_failed, requests_fail, runtime_down, "
         "runtime_restarts, settings_refused, settings_waiting, shm_full, single_rows, slow_hooks, slow_import, starved, "
         "traces_lost, uneven_devices, waits_in_triton, weights_thrash, weights_too_big.",
     ),

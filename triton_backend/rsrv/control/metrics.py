@@ -4,14 +4,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import rsrv
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.control.runtimes import Answers, Runtimes
+from rsrv.control.overview import states_of_models
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtimes import Runtimes
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")
@@ -31,8 +33,8 @@ class ServerFacts:
     spans: Mapping[str, int]
     #: Numbers of the devices that sleep.
     asleep: Collection[int] = ()
-    #: Number of the models that no runtime has until a request comes.
-    cold: int = 0
+    #: Number of models by their state, in the words of docs/operating.md.
+    states: Mapping[str, int] = field(default_factory=dict)
     findings: Collection[ServerFinding] = ()
 
 
@@ -45,11 +47,21 @@ class Metrics:
         failed: Callable[[], Collection[str]],
         spans: Mapping[str, int],
         findings: Callable[[], Collection[ServerFinding]],
+        aliases: Callable[[], Collection[str]],
     ) -> None:
-        """`failed`: names of models that are not as their bundles say; `spans`: as in `ServerFacts`, read for each text."""
+        """Make them.
+
+        Args:
+            runtimes: Runtimes of the server.
+            failed: Returns the names of failed models and aliases.
+            spans: As in `ServerFacts`, read for each text.
+            findings: Returns the present findings.
+            aliases: Returns the names of the aliases.
+        """
         self._runtimes = runtimes
         self._failed = failed
         self._findings = findings
+        self._aliases = aliases
         self._spans = spans
         self._version = rsrv.__version__
         self._running: asyncio.Task[str] | None = None
@@ -67,38 +79,46 @@ class Metrics:
 
     async def _make(self) -> str:
         runtimes = self._runtimes
-        said: Answers = {}
+        records: dict[int, RuntimeRecords] = {}
         try:
-            if not runtimes.asleep:
-                said, _ = await runtimes.metrics()
+            records = await runtimes.records()
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
-        entries = runtimes.entries.values() if runtimes.up else ()
+        entries = runtimes.entries.values() if runtimes.up or runtimes.asleep else ()
+        starting = {name: "importing model.py" for one in records.values() for name in one.device.importing}
+        states = states_of_models(
+            *(entries, self._failed(), runtimes.cold, starting),
+            aliases=self._aliases(),
+            asleep=runtimes.asleep,
+        )
         server = ServerFacts(
-            restarts={number: max(0, link.lives - 1) for number, link in enumerate(runtimes.links)},
+            restarts={number: max(0, link.state.lives - 1) for number, link in enumerate(runtimes.links)},
             models=frozenset(entry["name"] for entry in entries if entry["state"] != "failed"),
             failed=frozenset(self._failed()),
             version=self._version,
             spans=dict(self._spans),
             asleep=frozenset(n for n, link in enumerate(runtimes.links) if link.asleep_since is not None),
-            cold=len(runtimes.cold),
+            states=Counter(state.partition(",")[0] for state in states.values()),
             findings=self._findings(),
         )
         # With hundreds of models, it takes longer than a probe should wait.
-        return await asyncio.to_thread(expose, said, server)
+        return await asyncio.to_thread(expose, records, server)
 
 
-def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
-    """Return the text. `said`: answers to the command `metrics` (docs/protocol.md), of the devices whose runtimes answer."""
+def expose(records: Mapping[int, RuntimeRecords], server: ServerFacts) -> str:
+    """Return the text. `records`: those of the devices whose runtimes answer."""
     # Most models are in use on some of the devices only.
-    page = _Exposition(sparse=len(said) > 1)
-    for number, one in said.items():
-        _put_device(page, str(number), one)
+    page = _Exposition(sparse=len(records) > 1)
+    for number, one in records.items():
+        _put_device(page, str(number), one.device)
+        for name, model in one.models.items():
+            _put_common(page, (name, str(number)), model)
+            (_put_meta if model.meta else _put_model)(page, (name, str(number)), model)
     for name in {*server.models, *server.failed}:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
-    page.put("rsrv_cold_models", (), server.cold)
+    page.put_each("rsrv_models", (), server.states)
     for number, restarts in server.restarts.items():
-        page.put("rsrv_runtime_up", (str(number),), float(number in said or number in server.asleep))
+        page.put("rsrv_runtime_up", (str(number),), float(number in records or number in server.asleep))
         page.put("rsrv_runtime_restarts_total", (str(number),), restarts)
     for (name, severity), count in Counter((one.name, one.severity) for one in server.findings).items():
         page.put("rsrv_findings", (name, severity), count)
@@ -107,68 +127,69 @@ def expose(said: Mapping[int, Mapping[str, Any]], server: ServerFacts) -> str:
     return page.text()
 
 
-def _put_device(page: "_Exposition", device: str, said: Mapping[str, Any]) -> None:
-    for name, model in said["models"].items():
-        _put_model(page, (name, device), model)
-    for name, meta in said["metas"].items():
-        _put_common(page, (name, device), meta)
-        page.put("rsrv_meta_runs", (name, device), meta["running"])
-        page.put("rsrv_meta_calls_total", (name, device), meta["calls"])
-    _put_memory(page, device, said["memory"])
-    page.measure("rsrv_compile_seconds", (device,), LONG_SECONDS, said["compile"])
-    page.put_each("rsrv_executables_total", (device,), said["executables"])
-    page.put("rsrv_loop_bans_total", (device,), said["loop_bans"])
+def _put_device(page: "_Exposition", number: str, device: pb.DeviceRecord) -> None:
+    memory = device.memory
+    for tier, weights in (("host", device.host), ("device", memory)):
+        page.put("rsrv_weight_bytes", (number, tier, "logical"), weights.logical_bytes)
+        page.put("rsrv_weight_bytes", (number, tier, "physical"), weights.physical_bytes)
+    kinds = {
+        kind: getattr(memory, f"{kind}_bytes")
+        for kind in ("limit", "budget")
+        if memory.HasField(f"{kind}_bytes")
+    }
+    kinds |= {"pinned": memory.pinned_bytes, "held": memory.held_bytes}
+    kinds |= {"scratch": device.scratch_bytes, "kept": device.kept_bytes}
+    page.put_each("rsrv_device_memory_bytes", (number,), kinds)
+    page.measure("rsrv_compile_seconds", (number,), LONG_SECONDS, device.compile)
+    sources = {"compiled": device.compiled, "cache": device.from_cache, "shared": device.shared_executables}
+    page.put_each("rsrv_executables_total", (number,), sources)
+    page.put("rsrv_loop_bans_total", (number,), device.loop_bans)
 
 
-def _put_common(page: "_Exposition", where: tuple[str, str], model: Mapping[str, Any]) -> None:
+def _put_common(page: "_Exposition", where: tuple[str, str], model: pb.ModelRecord) -> None:
     """Add the metrics of both models and meta models. `where`: name and device."""
-    page.put_each("rsrv_requests_total", where, model["requests"])
-    page.put_each("rsrv_responses_total", where, model["responses"])
-    page.put_each("rsrv_refused_total", where, model["refused"])
-    page.put_each("rsrv_deadline_missed_total", where, model["missed"])
-    page.measure("rsrv_request_seconds", where, SECONDS, model["request"])
-    page.put("rsrv_queue_depth", where, model["queued"])
-    page.put("rsrv_device_seconds_total", where, model["device_seconds"])
-    for hook, seconds in model["hooks"].items():
+    page.put_each("rsrv_requests_total", where, model.outcomes)
+    page.put_each("rsrv_responses_total", where, model.responses)
+    page.put_each("rsrv_refused_total", where, model.refused)
+    page.put_each("rsrv_deadline_missed_total", where, model.missed)
+    page.measure("rsrv_request_seconds", where, SECONDS, model.request)
+    page.put("rsrv_queue_depth", where, model.queued)
+    page.put("rsrv_device_seconds_total", where, model.device_seconds)
+    for hook, seconds in model.hooks.items():
         page.measure("rsrv_hook_seconds", (*where, hook), SECONDS, seconds)
 
 
-def _put_model(page: "_Exposition", where: tuple[str, str], model: Mapping[str, Any]) -> None:
-    _put_common(page, where, model)
-    page.measure("rsrv_queue_wait_seconds", where, SECONDS, model["queue_wait"])
-    page.put("rsrv_executions_total", where, model["executions"])
-    page.measure("rsrv_execute_seconds", where, SECONDS, model["execute"])
-    page.measure("rsrv_batch_rows", where, ROWS, model["batch_rows"])
-    page.put("rsrv_rows_total", where, model["rows"])
-    page.measure("rsrv_batch_padding_rows", where, PADDING, model["batch_padding"])
-    page.put("rsrv_padded_rows_total", where, model["batch_padding"][0])
-    page.put("rsrv_model_resident", where, float(model["resident"]))
-    page.put("rsrv_model_weight_bytes", (*where, "host"), model["host_bytes"])
-    page.put("rsrv_model_weight_bytes", (*where, "device"), model["device_bytes"])
-    loads = page.measure("rsrv_weight_load_seconds", where, SECONDS, model["load"])
-    page.put("rsrv_weight_loads_total", where, loads)
-    page.put_each("rsrv_weight_evictions_total", where, model["evictions"])
-    page.put("rsrv_weight_misses_total", where, model["misses"])
-    for alias, responses in model.get("aliases", {}).items():
-        page.put_each("rsrv_alias_responses_total", (alias, *where), responses)
-    for alias, outcomes in model.get("shadows", {}).items():
-        page.put_each("rsrv_alias_shadows_total", (alias, *where), outcomes)
-    page.put_each("rsrv_sequences", where, model.get("sequences", {}))
-    if generations := model.get("generations"):
-        page.put("rsrv_generations", where, generations["active"])
-        page.put_each("rsrv_tokens_total", where, generations["tokens"])
-        page.measure("rsrv_first_token_seconds", where, SECONDS, generations["first"])
-        page.measure("rsrv_token_seconds", where, SECONDS, generations["between"])
+def _put_meta(page: "_Exposition", where: tuple[str, str], meta: pb.ModelRecord) -> None:
+    page.put("rsrv_meta_runs", where, meta.executing)
+    page.put("rsrv_meta_calls_total", where, meta.calls)
 
 
-def _put_memory(page: "_Exposition", number: str, memory: Mapping[str, Any]) -> None:
-    for tier in ("host", "device"):
-        for kind in ("logical", "physical"):
-            page.put("rsrv_weight_bytes", (number, tier, kind), memory[tier][f"{kind}_bytes"])
-    device = memory["device"]
-    kinds = {kind: device[f"{kind}_bytes"] for kind in ("limit", "budget", "pinned", "held")}
-    kinds |= {"scratch": memory["scratch_bytes"], "kept": memory["kept_bytes"]}
-    page.put_each("rsrv_device_memory_bytes", (number,), {k: v for k, v in kinds.items() if v is not None})
+def _put_model(page: "_Exposition", where: tuple[str, str], model: pb.ModelRecord) -> None:
+    page.measure("rsrv_queue_wait_seconds", where, SECONDS, model.queue_wait)
+    page.put("rsrv_executions_total", where, model.dispatches)
+    page.measure("rsrv_execute_seconds", where, SECONDS, model.execute)
+    page.measure("rsrv_batch_rows", where, ROWS, model.batch_rows)
+    page.put("rsrv_rows_total", where, model.useful_rows)
+    page.measure("rsrv_batch_padding_rows", where, PADDING, model.batch_padding)
+    page.put("rsrv_padded_rows_total", where, model.padded_rows)
+    page.put("rsrv_model_resident", where, float(model.weights == pb.WEIGHTS_RESIDENT))
+    page.put("rsrv_model_weight_bytes", (*where, "host"), model.host_bytes)
+    on_device = 0 if model.weights == pb.WEIGHTS_ABSENT else model.device_bytes
+    page.put("rsrv_model_weight_bytes", (*where, "device"), on_device)
+    page.measure("rsrv_weight_load_seconds", where, SECONDS, model.load)
+    page.put("rsrv_weight_loads_total", where, model.loads)
+    page.put_each("rsrv_weight_evictions_total", where, model.evictions)
+    page.put("rsrv_weight_misses_total", where, model.misses)
+    for alias, responses in model.aliases.items():
+        page.put_each("rsrv_alias_responses_total", (alias, *where), responses.counts)
+    for alias, outcomes in model.shadows.items():
+        page.put_each("rsrv_alias_shadows_total", (alias, *where), outcomes.counts)
+    page.put_each("rsrv_sequences", where, model.sequences)
+    if model.tokens:
+        page.put("rsrv_generations", where, model.generations)
+        page.put_each("rsrv_tokens_total", where, model.tokens)
+        page.measure("rsrv_first_token_seconds", where, SECONDS, model.first_token)
+        page.measure("rsrv_token_seconds", where, SECONDS, model.between_tokens)
 
 
 class _Exposition:
@@ -187,11 +208,13 @@ class _Exposition:
         for key, value in values.items():
             self.put(family, (*labels, key), value)
 
-    def measure(self, family: str, labels: Sequence[str], bounds: Sequence[float], said: Any) -> int:
-        """Add a histogram; return its number of values."""
-        found, lines = Histogram.from_json(bounds, said), self._lines[family]
+    def measure(
+        self, family: str, labels: Sequence[str], bounds: Sequence[float], said: pb.Histogram
+    ) -> None:
+        """Add a histogram."""
+        found, lines = Histogram.of(bounds, said), self._lines[family]
         if self._sparse and not any(found.counts):
-            return 0
+            return
         inside = _labelled(family, labels)
         start = f'{family}_bucket{{{inside}{"," if inside else ""}le="'
         count = 0
@@ -200,7 +223,6 @@ class _Exposition:
             lines.append(f'{start}{bound}"}} {count}\n')
         braced = f"{{{inside}}}" if inside else ""
         lines.append(f"{family}_sum{braced} {found.sum!r}\n{family}_count{braced} {count}\n")
-        return count
 
     def text(self) -> str:
         """Return the text, without families that have no samples."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rsrv.control.figures import DeviceWindow, ModelActivity, best_size, mean
+from rsrv.control.figures import DeviceWindow, ModelActivity, best_size, budget_of, mean
 from rsrv.control.findings import FEW, Case, ServerFinding
 from rsrv.text import amount, duration, percent
 
@@ -10,45 +10,43 @@ from rsrv.text import amount, duration, percent
 
 
 def _failing(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    failed = max(one.requests.get("failed", 0), one.responses.get("internal", 0))
+    failed = max(one.outcomes.get("failed", 0), one.responses.get("internal", 0))
     total = max(one.ended, sum(one.responses.values()))
     if failed < 3 or failed < 0.01 * total:
         return None
-    hooks = one.responses.get("internal", 0) > one.requests.get("failed", 0)
+    hooks = one.responses.get("internal", 0) > one.outcomes.get("failed", 0)
     return ServerFinding(
         "requests_fail",
         "critical",
         f"{one.name}: {failed} of {total} answers are failures of the server",
-        one.failure
+        one.now.failure
         or ("a function of its model.py raises or hangs" if hooks else "its executions or loads fail"),
-        "read the server's log, which has the whole reason of each, and mend what it names",
+        "read the server's log, which has the whole reason of each, and fix what it names",
     )
 
 
 def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
     total = one.rows + one.padding
-    if one.executions < FEW or one.padding < 0.5 * total:
+    if one.dispatches < FEW or one.padding < 0.5 * total:
         return None
-    share, compiled = one.device_s / window.seconds, total / one.executions
-    facts = case.now.facts.get(one.name)
-    size, saved = best_size(one, facts)
+    share, compiled = one.device_s / window.seconds, total / one.dispatches
+    size, saved = best_size(one)
     if size is None:
         return None
-    together = sorted({size, *facts.costs}) if facts is not None and facts.costs else []
+    together = sorted({size, *one.costs}) if one.costs else []
     sizes = f", `rsrv-bundle export --batch-sizes {','.join(map(str, together))}`" if together else ""
     gain = f" (saves up to {percent(saved)} of its device time" if saved else " ("
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
         f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding}, beside {one.rows} rows of requests)",
-        f"an execution has {one.rows / one.executions:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
+        f"an execution has {one.rows / one.dispatches:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
         f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
 
 
 def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    facts = case.now.facts.get(one.name)
-    if facts is None or not facts.costs or max(facts.costs) > 1 or one.executions < 2 * FEW:
+    if not one.costs or max(one.costs) > 1 or one.dispatches < 2 * FEW:
         return None
     if window.busy < 0.5 or one.device_s < 0.3 * window.seconds:
         return None
@@ -73,7 +71,13 @@ def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> Server
 
 def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
     most = window.busiest
-    if most is None or most is one or window.busy < 0.8 or one.ended < 5 or one.misses >= 0.2 * one.ended:
+    if (
+        most is None
+        or most is one
+        or window.busy < 0.8
+        or one.ended < 5
+        or one.grown("misses") >= 0.2 * one.ended
+    ):
         return None
     share, rival_share = (model.device_s / window.seconds for model in (one, most))
     if rival_share < 0.4 or share > 0.5 * rival_share or case.now.schedule("discipline") != "fair":
@@ -105,15 +109,15 @@ def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
 
 def _held_back(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
     delay = (case.now.policy(one.name, "max_delay_us") or 0) / 1e6
-    if not delay or one.executions < FEW or mean(one.queue_wait) < 0.5 * delay:
+    if not delay or one.dispatches < FEW or mean(one.queue_wait) < 0.5 * delay:
         return None
-    if one.ended > 1.2 * one.executions or window.busy > 0.5:
+    if one.ended > 1.2 * one.dispatches or window.busy > 0.5:
         return None
     return ServerFinding(
         "held_back",
         "note",
         f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others to share an execution, but "
-        f"{one.executions} executions had {one.ended} requests",
+        f"{one.dispatches} executions had {one.ended} requests",
         f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
         f"`rsrv policy {one.name} --max-delay-us 0`; in later bursts, fewer requests then share an execution",
     )
@@ -123,17 +127,18 @@ def _slow_hooks(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
     seconds = one.hook_seconds("pre", "post")
     if not seconds:
         return None
-    requests = sum(one.request.counts)
+    request = one.measured("request")
+    requests = sum(request.counts)
     if requests < FEW or seconds < 0.005 * requests:
         return None
     # Requests that wait for hooks of others make the hooks' share small where they limit the model.
     each, on_device = seconds / requests, mean(one.queue_wait) + mean(one.execute)
-    if each < 0.5 * mean(one.request) and (not one.executions or each < on_device):
+    if each < 0.5 * mean(request) and (not one.dispatches or each < on_device):
         return None
     return ServerFinding(
         "slow_hooks",
         "note",
-        f"{one.name} spends {duration(each)} of a request's {duration(mean(one.request))} in preprocess and postprocess",
+        f"{one.name} spends {duration(each)} of a request's {duration(mean(request))} in preprocess and postprocess",
         "these run in one Python process per model, on the CPU",
         "make them faster, or move their work into the model",
     )
@@ -165,15 +170,15 @@ def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
     refused = one.refused.get("no_memory", 0)
     if not refused:
         return None
-    device = window.counts["memory"]["device"]
-    size, budget, pinned = case.weight_bytes(one), device["budget_bytes"], device["pinned_bytes"]
+    memory = window.records.device.memory
+    size, budget, pinned = one.now.device_bytes, budget_of(window), memory.pinned_bytes
     limit = "" if budget is None else f" (the budget is {amount(budget)})"
     crowded = budget is not None and pinned > 0 and pinned + size > budget
     return ServerFinding(
         "no_memory",
         "critical",
         f"{one.name} refused {refused} of {one.ended} requests: its {amount(size)} of weights found no memory beside the "
-        f"{amount(device['held_bytes'])} on the device{limit}",
+        f"{amount(memory.held_bytes)} on the device{limit}",
         f"pinned weights take {amount(pinned)} and are never evicted"
         if crowded
         else "another program has the memory, or it is free in pieces that are too small",
@@ -198,8 +203,9 @@ def _not_resident(case: Case, window: DeviceWindow, one: ModelActivity) -> Serve
 
 
 def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    stage = max(one.missed, key=lambda stage: one.missed[stage], default="")
-    late = one.missed.get(stage, 0)
+    missed = one.counted("missed")
+    stage = max(missed, key=lambda stage: missed[stage], default="")
+    late = missed.get(stage, 0)
     if late < 5 or late < 0.05 * one.ended:
         return None
     edf, places = case.now.schedule("discipline") == "edf", case.now.schedule("meta_concurrency")
@@ -209,7 +215,7 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
             "compare the clocks (chrony, NTP), or use gRPC's timeouts, which need no clock",
         ),
         "load": (
-            f"requests wait for weights; a load takes {duration(mean(one.load) or None)}",
+            f"requests wait for weights; a load takes {duration(mean(one.measured('load')) or None)}",
             f"`rsrv pin {one.name}`, which leaves the others less room, or raise runtime.weight_budget_bytes",
         ),
         "execute": (
@@ -253,12 +259,12 @@ def _bad_requests(case: Case, window: DeviceWindow, one: ModelActivity) -> Serve
 
 def _meta_waits(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
     places = case.now.schedule("meta_concurrency")
-    if one.running < places or one.queued < 4 * places or window.busy > 0.5:
+    if one.now.executing < places or one.now.queued < 4 * places or window.busy > 0.5:
         return None
     return ServerFinding(
         "meta_waits",
         "note",
-        f"{one.queued} runs of {one.name} wait while the device is idle {percent(1 - window.busy)} of the time",
+        f"{one.now.queued} runs of {one.name} wait while the device is idle {percent(1 - window.busy)} of the time",
         f"scheduler.meta_concurrency lets {places} run at a time",
         f"`rsrv scheduler meta_concurrency={2 * places}`; runs then keep more tensors on the device",
     )

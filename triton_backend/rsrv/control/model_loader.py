@@ -111,7 +111,7 @@ class ModelLoader:
         # Of the attempts at the same thing, log the first, second, fourth, eighth, ...
         if failure.tries & (failure.tries - 1) == 0:
             log.error(
-                "%s (attempt %d): %s",
+                "%s failed (attempt %d): %s",
                 name,
                 failure.tries,
                 failure.text,
@@ -143,7 +143,7 @@ class ModelLoader:
                 raise
             if resumed:
                 await self._load_restored(name)
-            self.fail(name, f"could not be loaded: {error}")
+            self.fail(name, str(error))
         else:
             if name in self._replaced:
                 await asyncio.to_thread(self._replaced.pop(name).forget)

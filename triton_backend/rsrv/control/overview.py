@@ -1,46 +1,33 @@
-"""The live page's picture of a server, made of the runtime's figures and the models' states once a second. Pure."""
+"""The live page's picture of a server, made of the runtimes' records and the models' states once a second. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rsrv.control.protocols import ModelVersion
-from rsrv.control.sentences import life
+from rsrv.control.records import RuntimeRecords, total
+from rsrv.control.sentences import failed_models, life
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import SECONDS, Histogram
 
 #: Seconds of the 99th percentile.
 _WINDOW_S = 10.0
-#: Figures that are summed over the devices.
-_SUMS = ("queued", "executing", "requests", "errors", "device_s", "loads", "load_s", "tokens", "misses")
-_counters = attrgetter(*_SUMS)
 #: Precedence among the versions of one name: the one that is served, else the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
 
 
-class _Figures(NamedTuple):
-    """Figures of a model or meta model, in the order of the runtime's answer."""
-
-    queued: int
-    executing: int
-    bytes: int | None
-    requests: int
-    errors: int
-    device_s: float
-    loads: int
-    load_s: float
-    #: of answers
-    tokens: int
-    #: Requests that had to wait for weights.
-    misses: int
-    request: Histogram
-
-
 #: Figures of a model that is not built yet.
-_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, 0, 0, Histogram(SECONDS))
+_NONE = pb.ModelRecord()
+
+
+class _CountedRecord(NamedTuple):
+    """A record of a model, and the histogram of its requests."""
+
+    record: pb.ModelRecord
+    request: Histogram
 
 
 @dataclass(slots=True)
@@ -53,6 +40,12 @@ class Work:
     device_s: float = 0.0
     request: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
+    @property
+    def hit_share(self) -> float | None:
+        """Share of the requests that found their weights on the device; None: there were no requests."""
+        ended = self.requests + self.errors
+        return 1 - min(1.0, self.misses / ended) if ended else None
+
     def add(self, other: Work) -> None:
         self.requests += other.requests
         self.errors += other.errors
@@ -60,27 +53,28 @@ class Work:
         self.device_s += other.device_s
         self.request.add(other.request)
 
-    def count(self, before: _Figures | None, now: _Figures) -> None:
+    def count(self, before: _CountedRecord | None, now: _CountedRecord) -> None:
         """Add a model's work since `before`; counters that began again count from 0."""
-        if before is None or now.requests < before.requests or now.device_s < before.device_s:
-            before = _NONE
-        self.requests += now.requests - before.requests
-        self.errors += max(0, now.errors - before.errors)
-        self.misses += max(0, now.misses - before.misses)
-        if now.bytes is not None:  # a meta model's seconds are those of its calls
-            self.device_s += now.device_s - before.device_s
-            self.request.add(now.request.since(before.request))
+        was = _NONE if before is None else before.record
+        latest = now.record
+        if latest.answered < was.answered or latest.device_seconds < was.device_seconds:
+            before, was = None, _NONE
+        self.requests += latest.answered - was.answered
+        self.errors += max(0, latest.errors - was.errors)
+        self.misses += max(0, latest.misses - was.misses)
+        if not latest.meta:  # a meta model's seconds are those of its calls
+            self.device_s += latest.device_seconds - was.device_seconds
+            self.request.add(now.request if before is None else now.request.since(before.request))
 
 
 class _Shown:
     """A model as it was shown last, and the histograms of its requests within the window."""
 
-    __slots__ = ("figures", "json", "looks", "said", "source")
+    __slots__ = ("json", "looks", "seen", "source")
 
     def __init__(self) -> None:
-        #: By device, the runtime's answer, and its figures.
-        self.said: dict[int, Any] = {}
-        self.figures: dict[int, _Figures] = {}
+        #: The latest record of each device.
+        self.seen: dict[int, _CountedRecord] = {}
         #: When the histogram changed, and to what; the first one is that of the window's begin.
         self.looks: deque[tuple[float, Histogram]] = deque()
         self.source: Any = None
@@ -97,43 +91,54 @@ class Overview:
 
     def take(
         self,
-        figures: Mapping[int, Mapping[str, Any]],
+        records: Mapping[int, RuntimeRecords],
         entries: Mapping[str, ModelVersion],
         failures: Mapping[str, str],
         on: Mapping[str, Sequence[int]],
         now: float,
+        *,
+        cold: Collection[str] = (),
+        aliases: Collection[str] = (),
+        asleep: bool = False,
     ) -> dict[str, dict[str, Any]]:
-        """Return the picture of each model as JSON, in bytes and seconds; that of an unchanged one is the same object.
+        """Return the picture of each model as JSON, in bytes and seconds. An unchanged model keeps its object.
 
         Args:
-            figures: by device, the answers to the command `overview` (docs/protocol.md).
-            entries: those of all devices.
-            failures: the reasons why models are not as their bundles say.
-            on: the devices that hold the weights, by model.
-            now: seconds.
+            records: Records of the runtimes, by device.
+            entries: Versions of all devices, by key.
+            failures: Failures by model.
+            on: Devices that hold the weights, by model.
+            now: Present time in seconds.
+            cold: Cold models. They have no picture.
+            aliases: Names of the aliases. They have no picture.
+            asleep: True if all devices sleep.
         """
         self.work, found = Work(), {}
-        known = [(number, said["models"]) for number, said in figures.items()]
-        starting = {name: step for said in figures.values() for name, step in said["starting"].items()}
+        starting = {name: step for one in records.values() for name, step in one.device.starting.items()}
         for name, entry in served(entries.values()).items():
             one = self._shown.get(name) or _Shown()
-            said = {number: models[name] for number, models in known if name in models}
+            said = {number: there.models[name] for number, there in records.items() if name in there.models}
             changed = self._read(one, said, now)
             while len(one.looks) > 1 and one.looks[1][0] <= now - _WINDOW_S:
                 one.looks.popleft()
             # The percentile of an idle model leaves with the window.
             changed |= len(one.looks) == 1 and one.json.get("p99_s") is not None
-            source = (entry, failures.get(name), on.get(name), starting.get(name), list(said))
+            source = (entry, failures.get(name), on.get(name), starting.get(name), list(said), asleep)
             if changed or source != one.source:
                 one.source = source
                 one.json = {
-                    **_state(entry, starting.get(name, "")),
-                    **_picture([one.figures[number] for number in said]),
+                    **_state(entry, starting.get(name, ""), broken=name in failures, asleep=asleep),
+                    **_picture([*said.values()]),
                     "p99_s": _p99(one.looks, now),
                     "error": failures.get(name) or entry["error"],
                     "on": on.get(name, []),
                 }
             found[name] = one
+        for name in failed_models(failures, aliases):
+            if name not in found and name not in cold:
+                found[name] = one = self._shown.get(name) or _Shown()
+                if one.source != failures[name]:
+                    one.source, one.json = failures[name], _failed(name, failures[name])
         self._shown, self._began = found, True
         return {name: one.json for name, one in found.items()}
 
@@ -145,50 +150,47 @@ class Overview:
         pairs = list(zip((*SECONDS, None), counts, strict=bool(counts)))
         return pairs[there[0] : there[-1] + 1] if there else []
 
-    def _read(self, one: _Shown, said: Mapping[int, Any], now: float) -> bool:
-        """Take over a model's figures on all devices; return True if any changed."""
+    def _read(self, one: _Shown, said: Mapping[int, pb.ModelRecord], now: float) -> bool:
+        """Take over a model's records of all devices; return True if any changed."""
         if one.looks and one.looks[-1][0] > now:
             one.looks.clear()  # the clock was set back
-        changed = [number for number, there in said.items() if there != one.said.get(number)]
-        for number in changed:
-            figures = _Figures(*said[number])
-            figures = figures._replace(request=Histogram.from_json(SECONDS, said[number][-1]))
-            if self._began:
-                self.work.count(one.figures.get(number), figures)
-            one.said[number], one.figures[number] = said[number], figures
+        changed = False
+        for number, record in said.items():
+            before = one.seen.get(number)
+            if before is None or before.record is not record:
+                changed = True
+                one.seen[number] = seen = _CountedRecord(record, Histogram.of(SECONDS, record.request))
+                if self._began:
+                    self.work.count(before, seen)
         if changed or not one.looks:
-            several = [figures.request for figures in one.figures.values()]
+            several = [seen.request for seen in one.seen.values()]
             total = several[0] if len(several) == 1 else Histogram(SECONDS)
             for other in several if len(several) > 1 else ():
                 total.add(other)
             one.looks.append((now, total))
-        return bool(changed)
+        return changed
 
 
-def device_picture(figures: Mapping[str, Any]) -> dict[str, Any]:
+def device_picture(records: RuntimeRecords) -> dict[str, Any]:
     """Return the picture of a device as JSON; `device_s`: seconds that its executions took so far."""
-    memory = figures["memory"]
+    memory = records.device.memory
+    limits = {kind: f"{kind}_bytes" for kind in ("limit", "budget")}
     return {
-        **{
-            kind: memory["device"][f"{kind}_bytes"]
-            for kind in ("limit", "budget", "pinned", "logical", "physical", "held")
-        },
-        "host": memory["host"]["physical_bytes"],
+        "name": memory.name,
+        **{kind: getattr(memory, name) if memory.HasField(name) else None for kind, name in limits.items()},
+        **{kind: getattr(memory, f"{kind}_bytes") for kind in ("pinned", "logical", "physical", "held")},
+        "host": records.device.host.physical_bytes,
         # A meta model's seconds are those of its calls, which count for the called models.
-        "device_s": sum(
-            model.device_s
-            for model in (_Figures(*said) for said in figures["models"].values())
-            if model.bytes is not None
-        ),
+        "device_s": sum(one.device_seconds for one in records.models.values() if not one.meta),
     }
 
 
-def memory_picture(said: Mapping[str, Any]) -> dict[str, Any]:
+def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
     """Return, as JSON, bytes on a device that each model has alone, by name, and those of shared tensors with their models."""
     return {
-        "scratch": said["memory"]["scratch_bytes"],
-        "models": {name: one["own_bytes"] + one["state_bytes"] for name, one in said["models"].items()},
-        "groups": [[group["bytes"], group["models"]] for group in said["groups"]],
+        "scratch": use.scratch_bytes,
+        "models": {one.name: one.own_bytes + one.state_bytes for one in use.models},
+        "groups": [[group.bytes, [*group.models]] for group in use.shared],
     }
 
 
@@ -202,17 +204,52 @@ def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     return found
 
 
-def _state(entry: ModelVersion, step: str) -> dict[str, Any]:
+def states_of_models(
+    entries: Iterable[ModelVersion],
+    failures: Iterable[str],
+    cold: Collection[str],
+    starting: Mapping[str, str],
+    *,
+    aliases: Collection[str],
+    asleep: bool,
+) -> dict[str, str]:
+    """Return the state of each model and meta model by name, in the words of docs/operating.md."""
+    broken, found = set(failed_models(failures, aliases)), {}
+    for name, entry in served(entries).items():
+        weights, step = entry["weights"] or "", starting.get(name, "")
+        found[name] = life(entry["state"], weights, step, broken=name in broken, asleep=asleep)
+    for name in {*broken, *cold} - found.keys():
+        found[name] = life("cold" if name in cold else "", "", broken=name in broken, asleep=asleep)
+    return found
+
+
+def _state(entry: ModelVersion, step: str, *, broken: bool, asleep: bool) -> dict[str, Any]:
     kept = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
-    return {**kept, "weights": life(entry["state"], entry["weights"] or "", step)}
+    text = life(entry["state"], entry["weights"] or "", step, broken=broken, asleep=asleep)
+    return {**kept, "weights": text}
 
 
-def _picture(devices: Collection[_Figures]) -> dict[str, Any]:
+def _failed(name: str, why: str) -> dict[str, Any]:
+    """Return the picture of a model that has no version, because it failed."""
+    state = {"name": name, "kind": "model", "state": "failed", "weights": life("", "", broken=True)}
+    return {**state, **_picture([]), "residency": None, "paused": None, "p99_s": None, "error": why, "on": []}
+
+
+def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
     """Return the figures that the page shows, over all devices; counters begin with the runtime."""
-    total = dict(zip(_SUMS, map(sum, zip(*map(_counters, devices or (_NONE,)), strict=True)), strict=True))
-    load_s = total["load_s"] / total["loads"] if total["loads"] else None
-    sizes = [one.bytes for one in devices if one.bytes is not None]
-    return {**total, "load_s": load_s, "bytes": max(sizes, default=None)}
+    record = total(devices)
+    loads = record.loads
+    return {
+        "queued": record.queued,
+        "executing": record.executing,
+        "requests": record.answered,
+        "errors": record.errors,
+        "device_s": record.device_seconds,
+        "loads": loads,
+        "load_s": sum(one.load.sum for one in devices) / loads if loads else None,
+        "tokens": record.tokens.get("answer", 0),
+        "bytes": record.device_bytes if devices and not record.meta else None,
+    }
 
 
 def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
@@ -223,17 +260,28 @@ def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
     return latest.since(looks[0][1]).quantile(0.99)
 
 
-def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:
-    """Return the change of a version as a line of the event log; None if it is of no interest."""
+def describe(before: ModelVersion | None, after: ModelVersion | None, serving: str = "") -> str | None:
+    """Return a line of the event log for the change of a version. Returns None if the log does not show the change.
+
+    `serving` says what serves the model after a version has left.
+    """
+    either = after or before
+    if either is None:
+        return None
+    name, version = either["name"], f"version {either['digest'][:12]}" if either["digest"] else "a version"
+    now, was = (None if one is None else life(one["state"], one["weights"] or "") for one in (after, before))
     if after is None:
-        return None if before is None else f"{before['name']}: gone"
-    said = []
-    old: Mapping[str, Any] = before or {}
-    now = life(after["state"], after["weights"] or "")
-    if before is None or now != life(before["state"], before["weights"] or ""):
-        said.append(f"failed: {after['error']}" if after["state"] == "failed" else now)
+        return f"{name}: {version} has left; {serving}"
+    told = []
+    if before is None or after["state"] != before["state"]:
+        # After an update of a model, two versions have events.
+        told.append(f"{version} has failed: {after['error']}" if now == "failed" else f"{version} is {now}")
+        if now == "leaving":
+            told.append(serving)
+    elif now != was and now is not None:
+        told.append(now)
     if before is not None and after["residency"] != before["residency"]:
-        said.append(f"residency {after['residency']}")
-    if after["paused"] != old.get("paused"):
-        said.append(f"paused ({after['paused']})" if after["paused"] else "not paused")
-    return f"{after['name']}: {', '.join(said)}" if said else None
+        told.append(f"residency {after['residency']}")
+    if after["paused"] != (None if before is None else before["paused"]):
+        told.append(f"paused ({after['paused']})" if after["paused"] else "not paused")
+    return f"{name}: {'; '.join(told)}" if told else None

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from rsrv.control.chrome_trace import SpanReader, chrome_trace
 from rsrv.control.grpc_service import member, word
-from rsrv.control.sentences import history_lines, meta_facts, model_facts, request_lines
+from rsrv.control.sentences import history_lines, life, meta_facts, model_facts, request_lines
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import RESIDENCIES, PageError
 from rsrv.text import duration, one_line
@@ -22,20 +22,23 @@ _MAX_SLOW = 20
 
 async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
     """Return what is known of a model at Unix time `now`: its history, slowest requests, counters and executables."""
-    history = await ask("GetHistory", pb.GetHistoryRequest(model=model))
+    status = await ask("GetStatus", pb.GetStatusRequest(model=model))
+    try:
+        history = history_lines(await ask("GetHistory", pb.GetHistoryRequest(model=model)), now)
+    except PageError as absent:  # The model is cold, or has failed.
+        history = [str(absent)]
     try:
         slowest = await ask("GetRequests", pb.GetRequestsRequest(model=model))
     except PageError:  # of a meta model
         slowest = pb.GetRequestsResponse()
     del slowest.requests[_MAX_SLOW:]
-    status = await ask("GetStatus", pb.GetStatusRequest(model=model))
     facts = [pair for one in status.models for pair in model_facts(one)]
     facts += [pair for one in status.metas for pair in [("calls", ", ".join(one.models)), *meta_facts(one)]]
     for one in (version for found in (*status.models, *status.metas) for version in found.versions):
-        state = word(pb.State, one.state) or "cold"
+        state = life(word(pb.State, one.state) or "cold", word(pb.Weights, one.weights))
         facts.append(("version", " ".join([one.key, state, one_line(one.error)]).strip()))
     return {
-        "history": history_lines(history, now),
+        "history": history,
         "slowest": request_lines(slowest, now),
         "facts": facts,
         "executables": [

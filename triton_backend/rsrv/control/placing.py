@@ -193,19 +193,19 @@ class Placing:
 
     async def _look_at_all(self) -> dict[str, WorkerView]:
         try:
-            said = await self._runtimes.read_on("load", self._positions)
+            records = await self._runtimes.read_records(self._positions)
         except StatusError:
-            said = {}
+            records = {}
         links = self._runtimes.links
-        ready = {number: links[number].ready for number in said}
+        ready = {number: links[number].state.ready for number in records}
         arriving = self._arrivals(list(ready.values()))
-        server = load_messages.load(range(len(links)), said, self.mode, {})
-        self._positions = {number: (one["instance"], one["next"]) for number, one in said.items()}
+        server = load_messages.load(range(len(links)), records, self.mode, {})
+        self._positions = {number: (one.instance, one.next) for number, one in records.items()}
         self._seen = {
             device.number: load_messages.view_of(
                 device, server, ready[device.number] - arriving, self._seen.get(device.number)
             )
-            if device.number in said
+            if device.number in records
             else _DEAD
             for device in server.devices
         }
@@ -232,7 +232,7 @@ class Placing:
                 log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
 
     def _state(self) -> tuple[object, ...]:
-        return tuple((link.up, link.instance, len(link.entries)) for link in self._runtimes.links)
+        return tuple((link.up, link.state.instance, len(link.state.entries)) for link in self._runtimes.links)
 
     async def _pause(self, seconds: float) -> None:
         """Return after this time, or when a runtime or a model has come or gone."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NoReturn
@@ -11,6 +12,7 @@ from typing import Final, NoReturn
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import served
 from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.control.v1 import control_pb2 as pb
@@ -23,8 +25,19 @@ from rsrv_gen.write import carried, our_models
 
 log = logging.getLogger("rsrv.control")
 
-#: seconds between two looks at the schedules
+#: Seconds between two looks at the schedules.
 _LOOK_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Prewarmed:
+    """A model that a runtime was asked to keep without a stub."""
+
+    #: The instance of that runtime.
+    instance: str
+    bundle: Path
+    #: The key that the runtime gave the model; empty until it has read the bundle.
+    key: str = ""
 
 
 class Prewarming:
@@ -35,9 +48,11 @@ class Prewarming:
     ) -> None:
         """`file`: in the root of the model repository; `clock`: Unix time."""
         self._file, self._runtimes, self._clock = file, runtimes, clock
-        #: the runtime that was told to start a model, and the bundle, by the model's name
-        self._told: dict[str, tuple[str, Path]] = {}
-        #: a time that was missed counts, however long the server was down
+        #: The models that runtimes keep without stubs, by name.
+        self._kept: dict[str, _Prewarmed] = {}
+        #: Changes of the runtimes' models since the last check: a model may come and leave between two checks.
+        self._updates = [link.state.subscribe() for link in runtimes.links]
+        #: Unix time of the last look at the schedules. A time that was missed counts, however long the server was down.
         self._last = 0.0
 
     async def run(self) -> NoReturn:
@@ -62,24 +77,69 @@ class Prewarming:
         self._last = now
 
     async def keep(self) -> None:
-        """Start models again that a runtime's end has lost, and have those go whose bundles are gone.
+        """Start models again that ended with their runtime, and end models whose bundles are gone.
 
-        A model that a stub has registered is the stub's from then on.
+        Once a stub has registered a model, this class no longer keeps it. A model that its runtime has unloaded, for example
+        because it was idle, starts with its next request.
         """
-        for entry in self._runtimes.entries.values():
-            if entry["stubs"]:
-                self._told.pop(entry["name"], None)
-        paths = {name: path for name, (_, path) in self._told.items()}
-        gone = await asyncio.to_thread(lambda: [name for name, path in paths.items() if not path.exists()])
+        self._follow_updates()
+        bundles = {name: model.bundle for name, model in self._kept.items()}
+        gone = await asyncio.to_thread(lambda: [name for name, path in bundles.items() if not path.exists()])
         for name in gone:
-            self._told.pop(name, None)
+            self._kept.pop(name, None)
         for link in self._runtimes.live.values() if gone else ():
             for some in in_commands(gone):
                 await link.command({"command": "start", "models": dict.fromkeys(some)})
-        live = {link.instance for link in self._runtimes.live.values()}
-        lost = {name: path for name, (instance, path) in self._told.items() if instance not in live}
+        self._follow_updates()
+        live = {link.state.instance for link in self._runtimes.live.values()}
+        lost = {name: model.bundle for name, model in self._kept.items() if model.instance not in live}
         if lost and live:
+            # If a lost model has started in another runtime, a stub or a command keeps it there.
+            for name in self._known("ready", "loading") & lost.keys():
+                del self._kept[name], lost[name]
             await self._start(lost)
+
+    def _follow_updates(self) -> None:
+        """Forget the kept models that stubs have registered since the last call, or that their runtime has unloaded."""
+        for updates in self._updates:
+            while updates.pending:
+                match updates.take():
+                    case StateChange(instance=instance, key=key, entry=None):
+                        self._forget({name for name, model in self._kept_by(instance) if model.key == key})
+                    case StateChange(instance=instance, key=key, entry=entry) if entry is not None:
+                        self._follow(instance, key, entry)
+                    case StateSnapshot(instance=instance, entries=entries):
+                        for key, entry in entries.items():
+                            self._follow(instance, key, entry)
+                        left = {
+                            name
+                            for name, model in self._kept_by(instance)
+                            if model.key and model.key not in entries
+                        }
+                        self._forget(left)
+
+    def _follow(self, instance: str, key: str, entry: ModelVersion) -> None:
+        model = self._kept.get(entry["name"])
+        if model is None:
+            return
+        if entry["stubs"]:
+            del self._kept[entry["name"]]
+        elif model.instance == instance:
+            if entry["state"] != "leaving":
+                model.key = key
+            elif model.key == key:
+                del self._kept[entry["name"]]
+
+    def _kept_by(self, instance: str) -> Iterable[tuple[str, _Prewarmed]]:
+        return ((name, model) for name, model in self._kept.items() if model.instance == instance)
+
+    def _forget(self, names: Collection[str]) -> None:
+        for name in names:
+            del self._kept[name]
+
+    def _known(self, *states: str) -> set[str]:
+        """Return the names of the runtimes' models in these states."""
+        return {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
 
     async def start(self, wanted: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
         """Start models that are cold, and return all of them; `look`: only those of earlier calls that got lost.
@@ -113,8 +173,7 @@ class Prewarming:
         if paths and not look and self._runtimes.asleep:
             for number in range(len(self._runtimes.links)):
                 await self._runtimes.wake(number)
-        states = ("ready", "loading", "failed") if look else ("ready", "loading")
-        known = {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
+        known = self._known("ready", "loading", "failed") if look else self._known("ready", "loading")
         live, failed = self._runtimes.live, dict[str, str]()
         by_device: dict[int, list[str]] = {}
         for name in paths.keys() - known:
@@ -130,13 +189,19 @@ class Prewarming:
         for device, names in by_device.items():
             link = live[device]
             for some in in_commands(sorted(names)):
-                # A runtime that has died since has forgotten what it was told.
-                told = {name: (link.instance, paths[name]) for name in some}
-                lost = {name: one for name, one in told.items() if not look or self._told.get(name) != one}
-                if lost:
-                    bundles = {name: str(path) for name, (_, path) in lost.items()}
+                missing = {name: paths[name] for name in some}
+                if look:
+                    # A runtime that has started since then does not know what was asked of the previous one.
+                    started = {name: model.bundle for name, model in self._kept_by(link.state.instance)}
+                    missing = {name: path for name, path in missing.items() if started.get(name) != path}
+                if missing:
+                    # Discard the updates about earlier starts of these models.
+                    self._follow_updates()
+                    self._kept |= {
+                        name: _Prewarmed(link.state.instance, path) for name, path in missing.items()
+                    }
+                    bundles = {name: str(path) for name, path in missing.items()}
                     await link.command({"command": "start", "models": bundles})
-                    self._told |= lost
                 said = await link.command(
                     {"command": "start", "models": dict.fromkeys(some, ""), "look": True}
                 )

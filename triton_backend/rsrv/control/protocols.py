@@ -42,9 +42,16 @@ class Reconciling(Protocol):
     def failures(self) -> Mapping[str, BundleFailure]:
         """Models that are not as their bundles say, by name."""
 
+    def bundle_state(self, name: str) -> str:
+        """Return the state of a model's bundle by its own name."""
+
     @property
     def loading(self) -> Collection[str]:
         """Models that Triton is loading or unloading."""
+
+    @property
+    def barred(self) -> str:
+        """Return why nothing can be loaded or unloaded; empty if models can be."""
 
     @property
     def load_threads(self) -> int:

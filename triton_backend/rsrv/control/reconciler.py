@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,21 @@ from rsrv_gen.known import Known
 from rsrv_gen.signatures import sign
 from rsrv_gen.sources import SETTINGS_FILE, unknown_models
 from rsrv_gen.staging import version_of
-from rsrv_gen.update import Update, UpdatePolicy, update
+from rsrv_gen.update import (
+    Broken,
+    Failed,
+    Gone,
+    Later,
+    RepositorySettings,
+    RepositoryUpdate,
+    Retained,
+    Torn,
+    Unchanged,
+    Unsure,
+    Update,
+    UpdatePolicy,
+    Written,
+)
 from rsrv_gen.write import being_written, carried, is_alias, our_models
 
 log = logging.getLogger("rsrv.control")
@@ -135,10 +150,19 @@ class Reconciler:
         """Models that are not as their bundles say, with the reason. An older version of them may be serving."""
         return self._states.failures
 
+    def bundle_state(self, name: str) -> str:
+        """Return the state of a model's bundle by its own name."""
+        return self._states.state(name).value
+
     @property
     def loading(self) -> Collection[str]:
         """Models that Triton is loading or unloading."""
         return self._states.busy
+
+    @property
+    def barred(self) -> str:
+        """Return why nothing can be loaded or unloaded, with the remedy; empty if models can be."""
+        return self._barred
 
     @property
     def load_threads(self) -> int:
@@ -198,8 +222,10 @@ class Reconciler:
         done = await self._update({name})
         await self._loader.wait({name})
         failure = self.failures.get(name)
-        text = done.broken.get(name) or done.broken.get(f"aliases.{name}") or (failure and failure.text)
-        if not text and name in done.later:
+        broken = done.of(Broken)
+        refused = broken.get(name) or broken.get(f"aliases.{name}")
+        text = refused.reason if refused else failure and failure.text
+        if not text and name in done.of(Later):
             text = "a bundle behind it is being written; try again when it is whole"
         if text:
             self.follow_aliases(before)
@@ -222,22 +248,23 @@ class Reconciler:
         names = names or {name}
         await self._loader.wait(names)
         done = await self._update(names, reload=True)
-        if not names.isdisjoint(done.later):
+        if not names.isdisjoint(done.of(Later)):
             raise ReloadError(
                 "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
             )
-        without = done.kept | {name for name, carriers in done.go.items() if not carriers}
-        for one in names & without:
+        without = {name for name, gone in done.of(Gone).items() if not gone.carriers}
+        for one in names & (without | done.names(Retained)):
             raise ReloadError(
                 "FAILED_PRECONDITION",
                 f"{one}: there is no bundle, or its directory is not mounted; the model is as it was",
             )
-        for one in names & done.broken.keys():
-            raise ReloadError("FAILED_PRECONDITION", f"{one}: {done.broken[one]}")
+        broken = done.of(Broken)
+        for one in names & broken.keys():
+            raise ReloadError("FAILED_PRECONDITION", f"{one}: {broken[one].reason}")
         await self._loader.wait(names)
         for one in names & self.failures.keys():
-            code = "FAILED_PRECONDITION" if one in done.torn else "INTERNAL"
-            raise ReloadError(code, f"{one}: {self.failures[one].text}")
+            code = "FAILED_PRECONDITION" if one in done.of(Torn) else "INTERNAL"
+            raise ReloadError(code, f"{one} failed: {self.failures[one].text}")
 
     def _models_of(self, name: str) -> set[str]:
         """Return the models of the repository that a name means: itself, or the meta models that carry it."""
@@ -390,11 +417,11 @@ class Reconciler:
             if not self._follows:
                 await self._look_now()
             try:
-                done = Update()
-                await asyncio.to_thread(self._write, names, done)
-                if done.unsure:
+                work = self._repository_update()
+                done = await asyncio.to_thread(work.write, names, twice=True)
+                if done.of(Unsure):
                     await asyncio.sleep(self._lifecycle.look_s)
-                    await asyncio.to_thread(self._write, names, done)
+                    await asyncio.to_thread(work.confirm, done)
                 await self._follow_up(done, names, reload=reload)
             finally:
                 self._loader.release()
@@ -407,40 +434,22 @@ class Reconciler:
         self._report(done, now)
         if names is None:
             await self._learn_served()
-        for name, replaced in done.put.items():
-            self._loader.load(name, replaced)
-        busy, failures = self._states.busy, self.failures
-        for name in done.unchanged:
-            if name in busy:
-                self._states.retain(name, now)
-                continue
-            # A model that failed although there is nothing to write has lost its stub, and has none yet.
-            wanted = name in failures or (reload and name in named)
-            loaded = self._loader.served.get(name) == version_of(self._repository / name)
-            if not self._barred and (wanted or not loaded):
-                self._loader.load(name, unchanged=names is not None)
-            else:
-                self._states.conclude(name, BundleEvent.MATCHED, now)
-        for name, carriers in done.go.items():
+        for name, written in done.of(Written).items():
+            self._loader.load(name, written.replaced)
+        for name in done.of(Unchanged):
+            self._follow_unchanged(name, wanted=reload and name in named, named=names is not None)
+        for name, gone in done.of(Gone).items():
             if self._barred:
                 text = f"its bundle or alias is gone, and it can't be unloaded: {self._barred}"
                 self._loader.fail(name, text, retry=False)
             else:
-                self._states.orphan(name, carriers, now)
+                self._states.orphan(name, gone.carriers, now)
         # Where bundles are not followed, the operator is told to ask again.
-        for name in done.later if self._follows else done.later & self.failures.keys():
-            self._states.check(name, now + self._lifecycle.poll_s)
-        followed_up = {
-            *done.put,
-            *done.unchanged,
-            *done.go,
-            *done.broken,
-            *done.failed,
-            *done.torn,
-            *done.later,
-        }
-        if not self._follows:
-            followed_up |= done.kept  # it is not looked for again
+        for name in done.of(Later):
+            if self._follows or name in self.failures:
+                self._states.check(name, now + self._lifecycle.poll_s)
+        # Where bundles are not followed, no later look finds the bundle of a model that is kept.
+        followed_up = done.results.keys() - (done.names(Retained) if self._follows else set())
         for name in named - followed_up:
             # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it, or it
             # never served, and Triton still knows that its load failed.
@@ -452,6 +461,20 @@ class Reconciler:
                 if self._follows and not self._debounce.gone(name):
                     # Its place was away for so short a time that no look saw it: no change will be seen, either.
                     self._states.check(name, now + self._lifecycle.poll_s)
+
+    def _follow_unchanged(self, name: str, *, wanted: bool, named: bool) -> None:
+        """Load a model that equals its bundle if it is `wanted`, has failed, or is not served. `named`: it was asked for."""
+        now = self._now()
+        if name in self._states.busy:
+            self._states.retain(name, now)
+            return
+        # A model that failed although there is nothing to write has lost its stub, and has none yet.
+        wanted = wanted or name in self.failures
+        loaded = self._loader.served.get(name) == version_of(self._repository / name)
+        if not self._barred and (wanted or not loaded):
+            self._loader.load(name, unchanged=named)
+        else:
+            self._states.conclude(name, BundleEvent.MATCHED, now)
 
     async def _learn_served(self) -> None:
         """Count models as loaded that Triton loaded at its start, or that an operator has unloaded since.
@@ -468,41 +491,30 @@ class Reconciler:
             if state == "dismissed" or (state == "ready" and at_start):
                 self._loader.served[name] = version
 
-    def _write(self, names: Collection[str] | None, done: Update) -> None:
-        """Bring the repository up to date, on a thread."""
-        update(
-            self._repository,
-            self._sources.read(),
-            names,
-            link=self._lifecycle.link,
-            transport=self._settings.meta.transport,
-            models=self._settings.models,
-            aliases=self._aliases,
-            front=self._settings.stub.front,
-            policy=self._policy,
-            known=self._known,
-            into=done,
-        )
+    def _repository_update(self) -> RepositoryUpdate:
+        wanted = replace(RepositorySettings.of(self._settings), aliases=self._aliases)
+        return RepositoryUpdate(self._repository, self._sources.read(), wanted, self._policy, self._known)
 
     def _report(self, done: Update, now: float) -> None:
         """Note and log what could not be done."""
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
-        unknown = set(unknown_models(self._settings, done.bundles | done.kept))
+        unknown = set(unknown_models(self._settings, done.bundles | done.names(Retained)))
         for line in unknown - self._unknown:
             log.warning("%s: %s", SETTINGS_FILE, line)
         self._unknown = unknown
-        broken = self._states.set_broken(done.broken, now, time.time(), done.uncompared)
+        reasons = {name: one.reason for name, one in done.of(Broken).items()}
+        broken = self._states.set_broken(reasons, now, time.time(), done.uncompared)
         for name, failure in broken.items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
-        for name, text in done.torn.items():
-            self._loader.fail(name, f"its bundle is not taken: {text}")
-        for name, text in done.failed.items():
-            text = f"{text}: {self._barred}" if self._barred else text
+        for name, torn in done.of(Torn).items():
+            self._loader.fail(name, f"its bundle is not taken: {torn.reason}")
+        for name, failed in done.of(Failed).items():
+            text = f"{failed.reason}: {self._barred}" if self._barred else failed.reason
             self._loader.fail(name, text, retry=not self._barred)
         if self._follows:
-            for name in done.broken:
+            for name in reasons:
                 # While Triton works on the model, its state does not say yet that the bundle is broken.
                 busy = self._states.state(name) in (BundleState.LOADING, BundleState.UNLOADING)
                 self._states.check(name, now if busy else now + _BROKEN_CHECK_S)

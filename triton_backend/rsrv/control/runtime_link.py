@@ -4,35 +4,35 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from google.protobuf.message import DecodeError
+
+from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.overrides import LASTING, Command, Overrides
-from rsrv.control.protocols import ModelVersion, moves_only
+from rsrv.control.presence import DevicePresence, connected
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtime_state import ChangeCounter, RuntimeState
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.desired import DesiredChanges, DesiredDocument, difference
 from rsrv.wire import socket as wire
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
-from rsrv.wire.memory import SharedMemoryError, read_document
-from rsrv.wire.paths import FAILURE, NO_DEVICE, asleep_since, start_time
+from rsrv.wire.memory import SharedMemoryError, create_document, read_document, read_flat
+from rsrv.wire.paths import FAILURE, LAST_RECORD, NO_DEVICE, asleep_since, start_time
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds that stubs have to connect to a runtime that has come up.
-CONNECT_S = 10.0
-#: Seconds that stubs have to start a runtime again. If all of them are dead, it is not started.
-RESTART_S = 15.0
 #: Seconds that starting or ending a profile may take.
 _SLOW_COMMAND_S = 60.0
-#: Changes that a subscription holds; beyond, its reader gets a snapshot instead.
-_MAX_PENDING_CHANGES = 4096
 #: Frames that are read before the event loop does something else.
 _MAX_FRAMES = 64
-#: Codes of a runtime that has just started and does not know the model yet, or has not built it.
-_NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
+
+Command = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +45,6 @@ class LinkTiming:
     silence_s: float = 0.6
     #: Between two attempts to reach a runtime.
     pause_s: float = 0.1
-
-
-class ChangeCounter:
-    """Counts the changes of what several links know. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        #: Those that were no mere moves of weights, which are many.
-        self.others = 0
-        self._next = asyncio.get_running_loop().create_future()
-
-    def note(self, *, moves: bool = False) -> None:
-        """Count a change; `moves`: only weights have moved."""
-        self.count += 1
-        self.others += not moves
-        changed, self._next = self._next, asyncio.get_running_loop().create_future()
-        changed.set_result(None)
-
-    async def wait(self, seen: int | None = None) -> None:
-        """Return at once if `count` is not `seen` any more, else after the next change (None: as it is now)."""
-        if seen is None or seen == self.count:
-            await asyncio.shield(self._next)
 
 
 class RuntimeDown(StatusError):
@@ -87,30 +65,7 @@ class RuntimeAsleep(RuntimeDown):
         StatusError.__init__(self, "UNAVAILABLE", "the device sleeps: wake it first, with `rsrv wake`")
 
 
-@dataclass(frozen=True, slots=True)
-class StateChange:
-    """A change of one version. `entry` None: the version is gone."""
-
-    instance: str
-    revision: int
-    key: str
-    entry: ModelVersion | None
-
-
-@dataclass(frozen=True, slots=True)
-class StateSnapshot:
-    """The whole state. The next change has the next revision."""
-
-    instance: str
-    revision: int
-    entries: Mapping[str, ModelVersion]
-
-
-#: None: the runtime does not answer.
-StateUpdate = StateSnapshot | StateChange | None
-
-
-Answer = asyncio.Future[dict[str, Any]]
+Answer = asyncio.Future[Any]
 
 
 class ControlConnection:
@@ -134,19 +89,19 @@ class ControlConnection:
         self._loop.add_reader(self._sock, self._readable)
         self.ask(hello(), Kind.WELCOME)
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a frame without an answer; end the connection if the runtime does not take it."""
         if self.ended.done():
             return
         try:
-            wire.send(self._sock, frame)
+            wire.send(self._sock, frame, fds)
         except BlockingIOError:
             self._end("the runtime does not read its socket")
         except (wire.Closed, OSError) as error:
             self._end(str(error))
 
-    def ask(self, question: bytes, answer: Kind) -> Answer:
-        """Send a question; return the future of its answer, the JSON object of the frame or of its document.
+    def ask(self, question: bytes, answer: Kind, fds: Sequence[int] = ()) -> Answer:
+        """Send a question; return the future of its answer, the JSON object of the frame or of its document, or the record.
 
         The future is cancelled if the connection ends first. The caller may cancel it.
         """
@@ -155,8 +110,19 @@ class ControlConnection:
             future.cancel()
             return future
         self._waiting.append((answer, future))
-        self.send(question)
+        self.send(question, fds)
         return future
+
+    def ask_large(self, command: Command) -> Answer:
+        """Send a COMMAND of any size, as `ask`."""
+        try:
+            return self.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
+        except ProtocolError:  # it exceeds a frame
+            fd = create_document(command)
+            try:
+                return self.ask(pack_json(Kind.COMMAND, {}), Kind.COMMANDED, (fd,))
+            finally:
+                os.close(fd)
 
     def close(self) -> None:
         self._end("closed")
@@ -195,7 +161,13 @@ class ControlConnection:
         expected, future = self._waiting.popleft() if self._waiting else (None, None)
         if kind is not expected or future is None:
             raise ProtocolError(f"the runtime sent {kind.name} instead of the answer that was due")
-        if kind is Kind.WELCOME:
+        value: Any
+        if kind is Kind.STATUS_REPLY:
+            try:
+                value = pb.DeviceRecord.FromString(read_flat(fds[0]))
+            except (DecodeError, IndexError) as error:
+                raise ProtocolError(f"a record cannot be read: {error}") from None
+        elif kind is Kind.WELCOME:
             check_hello(frame)
             value = unpack_json(frame)
         else:
@@ -204,52 +176,118 @@ class ControlConnection:
             future.set_result(value)
 
 
-class RuntimeLink:
-    """The link to one runtime: its state, and commands. Belongs to one event loop; `run` keeps it up.
+class DocumentSender:
+    """Sends a runtime its desired document: the whole document when a connection begins, and only changes after that."""
 
-    A new runtime gets the settings of `overrides` again: those of a model as soon as it knows the model.
-    """
+    def __init__(self, desired: DesiredState, device: int, who: str) -> None:
+        """`who` names the runtime in the log."""
+        self._desired, self._device, self._who = desired, device, who
+        self._connection: ControlConnection | None = None
+        #: The latest document that was sent on this connection, with its revision. None: the next document is sent whole.
+        self._sent: tuple[int, DesiredDocument] | None = None
+        #: The answer to the latest document of this connection.
+        self.answer: Answer | None = None
+        desired.follow(self._send)
+
+    def begin(self, connection: ControlConnection) -> None:
+        self._connection, self._sent, self.answer = connection, None, None
+        self._send()
+
+    def end(self) -> None:
+        self._connection = None
+
+    @property
+    def sent(self) -> int:
+        """The latest revision that was sent on this connection. 0: the next document is sent whole."""
+        return 0 if self._sent is None else self._sent[0]
+
+    def is_reached(self, revision: int, said: Mapping[str, Any]) -> bool:
+        """Return True if the runtime's answer to a document says that it follows this revision or a later one."""
+        return said.get("instance") == self._desired.instance and said.get("revision", 0) >= revision
+
+    def _send(self) -> None:
+        """Send the document if it has changed since it was last sent on this connection."""
+        if self._connection is None:
+            return  # The next connection begins with the whole document.
+        revision, wanted = self._desired.revision, self._desired.document(self._device)
+        since: int | None = None
+        changes: DesiredDocument | DesiredChanges = wanted
+        if self._sent is not None:
+            since, changes = self._sent[0], difference(self._sent[1], wanted)
+            if not changes:
+                return
+        self._sent = revision, wanted
+        self.answer = self._connection.ask_large(
+            {
+                "command": "follow",
+                "instance": self._desired.instance,
+                "revision": revision,
+                "since": since,
+                "document": changes,
+            }
+        )
+        self.answer.add_done_callback(partial(self._on_followed, revision, since))
+
+    def _on_followed(self, revision: int, since: int | None, answer: Answer) -> None:
+        if answer.cancelled():
+            return
+        said = answer.result()
+        if "error" in said:
+            log.error("%s refuses revision %d of its settings: %s", self._who, revision, said["error"])
+            # Otherwise, the same command would not be sent when the operator tries it again.
+            self._sent = None
+        elif self.is_reached(revision, said):
+            log.debug("%s follows revision %d of its settings", self._who, revision)
+        elif since is None:
+            log.error("%s follows another control process: %s", self._who, said)
+        else:
+            # The runtime has refused an earlier revision, so these changes do not apply. Send the whole document.
+            self._sent = None
+            self._send()
+
+
+class RuntimeLink:
+    """The link to one runtime: its state, its desired document, and commands. Belongs to one event loop; `run` keeps it up."""
 
     def __init__(
         self,
         path: Path,
-        overrides: Overrides,
+        desired: DesiredState,
+        presence: DevicePresence,
         changes: ChangeCounter,
         timing: LinkTiming | None = None,
         device: int | None = None,
     ) -> None:
-        """`changes`: of all links of the server; `device`: the number of the runtime's; None: the server has one only."""
+        """Link the runtime of a device.
+
+        Args:
+            path: Path of the runtime's socket.
+            desired: The desired documents of all runtimes.
+            presence: Stubs of this runtime, which the link keeps up to date.
+            changes: Counts the changes on all links of the server.
+            timing: Intervals.
+            device: Number of the device; None: the server has one only.
+        """
         self._path = path
-        self._device = device or 0
         self._who = "the runtime" if device is None else f"the runtime of device {device}"
-        self._overrides = overrides
+        self._document = DocumentSender(desired, device or 0, self._who)
+        self.presence = presence
+        self.state = RuntimeState()
         self._changes = changes
         self._timing = timing or LinkTiming()
-        self._loop = asyncio.get_running_loop()
         self._connection: ControlConnection | None = None
+        self.records = RuntimeRecords()
         self.up = False
-        self._down = self._loop.create_future()
-        self.since = 0.0
-        self._down_at = self._loop.time()
-        #: Models with a stub before the runtime's last silence or end, which have had none since.
-        self._served_before: set[str] = set()
-        #: Unix time since which the device sleeps; None: it is awake. Whether to wake it; and the models whose stubs have not
-        #: connected since a sleep, or have left as cold, because no request has come for them, with the time of that.
+        #: A future that is done while the runtime does not answer.
+        self._down = asyncio.get_running_loop().create_future()
+        #: The loop's time when the first runtime of this instance was found, and when the runtime answered last.
+        self.since, self._down_at = 0.0, _now()
+        #: Unix time since which the device sleeps; None: it is awake.
         self.asleep_since: float | None = None
+        #: True if a connection is to wake the device.
         self._wakes = False
-        self._dismissed: dict[str, float] = {}
-        self.entries: dict[str, ModelVersion] = {}
-        self._ready: frozenset[str] | None = None
-        self.instance = ""
-        #: Number of runtimes so far, and of those that ended because an operator restarted them.
-        self.lives = self.restarts = 0
-        self.revision = 0
-        #: Names of models whose overrides the runtime does not have yet.
-        self._pending_models: set[str] = set()
-        #: Lasting commands that the runtime did not get while it was silent, by what they set; and such settings.
-        self._missed: dict[tuple[str, ...], Command] = {}
-        self._missed_settings: dict[str, Any] = {}
-        self._subscriptions: set[Subscription] = set()
+        #: Number of restarts by an operator.
+        self.restarts = 0
 
     # --- the view -------------------------------------------------------------------------------------
 
@@ -264,7 +302,7 @@ class RuntimeLink:
     @property
     def down_s(self) -> float:
         """Seconds since the runtime answered last, or since the link's beginning; 0.0 while it does."""
-        return 0.0 if self.up else self._loop.time() - self._down_at
+        return 0.0 if self.up else _now() - self._down_at
 
     @property
     def silent_pid(self) -> int:
@@ -274,82 +312,76 @@ class RuntimeLink:
         # A socket that a spare holds still has the name of the runtime that listened on it last.
         return self._connection.pid if start_time(self._connection.pid) else 0
 
-    @property
-    def ready(self) -> frozenset[str]:
-        """Names of the models and meta models that have a ready version; the same object until that changes."""
-        if self._ready is None:
-            self._ready = frozenset(
-                entry["name"] for entry in self.entries.values() if entry["state"] == "ready"
-            )
-        return self._ready
-
-    @property
-    def loading(self) -> set[str]:
-        """Names of the models and meta models that have no ready version, and one that is being loaded."""
-        return {entry["name"] for entry in self.entries.values() if entry["state"] == "loading"} - self.ready
-
     def served(self) -> set[str]:
         """Return the names of the models and meta models with a stub; none while the runtime is down.
 
         During a sleep, stubs wait for requests without a connection.
         """
         if self.asleep_since is not None:
-            return set(self._dismissed)
-        return {entry["name"] for entry in self.entries.values() if entry["stubs"]} if self.up else set()
+            return self.presence.dismissed
+        return connected(self.state.entries) if self.up else set()
 
-    @property
-    def dismissed(self) -> set[str]:
-        """Names of the models that this runtime, or the one before a sleep, asked to leave until a request comes."""
-        return set(self._dismissed)
+    def last_records(self) -> RuntimeRecords:
+        """Return the last records of the runtime whose device sleeps, without waiting requests and weights on the device.
 
-    def check_dismissed(self, cold: Collection[str]) -> None:
-        """Forget dismissed models whose stubs were seen dead, or are loaded no more; `cold`: those that were seen alive."""
-        until = self._loop.time() - CONNECT_S
-        self._dismissed = {
-            name: since for name, since in self._dismissed.items() if since > until or name in cold
-        }
-
-    def returning(self) -> set[str]:
-        """Return the models whose stub may connect again: those of the runtime before, while the next one is awaited."""
-        waited = self._loop.time() - (self.since if self.up else self._down_at)
-        return self._served_before if waited < (CONNECT_S if self.up else RESTART_S) else set()
-
-    @property
-    def unreturned(self) -> set[str]:
-        """Names of the models that had a stub before the runtime's last end, and none since. Their processes may be dead."""
-        return self._served_before - self._dismissed.keys()
+        Called on a thread: it reads a file.
+        """
+        try:
+            last = pb.DeviceRecord.FromString((self._path.parent / LAST_RECORD).read_bytes())
+        except (OSError, DecodeError):
+            # The runtime has left no record, or another version of rsrv wrote it.
+            return RuntimeRecords()
+        return RuntimeRecords().updated(last).at_rest()
 
     def wake(self) -> None:
         """Connect although the device sleeps, which wakes it."""
         self._wakes = True
 
-    def subscribe(self, some: asyncio.Event | None = None) -> "Subscription":
-        """Subscribe to all changes from now on, after a snapshot; each sets the event. Close the subscription."""
-        return Subscription(self, self._subscriptions, some or asyncio.Event())
-
     # --- commands ---------------------------------------------------------------------------
 
     async def command(self, command: Command) -> dict[str, Any]:
         """Send a COMMAND; return its result. Raises RuntimeDown, StatusError."""
-        done = partial(self._overrides.commanded, command, self._device)
-        return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED, done), "INTERNAL")
+        return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED), "INTERNAL")
 
-    async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
-        done = partial(self._overrides.configured, changes) if changes else None
-        return _check(await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED, done), "INVALID_ARGUMENT")
+    def followed(self) -> Awaitable[bool]:
+        """Wait until the runtime follows the document of this call, and return True. Return False if the runtime goes down first.
 
-    async def status(self) -> dict[str, Any]:
-        """Return the status of docs/protocol.md. Raises RuntimeDown."""
-        return await self._ask(Kind.STATUS, {}, Kind.STATUS_REPLY)
+        The next runtime then follows the document. Raises StatusError if the runtime refuses the document.
+        """
+        return self._followed(self._document.sent, self._document.answer)
+
+    async def _followed(self, revision: int, answer: Answer | None) -> bool:
+        while self.up and answer is not None:
+            await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() or answer.cancelled():
+                break
+            if self._document.is_reached(revision, _check(answer.result(), "INTERNAL")):
+                return True
+            # After a refusal of an earlier revision, the document was sent whole.
+            before, answer = answer, self._document.answer
+            if answer is before:
+                break  # The runtime follows another control process.
+        return False
+
+    async def record(self, since: int = 0) -> pb.DeviceRecord:
+        """Return the runtime's record: whole, or its changes after the one with the number `since`. Raises RuntimeDown."""
+        record: pb.DeviceRecord = await self._ask(Kind.STATUS, {"since": since}, Kind.STATUS_REPLY)
+        return record
+
+    async def refresh(self, *, whole: bool = False) -> RuntimeRecords:
+        """Bring `records` up to date, and return them. Raises RuntimeDown."""
+        before = self.records.device
+        same = before.instance == self.state.instance and not whole
+        latest = await self.record(before.next if same else 0)
+        self.records = self.records.updated(latest)
+        return self.records
 
     async def slow_command(self, command: Command, seconds: float = _SLOW_COMMAND_S) -> dict[str, Any]:
         """Send a command that takes up to `seconds`, on a connection of its own: answers keep their order, so others would wait.
 
         Raises RuntimeDown, StatusError.
         """
-        if not self.up:
-            raise self._absence()
+        self.check_up()
         try:
             connection = ControlConnection(self._path, lambda _: None)
         except (OSError, ProtocolError):
@@ -363,22 +395,19 @@ class RuntimeLink:
         finally:
             connection.close()
 
-    def _absence(self) -> RuntimeDown:
-        return RuntimeDown() if self.asleep_since is None else RuntimeAsleep()
+    def check_up(self) -> None:
+        """Raise RuntimeDown unless the runtime answers."""
+        if not self.up:
+            raise RuntimeDown() if self.asleep_since is None else RuntimeAsleep()
 
-    async def _ask(
-        self, kind: Kind, body: dict[str, Any], answer_kind: Kind, done: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
-        """Ask; call `done` if the runtime succeeds, also if the caller has been cancelled by then."""
-        if not self.up or self._connection is None:
-            raise self._absence()
+    async def _ask(self, kind: Kind, body: dict[str, Any], answer_kind: Kind) -> Any:
+        self.check_up()
+        assert self._connection is not None
         try:
             question = pack_json(kind, body)
         except ProtocolError as error:
             raise StatusError("INVALID_ARGUMENT", str(error)) from None
         answer = self._connection.ask(question, answer_kind)
-        if done is not None:
-            answer.add_done_callback(partial(_if_done, done))
         # The answer is not cancelled with the caller: answers keep their order.
         await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
@@ -424,14 +453,14 @@ class RuntimeLink:
 
     def _fall_asleep(self, since: float) -> None:
         self.asleep_since = since
-        self._dismissed |= dict.fromkeys(self._served_before, self._loop.time())
-        for entry in self.entries.values():
-            entry["weights"] = "absent" if entry["weights"] else None
+        self.presence.fall_asleep(_now())
+        self.state.free_weights()
 
     async def _serve(self) -> str:
         """Use one connection to its end; return the reason of the end. Raises OSError, ProtocolError."""
         connection = self._connection = ControlConnection(self._path, self._on_state)
         try:
+            self._document.begin(connection)
             connection.send(pack_json(Kind.WATCH, {}))
             pinging = asyncio.create_task(self._keep_pinging(connection))
             try:
@@ -440,6 +469,7 @@ class RuntimeLink:
                 pinging.cancel()
         finally:
             connection.close()
+            self._document.end()
             self._connection = None
 
     async def _keep_pinging(self, connection: ControlConnection) -> None:
@@ -456,199 +486,44 @@ class RuntimeLink:
                     self._come_up()
             await asyncio.sleep(self._timing.ping_s)
 
-    def _on_state(self, state: dict[str, Any]) -> None:
+    def _on_state(self, frame: dict[str, Any]) -> None:
         """Take a snapshot, or the next change."""
-        try:
-            revision = int(state["revision"])
-            if "entries" in state:
-                self.entries = dict(state["entries"])
-                for found in self.entries.values():
-                    self._note_dismissal(found)
-                self._ready = None
-                self.since = self._loop.time()
-                new = state["instance"] != self.instance
-                self.lives += new and self.asleep_since is None
-                self.instance, self.revision = str(state["instance"]), revision
-                log.info("connected to %s, instance %s", self._who, self.instance)
-                if new:
-                    self._missed.clear()
-                    self._missed_settings.clear()
-                self._come_up()
-                if new:
-                    self._send_overrides()
-                return
-            if revision != self.revision + 1:
-                raise ProtocolError(f"the runtime's state jumps from revision {self.revision} to {revision}")
-            key, entry = str(state["key"]), state["entry"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a STATE frame lacks its {error}") from None
-        self.revision = revision
-        before = self.entries.pop(key, None) if entry is None else self.entries.get(key)
-        if entry is not None:
-            self.entries[key] = entry
-            self._note_dismissal(entry)
-            if entry["stubs"] and self.up:
-                self._served_before.discard(entry["name"])
-            self._send_model(entry["name"])
-        moves = moves_only(before, entry)
-        self._ready = self._ready if moves else None
+        state = self.state
+        if "entries" in frame:
+            new = state.take_snapshot(frame)
+            for entry in state.entries.values():
+                self.presence.follow(entry, _now(), up=False)
+            self.since = _now()
+            state.lives += new and self.asleep_since is None
+            log.info("connected to %s, instance %s", self._who, state.instance)
+            self._come_up()
+            return
+        change, moves = state.take_change(frame, partial(self.presence.follow, now=_now(), up=self.up))
         self._changes.note(moves=moves)
         if self.up:  # else a snapshot follows
-            self._publish(StateChange(self.instance, revision, key, entry))
-
-    def _note_dismissal(self, entry: Any) -> None:
-        """Note whether the runtime has asked the stubs of a model to leave; its version is leaving then."""
-        if entry["state"] == "cold":
-            self._dismissed[entry["name"]] = self._loop.time()
-            entry["state"] = "leaving"
-        elif entry["stubs"]:
-            self._dismissed.pop(entry["name"], None)
+            state.publish(change)
 
     def _come_up(self) -> None:
         self.up, self._wakes, self.asleep_since = True, False, None
-        self._served_before -= self.served()
-        self._down = self._loop.create_future()
-        missed, self._missed = self._missed, {}
-        settings, self._missed_settings = self._missed_settings, {}
-        self._send_settings(settings)
-        for command in missed.values():
-            self._send(str(command.get("model") or ""), command)
+        self.presence.come_up(self.served())
+        self._down = asyncio.get_running_loop().create_future()
         self._changes.note()
-        self._publish(None)
+        self.state.publish(None, up=True)
 
     def _go_down(self) -> None:
-        self._served_before = self.served() | self.returning()
+        self.presence.go_down(self.served())
         self.up = False
         since = asleep_since(self._path.parent)
         if since is not None:
             self._fall_asleep(since)
-        self._down_at = self._loop.time()
+        self._down_at = _now()
         self._down.set_result(None)
         self._changes.note()
-        self._publish(None)
-
-    def _publish(self, change: StateChange | None) -> None:
-        for subscription in self._subscriptions:
-            subscription.tell(change)
-
-    # --- overrides for a new runtime, and for one that was silent ---------------------------------
-
-    def configure_later(self, changes: dict[str, Any]) -> None:
-        """Change keys that other runtimes have changed when this one answers again."""
-        if self.up:
-            self._send_settings(changes)
-        else:
-            self._missed_settings |= changes
-
-    def send_later(self, command: Command, refusal: StatusError) -> None:
-        """Send a command that other runtimes carried out when this one can, if the command's effect lasts.
-
-        `refusal`: why this one did not.
-        """
-        model = str(command.get("model") or "")
-        if command["command"] not in LASTING:
-            return
-        if not isinstance(refusal, RuntimeDown):
-            if refusal.code in _NOT_YET:
-                self._pending_models.add(model)
-            return
-        # The next runtime of this device gets what holds then.
-        self._overrides.commanded(command, self._device)
-        if self.up:
-            self._send(model, command)
-        else:
-            # The latest of those that set the same, in the order of the latest.
-            what = (str(command["command"]), model, *sorted(command))
-            self._missed.pop(what, None)
-            self._missed[what] = command
-
-    def _send_overrides(self) -> None:
-        self._pending_models = self._overrides.models
-        self._send_settings(self._overrides.scheduler)
-        for command in self._overrides.for_all():
-            self._send("", command)
-        for name in {entry["name"] for entry in self.entries.values()}:
-            self._send_model(name)
-
-    def _send_settings(self, changes: dict[str, Any]) -> None:
-        assert self._connection is not None
-        if changes:
-            answer = self._connection.ask(pack_json(Kind.CONFIGURE, changes), Kind.CONFIGURED)
-            answer.add_done_callback(partial(self._on_answer, "", changes))
-
-    def _send_model(self, name: str) -> None:
-        if name in self._pending_models:
-            self._pending_models.discard(name)
-            for command in self._overrides.for_model(name, self._device):
-                self._send(name, command)
-
-    def _send(self, name: str, command: Command) -> None:
-        assert self._connection is not None
-        answer = self._connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-        answer.add_done_callback(partial(self._on_answer, name, command))
-
-    def _on_answer(self, name: str, command: Command, answer: Answer) -> None:
-        if answer.cancelled():
-            return
-        result = answer.result()
-        if "error" not in result:
-            log.info("set again in %s: %s", self._who, command)
-        elif result.get("code") in _NOT_YET:
-            self._pending_models.add(name)  # retry at its next change
-        else:
-            log.error("%s refuses an earlier setting, %s: %s", self._who, command, result["error"])
+        self.state.publish(None, up=False)
 
 
-class Subscription:
-    """Changes of the runtime's state, after a first snapshot. A slow reader gets another snapshot in place of many changes."""
-
-    def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]", some: asyncio.Event) -> None:
-        self._link = link
-        self._subscriptions = subscriptions
-        self._some = some
-        self._changes: deque[StateChange] = deque()
-        #: True if the next item must be a snapshot.
-        self._stale = True
-        some.set()
-        subscriptions.add(self)
-
-    def tell(self, change: StateChange | None) -> None:
-        """Add a change; None: more than one version changed, or the runtime came up or went down."""
-        if change is None or len(self._changes) >= _MAX_PENDING_CHANGES:
-            self._stale = True
-            self._changes.clear()
-        if change is not None and not self._stale:
-            self._changes.append(change)
-        if self.pending:
-            self._some.set()
-
-    @property
-    def pending(self) -> bool:
-        """True if there is a change or snapshot to take."""
-        return self._stale or bool(self._changes)
-
-    def take(self) -> StateUpdate:
-        """Return the next change or snapshot, which must be pending."""
-        if self._stale:
-            self._stale = False
-            link = self._link
-            return StateSnapshot(link.instance, link.revision, dict(link.entries)) if link.up else None
-        return self._changes.popleft()
-
-    async def next(self) -> StateUpdate:
-        """Wait for the next change or snapshot, and return it. Only if no other subscription sets the event."""
-        while not self.pending:
-            self._some.clear()
-            await self._some.wait()
-        return self.take()
-
-    def close(self) -> None:
-        self._subscriptions.discard(self)
-
-
-def _if_done(done: Callable[[], None], answer: Answer) -> None:
-    if not answer.cancelled() and "error" not in answer.result():
-        done()
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:

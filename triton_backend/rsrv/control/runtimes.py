@@ -10,28 +10,34 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import InvalidArgument, StatusError
-from rsrv.control.overrides import LASTING, Command, Overrides
+from rsrv.control.presence import Presence
 from rsrv.control.protocols import ModelVersion
+from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import (
-    ChangeCounter,
+    Command,
     LinkTiming,
     RuntimeDown,
     RuntimeLink,
-    StateChange,
-    StateUpdate,
 )
+from rsrv.control.runtime_state import ChangeCounter, StateChange, StateUpdate
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.settings import Settings, SettingsError
 from rsrv.wire import paths
 from rsrv.wire.socket import readable
 
+T = TypeVar("T")
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
 #: What is known already: the runtime's instance and the `next` of its last answer, by the device's number.
 Positions = Mapping[int, tuple[str, int]]
 
+#: States of models that commands are about.
+_PRESENT = ("ready", "loading")
 #: Precedence among the states of one version on several devices.
 _STATES = ("ready", "loading", "leaving", "failed")
 #: The same for its weights; None is for meta models.
@@ -42,6 +48,8 @@ _WEIGHTS = ("resident", "loading", "absent", None)
 _GRACE_S = 90.0
 #: Seconds between two looks for models that do not return.
 _RETURN_LOOK_S = 0.25
+#: After a runtime was asked to end, stubs have so many seconds to start the next one.
+_RESTART_S = 15.0
 #: Seconds for a runtime whose device sleeps to answer, and for one that is to sleep to end.
 _WAKE_S, _END_S = 60.0, 10.0
 
@@ -79,36 +87,41 @@ class Runtimes:
     def __init__(
         self,
         directories: Sequence[Path],
+        settings: Settings,
         timing: LinkTiming | None = None,
         launch: Callable[[int], object] = lambda number: None,
+        callees: Callable[[str], Sequence[str]] = lambda name: (),
     ) -> None:
-        """`directories`: of the runtimes, by the number of their device; the first one has the operators' settings.
+        """Link the runtimes.
 
-        `launch` returns when the runtime of a device takes connections, which it starts if none does. Raises StatusError.
+        Args:
+            directories: Directories of the runtimes, by the number of their device; the first one has the overrides.
+            settings: Contents of rsrv.yaml.
+            timing: Intervals of the links.
+            launch: Waits until the runtime of a device takes connections, and starts the runtime if there is none. Raises
+                StatusError.
+            callees: Returns the models that a meta model calls, whether they serve or not. Called on a thread.
         """
-        self._launch = launch
-        self.overrides = Overrides(directories[0] / paths.OVERRIDES)
+        self._launch, self._callees = launch, callees
+        self.desired = DesiredState(settings, directories[0] / paths.OVERRIDES)
+        self.presence = Presence(len(directories))
         self._changes = ChangeCounter()
         self.links = tuple(
             RuntimeLink(
                 directory / paths.SOCKET,
-                self.overrides,
+                self.desired,
+                self.presence.devices[number],
                 self._changes,
                 timing,
                 number if len(directories) > 1 else None,
             )
             for number, directory in enumerate(directories)
         )
-        #: Names of the models whose stubs live without a connection.
-        self._unconnected: frozenset[str] = frozenset()
         #: Devices that placement allows a model, by its name; others may be on any device.
         self.placement: Mapping[str, Collection[int]] = {}
         self._merged: dict[str, ModelVersion] = {}
-        #: The latest answers to `metrics`: when they came, and the instances of the runtimes.
-        self._counted: Answers = {}
-        self._counted_at, self._counted_lives = 0.0, dict[int, str]()
         #: Changes that are not merged yet, of each link.
-        self._unmerged = [link.subscribe() for link in self.links] if len(self.links) > 1 else []
+        self._unmerged = [link.state.subscribe() for link in self.links] if len(self.links) > 1 else []
 
     async def run(self) -> None:
         """Keep the links up until cancelled."""
@@ -142,7 +155,7 @@ class Runtimes:
     def entries(self) -> Mapping[str, ModelVersion]:
         """Versions by key. While no runtime is up, the last known ones; a new runtime starts without any."""
         if len(self.links) == 1:
-            return self.links[0].entries
+            return self.links[0].state.entries
         changed: set[str] | None = set()
         for part in self._unmerged:
             while part.pending:
@@ -151,7 +164,7 @@ class Runtimes:
                         changed.add(key)
                     case _:
                         changed = None
-        found = [link.entries for link in (*self.live.values(),) or self.links]
+        found = [link.state.entries for link in (*self.live.values(),) or self.links]
         if changed is None:
             self._merged = merge(found)
         else:
@@ -167,13 +180,17 @@ class Runtimes:
         """Names of the models that no runtime has, and that start with their next request."""
         if not (self.up or self.asleep):
             return set()
-        known = (link.ready | link.loading for link in self.live.values())
-        return set(self._unconnected.union(*(link.dismissed for link in self.links)).difference(*known))
+        return self.presence.cold(link.state.ready | link.state.loading for link in self.live.values())
+
+    @property
+    def returning(self) -> set[str]:
+        """Names of models that an ended runtime had, and whose stubs have not connected to the next runtime."""
+        return self.presence.returning
 
     @property
     def awaited(self) -> set[str]:
         """Names of the models that no runtime has, but one had before it ended. Their stubs may return, or be dead."""
-        left = set[str]().union(*(link.unreturned for link in self.links))
+        left = self.returning
         return left.difference(entry["name"] for entry in self.entries.values()) if left else left
 
     @property
@@ -187,29 +204,20 @@ class Runtimes:
         return self._changes.others
 
     def served(self) -> set[str]:
-        """Return the names of the models with a connected stub; none while no runtime answers.
-
-        A stub whose only runtime has ended counts until it has had the time to find the next one: else it would be taken
-        for dead, because the other runtimes do not know it.
-        """
-        live = len(self.live)
-        found: set[str] = set()
-        for link in self.links if live or self.asleep else ():
-            found |= link.served()
-            # With no other runtime, no stub counts as dead before that time.
-            if live - link.up:
-                found |= link.returning()
-        return found
+        """Return the names of the models with a connected stub; none while no runtime answers."""
+        return set[str]().union(*(link.served() for link in self.links if self.up or self.asleep))
 
     def show_cold(self, names: Collection[str]) -> None:
         """Note the models whose stubs live without a connection: they are cold, unless a runtime is about to have them."""
         if not (self.up or self.asleep):
             return
-        found = frozenset(names).difference(*(link.returning() for link in self.links))
-        for link in self.live.values():
-            link.check_dismissed(names)
-        if found != self._unconnected:
-            self._unconnected = found
+        if self.presence.see(names, self.live, asyncio.get_running_loop().time()):
+            self._changes.note()
+
+    def forget_returning(self, gone: Collection[str]) -> None:
+        """Do not expect the stubs of these models any more: they are dead, or Triton has unloaded the models."""
+        self.presence.forget(gone)
+        if gone:
             self._changes.note()
 
     async def wait_change(self, seen: int | None = None) -> None:
@@ -224,45 +232,69 @@ class Runtimes:
         answers, _ = await self._ask(asked, lambda _, link: link.command(question))
         return answers
 
-    async def metrics(self, max_age_s: float = 0.0) -> tuple[Answers, float]:
-        """Return the answers to `metrics`, and the loop's time at which they came.
+    async def records(self, *, whole: bool = False) -> dict[int, RuntimeRecords]:
+        """Return the records of the runtimes that answer, by the numbers of their devices.
 
-        Answers may be those to an earlier question, if they are no older than `max_age_s` and of the same runtimes.
-        Raises as `query`.
+        With `whole`, what tensors models share is up to date, too. Raises RuntimeDown if none answers, unless devices sleep.
         """
-        clock, lives = asyncio.get_running_loop().time, {n: link.instance for n, link in self.live.items()}
-        if not lives or lives != self._counted_lives or clock() - self._counted_at > max_age_s:
-            self._counted, self._counted_lives = await self.query({"command": "metrics"}), lives
-            self._counted_at = clock()
-        return self._counted, self._counted_at
+        if self.asleep:
+            return {}
+        if not self.up:
+            raise RuntimeDown(next(filter(None, (link.obstacle for link in self.links)), ""))
+        answers, _ = await self._ask(self.live, lambda _, link: link.refresh(whole=whole))
+        return answers
+
+    async def read_records(self, since: Positions) -> dict[int, pb.DeviceRecord]:
+        """Return the changes of the runtimes' records since these positions, in the form of `read_on`."""
+
+        async def ask(number: int, link: RuntimeLink) -> pb.DeviceRecord:
+            instance, known = since.get(number, ("", 0))
+            return await link.record(known if instance == link.state.instance else 0)
+
+        answers, _ = await self._ask(self.live, ask)
+        return answers
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
         """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.
 
-        The others get it later if its effect lasts; so do all if the model is cold, or its stub is about to return.
         Raises RuntimeDown, StatusError if none carried it out.
         """
-        chosen = self.chosen(devices)
-        try:
-            answers, refusals = await self._ask(chosen, lambda _, link: link.command(command))
-        except StatusError as unknown:
-            name = str(command.get("model") or "")
-            if unknown.code != "NOT_FOUND" or not (
-                name in self.cold or any(name in link.returning() for link in chosen.values())
-            ):
-                raise
-            # Only a runtime checks the values of a policy.
-            if command["command"] not in LASTING - {"policy"}:
-                raise StatusError(
-                    "FAILED_PRECONDITION",
-                    f"{name} is cold: start it first, with `rsrv prefetch --warm {name}`",
-                ) from None
-            answers, refusals = {}, dict.fromkeys(chosen, unknown)
-            for number in chosen:
-                self.overrides.commanded(command, number)
-        for number, refusal in refusals.items():
-            chosen[number].send_later(command, refusal)
+        answers, _ = await self._ask(self.chosen(devices), lambda _, link: link.command(command))
         return answers
+
+    async def named(self, model: str) -> list[str]:
+        """Return the models that a command for this name applies to: the callees of a meta model, or the model itself.
+
+        Raises StatusError if there is no such model.
+        """
+        found = [one for one in self.entries.values() if one["name"] == model and one["state"] in _PRESENT]
+        called = {key.rpartition("@")[0] for one in found for key in one["models"]}
+        if called:
+            return sorted(called)
+        if not found:
+            if model not in self.cold | self.returning:
+                raise StatusError("NOT_FOUND", f"there is no model {model!r:.200}")
+            if callees := await asyncio.to_thread(self._callees, model):
+                return list(callees)
+        return [model]
+
+    async def change(self, change: Callable[[], None], devices: Collection[int] | None = None) -> list[int]:
+        """Change the desired documents of all runtimes, or of the runtimes of `devices`. Return the devices that follow now.
+
+        The other runtimes follow as soon as they answer. Raises RuntimeDown if no runtime answers, and InvalidArgument if
+        the values are wrong. After an error, nothing has changed.
+        """
+        chosen = self.chosen(devices)
+        live = {number: link for number, link in chosen.items() if link.up}
+        if not live:
+            next(iter(chosen.values())).check_up()
+        try:
+            change()
+        except SettingsError as error:
+            raise InvalidArgument(str(error)) from None
+        # `change` has already sent the documents, so a caller that gives up here undoes nothing.
+        followed = await asyncio.gather(*(link.followed() for link in live.values()))
+        return [number for number, follows in zip(live, followed, strict=True) if follows]
 
     async def slow_command(self, commands: Mapping[int, Command]) -> Answers:
         """Send each device's runtime a command that takes long. Raises RuntimeDown, StatusError if none succeeds."""
@@ -270,26 +302,10 @@ class Runtimes:
         answers, _ = await self._ask(chosen, lambda number, link: link.slow_command(commands[number]))
         return answers
 
-    async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
-        chosen = self.chosen(None)
-        answers, refusals = await self._ask(chosen, lambda _, link: link.configure(changes))
-        for number, refusal in refusals.items():
-            if isinstance(refusal, RuntimeDown):
-                self.links[number].configure_later(changes)
-        return answers[min(answers)]
-
-    async def status(self) -> Answers:
-        """Return the status of docs/protocol.md of each runtime that answers.
-
-        Raises RuntimeDown if none does, unless devices sleep.
-        """
-        if self.asleep:
-            return {}
-        if not self.up:
-            raise RuntimeDown(next(filter(None, (link.obstacle for link in self.links)), ""))
-        answers, _ = await self._ask(self.live, lambda _, link: link.status())
-        return answers
+    async def last_records(self) -> dict[int, RuntimeRecords]:
+        """Return the last records of the runtimes whose devices sleep: counters and sizes of their models."""
+        links = {number: link for number, link in enumerate(self.links) if link.asleep_since is not None}
+        return {number: await asyncio.to_thread(link.last_records) for number, link in links.items()}
 
     async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
         """Have a runtime end for the next one; return when its models have returned, as far as they do.
@@ -302,21 +318,21 @@ class Runtimes:
                 "FAILED_PRECONDITION",
                 f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
             )
-        before, instance = link.ready & link.served(), link.instance
+        before, instance = link.state.ready & link.served(), link.state.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
         await link.slow_command(command, drain_s + _GRACE_S)
         link.restarts += 1
         began, first = clock(), 0.0
         while True:
             seen = self.changes
-            if link.instance != instance and link.up:
-                now, back = clock() - began, before & link.ready
+            if link.state.instance != instance and link.up:
+                now, back = clock() - began, before & link.state.ready
                 first = first or (now if back else 0.0)
                 # A stub whose model was unloaded meanwhile does not return.
-                awaited = link.loading | (link.returning() - link.served())
+                awaited = link.state.loading | link.presence.returning
                 if not (before - back) & awaited:
                     return RestartedDevice(number, first, now, sorted(before - back))
-            elif not link.up and not link.returning():
+            elif not link.up and (not link.presence.returning or link.down_s >= _RESTART_S):
                 if before:
                     text = f"no runtime of device {number} has come back; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)
@@ -335,7 +351,7 @@ class Runtimes:
             raise StatusError("FAILED_PRECONDITION", f"device {number} sleeps already")
         runtime = -1
         with suppress(OSError):  # it has just ended
-            runtime = os.pidfd_open((await link.status())["pid"])
+            runtime = os.pidfd_open((await link.record()).pid)
         try:
             command = {"command": "sleep", "drain_s": drain_s, "force": force}
             await link.slow_command(command, drain_s + _GRACE_S)
@@ -380,13 +396,13 @@ class Runtimes:
 
     @staticmethod
     async def _ask(
-        links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[Answer]]
-    ) -> tuple[Answers, dict[int, StatusError]]:
+        links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
+    ) -> tuple[dict[int, T], dict[int, StatusError]]:
         """Ask all at once; return the answers and the refusals. If none answers, raise the refusal that says most."""
         said = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
-        answers: Answers = {}
+        answers: dict[int, T] = {}
         refusals: dict[int, StatusError] = {}
         for number, one in zip(links, said, strict=True):
             if isinstance(one, StatusError):
@@ -402,7 +418,7 @@ class Runtimes:
         return answers, refusals
 
     async def read_on(self, command: str, since: Positions) -> Answers:
-        """Return the answers to `load`, `timeline`, `arrivals` or `traces`: of each device what is new since a position.
+        """Return the answers to `timeline`, `arrivals` or `traces`: of each device what is new since a position.
 
         Of another runtime than the position's, and of devices without one, everything is told. Raises RuntimeDown,
         StatusError if none answers.
@@ -411,7 +427,7 @@ class Runtimes:
         async def ask(number: int, link: RuntimeLink) -> Answer:
             instance, known = since.get(number, ("", 0))
             return await link.command(
-                {"command": command, "since": known if instance == link.instance else 0}
+                {"command": command, "since": known if instance == link.state.instance else 0}
             )
 
         answers, _ = await self._ask(self.live, ask)
@@ -429,7 +445,7 @@ class DeviceStateFeed:
 
     def __init__(self, links: Iterable[RuntimeLink]) -> None:
         self._some = asyncio.Event()
-        self._parts = {number: link.subscribe(self._some) for number, link in enumerate(links)}
+        self._parts = {number: link.state.subscribe(self._some) for number, link in enumerate(links)}
         #: The device whose turn it is.
         self._next = 0
 

@@ -1,8 +1,9 @@
 """Words for people about where a model is and what happened to it, from the data of the control service."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
+from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import amount, duration, one_line
 
@@ -69,7 +70,7 @@ _SENTENCES = {
     ("model ready", ""): "ready",
     ("model draining", ""): "no stub needs the model; its last executions end",
     ("model failed", ""): "failed to start",
-    ("model gone", ""): "gone",
+    ("model gone", ""): "the version has left",
 }
 #: reason of a refusal -> words
 _REFUSALS = {
@@ -138,7 +139,8 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     ]
     told = [f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= MIN_PART_S]
     waited = sum(seconds for seconds, _ in parts)
-    text = f"request {slow.number} of {rows} for {slow.model}{where}{asked} "
+    divided = f" in {slow.parts} parts" if slow.parts else ""
+    text = f"request {slow.number} of {rows}{divided} for {slow.model}{where}{asked} "
     text += (
         f"waited {duration(waited)}: {', '.join(told)}"
         if len(told) > 1
@@ -147,6 +149,8 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     if slow.batch_requests:
         text += f"; {'executes' if slow.outcome == 'executing' else 'executed'} {_batch(slow)}"
         text += f" {'for' if slow.outcome == 'executing' else 'in'} {duration(slow.executing_s)}"
+    elif slow.parts:
+        text += f"; executed in {duration(slow.executing_s)}"
     deadline = f", with a deadline of {duration(slow.deadline_s)}" if slow.HasField("deadline_s") else ""
     text = f"{text}; {_OUTCOMES.get(slow.outcome, slow.outcome)} {duration(slow.seconds)}{deadline}"
     sides = ((slow.before_s, "before (preprocess, inputs)"), (slow.after_s, "after (postprocess, answer)"))
@@ -200,24 +204,67 @@ def _rows(record: pb.HistoryRecord) -> str:
     return f"{record.rows} {'row' if record.rows == 1 else 'rows'}{padded}"
 
 
-def life(state: str, weights: str, step: str = "") -> str:
-    """Return where a model is, in the words of docs/large-catalogue.md.
+def lives(answer: pb.GetStatusResponse) -> dict[str, str]:
+    """Return the state of each model and meta model by name, in the words of docs/operating.md."""
+    aliases = {alias.name for alias in answer.aliases}
+    broken = set(failed_models((failure.name for failure in answer.failures), aliases))
+    asleep = bool(answer.devices) and all(device.HasField("asleep_since_unix_s") for device in answer.devices)
+    states = dict.fromkeys(broken, "failed")
+    for model in (*answer.models, *answer.metas):
+        weights = weights_of(model) if isinstance(model, pb.ModelStatus) else ""
+        state = state_of(model.versions)
+        states[model.name] = life(state, weights, model.starting, broken=model.name in broken, asleep=asleep)
+    return states
+
+
+def failed_models(failures: Iterable[str], aliases: Container[str]) -> Iterator[str]:
+    """Yield the names of failed models, without the aliases. A refused alias has the prefix "aliases."."""
+    return (name for name in failures if name not in aliases and not name.startswith("aliases."))
+
+
+def state_of(versions: Sequence[pb.Version]) -> str:
+    """Return the state of a model: ready if any version is ready, else the state of the last version, or an empty text."""
+    states = [word(pb.State, version.state) for version in versions]
+    return "ready" if "ready" in states else states[-1] if states else ""
+
+
+def weights_of(model: pb.ModelStatus | pb.ModelOnDevice) -> str:
+    """Return the state of a model's weights. A model that is not built has only the coarse state."""
+    return model.weights_state or word(pb.Weights, model.weights)
+
+
+def life(state: str, weights: str, step: str = "", *, broken: bool = False, asleep: bool = False) -> str:
+    """Return the state of a model or a version, in the words of docs/operating.md.
 
     Args:
-        state: of its version.
-        weights: their state; empty of a meta model.
-        step: what its start waits for, if that is known.
+        state: State of the version. Empty if no version exists.
+        weights: State of the weights. Empty for a meta model.
+        step: What the start waits for, if that is known.
+        broken: True if the newest bundle of the model cannot be loaded.
+        asleep: True if all devices sleep.
     """
+    if broken and not state:
+        return "failed"
+    # In a sleep, no weights are on the device, and the stubs wait for a request. A control process that started during the
+    # sleep knows no version.
+    if asleep and state in ("ready", "cold", ""):
+        return "asleep"
+    older = ", in an older version" if broken and state in ("ready", "cold") else ""
     # Its weights may be on the device before its stub has imported model.py and takes requests.
     if state == "loading" or step == "importing model.py":
         return f"starting, {step}" if step else "starting"
     if state != "ready" or not weights:
-        return state
+        return f"{state}{older}"
     if weights in ("resident", "reserved", "evicting"):
-        return "resident"
+        return f"resident{older}"
     if weights == "reading":
-        return "warm, reading its weights from disk"
-    return "warm" if weights == "absent" else f"warm, weights {weights}"
+        return f"warm, reading its weights from disk{older}"
+    return f"warm{older}" if weights == "absent" else f"warm, weights {weights}{older}"
+
+
+def failed_how(*, serves: bool) -> str:
+    """Return the words for a model whose newest bundle cannot be loaded. `serves`: an older version serves."""
+    return "is served in an older version" if serves else "has failed"
 
 
 def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:

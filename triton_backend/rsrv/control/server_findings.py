@@ -1,11 +1,14 @@
 """Findings about a server and its devices: each rule reads the figures, and yields what an operator can improve. Pure."""
 
 from collections.abc import Callable, Iterator
+from math import inf
 
-from rsrv.control.figures import DeviceWindow, ModelActivity, merged
+from rsrv.control.figures import DeviceWindow, ModelActivity, budget_of, merged
 from rsrv.control.findings import FEW, Case, ServerFinding, Severity
-from rsrv.histogram import LONG_SECONDS, SECONDS, Histogram
+from rsrv.control.triton import HOW_TO_START
+from rsrv.histogram import SECONDS
 from rsrv.hooks.loader import import_limit_s
+from rsrv.renewal import WARN_S
 from rsrv.text import amount, by_number, duration, percent, some
 
 #: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less, and so does
@@ -34,7 +37,7 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
                 f"`kill -CONT {pid}` if `ps {pid}` says that it is stopped (T), else `kill -9 {pid}`: the next runtime "
                 "starts by itself, and waiting requests go to it"
                 if pid
-                else "mend what the server's log names; the next runtime then starts by itself",
+                else "fix what the server's log names; the next runtime then starts by itself",
             )
 
 
@@ -101,7 +104,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             texts.setdefault(one["name"], one["error"] or "")
     since = {name: one.since for name, one in case.now.failures.items()}
     kinds: tuple[tuple[str, Severity, str], ...] = (
-        ("model_failed", "critical", "cannot be served"),
+        ("model_failed", "critical", "has failed"),
         ("bundle_refused", "warning", "is served in an older version"),
     )
     for name, severity, what in kinds:
@@ -109,12 +112,20 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
         if names:
             ages = [case.now.unix_s - since[one] for one in names if one in since]
             age = f", for {duration(max(ages))} now" if ages and max(ages) > 0 else ""
+            reason = texts[names[0]]
+            # If the reason ends with `barred`, the server's flags are to blame, not the bundle.
+            remedy = (
+                f"restart tritonserver to serve what the bundles hold now. So that it follows them from then on, {HOW_TO_START}"
+                if case.now.barred and reason.endswith(case.now.barred)
+                else "fix what the reason names (`rsrv-bundle check` lists all faults of a bundle), then "
+                f"`rsrv reload {names[0]}`"
+            )
             yield ServerFinding(
                 name,
                 severity,
-                f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ')}{age}",
-                _short(texts[names[0]]) or "the log has the reason",
-                f"mend what the reason names (`rsrv-bundle check` lists all faults of a bundle), then `rsrv reload {names[0]}`",
+                f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ').replace('has ', 'have ')}{age}",
+                _short(reason) or "the log has the reason",
+                remedy,
             )
 
 
@@ -184,7 +195,7 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
 def _paused(case: Case) -> Iterator[ServerFinding]:
     paused = {one["name"] for one in case.now.entries.values() if one["paused"]}
     waiting = {
-        name: one.queued + one.refused.get("paused", 0)
+        name: one.now.queued + one.refused.get("paused", 0)
         for window in case.windows
         for name, one in window.models.items()
         if name in paused
@@ -207,7 +218,7 @@ def _settings(case: Case) -> Iterator[ServerFinding]:
             "warning",
             f"rsrv.yaml is not used: {_short(case.now.settings_refused)}",
             "the file has an error, so the server goes on with the settings that it had before",
-            "mend the file; it is read again within two seconds",
+            "fix the file; it is read again within two seconds",
         )
     if case.now.settings_waiting:
         yield ServerFinding(
@@ -219,17 +230,50 @@ def _settings(case: Case) -> Iterator[ServerFinding]:
         )
 
 
-def _shm_full(case: Case) -> Iterator[ServerFinding]:
-    free, total = case.now.shm or (0, 0)
-    if total and free < 0.05 * total:
+def _openai_closed(case: Case) -> Iterator[ServerFinding]:
+    if case.now.openai_closed:
         yield ServerFinding(
-            "shm_full",
-            "warning",
-            f"{amount(free)} of {amount(total)} of /dev/shm are free",
-            "/dev/shm holds the host copies of weights, and the inputs and outputs of all requests",
-            "give the container more of it (--shm-size), or set runtime.shared_host_weights: false, with which each device "
-            "has its own copies in private memory",
+            "openai_closed",
+            "note",
+            f"OpenAI's endpoints are off: {_short(case.now.openai_closed)}",
+            "a model has a task, and without keys every machine that reaches the port could call it",
+            "write the callers' keys into the file that openai.keys_file names: the port opens within seconds. Or set "
+            "openai.listen: null",
         )
+
+
+def _shm_full(case: Case) -> Iterator[ServerFinding]:
+    shm = case.now.shm
+    if shm is None or not shm.is_short:
+        return
+    largest = max(shm.requests, key=lambda name: shm.requests[name], default="")
+    most = shm.requests.get(largest, 0)
+    uses = [
+        (f"inputs and outputs of requests for {largest}", most),
+        ("requests for other models", sum(shm.requests.values()) - most),
+        ("host copies of weights", shm.weights),
+        ("other files", shm.others),
+    ]
+    used = ", ".join(f"{what} take {amount(size)}" for what, size in uses if size)
+    # Advice about less than a tenth of the used bytes would free too little.
+    notable = 0.1 * (shm.total - shm.free)
+    cures = ["give the container more of it (--shm-size)"]
+    if most >= notable:
+        cures.append(
+            f"let fewer requests of {largest} wait (models.{largest}.max_queue_depth) or send smaller ones: Triton keeps the "
+            "memory of their peak until the model is loaded again"
+        )
+    if shm.weights >= notable:
+        cures.append(
+            "set runtime.shared_host_weights: false, so that each device keeps its own copies in private memory"
+        )
+    yield ServerFinding(
+        "shm_full",
+        "warning",
+        f"{amount(shm.free)} of {amount(shm.total)} of /dev/shm are free",
+        used or "/dev/shm has no room",
+        ", or ".join(cures),
+    )
 
 
 def _traces_lost(case: Case) -> Iterator[ServerFinding]:
@@ -242,6 +286,28 @@ def _traces_lost(case: Case) -> Iterator[ServerFinding]:
             "the collector of traces.endpoint is down or slow",
             "check the collector, or let clients trace fewer requests. Requests do not wait for the collector",
         )
+
+
+def _renewals(case: Case) -> Iterator[ServerFinding]:
+    for file in case.now.renewals:
+        if file.problem:
+            yield ServerFinding(
+                "renewal_failed",
+                "warning",
+                f"the changed files of {file.setting} cannot be used, and the last good ones stay in use",
+                file.problem,
+                "replace the files: they are read again within seconds",
+            )
+        left = inf if file.ends_at is None else file.ends_at - case.now.unix_s
+        if left <= WARN_S:
+            ends = f"ends in {duration(left)}" if left > 0 else f"ended {duration(-left)} ago"
+            yield ServerFinding(
+                "certificate_ends",
+                "warning" if left > 0 else "critical",
+                f"the certificate of {file.setting} {ends}",
+                "nobody has replaced its file",
+                "replace the file: a renewed certificate is used within seconds, without a restart",
+            )
 
 
 def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
@@ -311,16 +377,16 @@ def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
 
 
 def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    budget, models = window.counts["memory"]["device"]["budget_bytes"], window.models.values()
-    arrived = sum(one.ended + one.queued for one in models)
-    misses = sum(one.misses for one in models)
-    evicted = sum(one.evictions.get("room", 0) for one in models)
+    budget, models = budget_of(window), window.models.values()
+    arrived = sum(one.ended + one.now.queued for one in models)
+    misses = sum(one.grown("misses") for one in models)
+    evicted = sum(one.counted("evictions").get("room", 0) for one in models)
     if budget is None or arrived < FEW or misses < 0.2 * arrived or evicted < 5:
         return
-    used = [one for one in models if one.ended or one.queued]
+    used = [one for one in models if one.ended or one.now.queued]
     asked = _together(case, window, used)
-    load = merged(SECONDS, (one.load for one in models)).quantile(0.5)
-    busiest = max(used, key=lambda one: one.misses).name
+    load = merged(SECONDS, (one.measured("load") for one in models)).quantile(0.5)
+    busiest = max(used, key=lambda one: one.grown("misses")).name
     pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
     if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
         cure = (
@@ -328,7 +394,7 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
             f"memory) and `rsrv restart`, or {pin}"
         )
     else:
-        cure = f"{pin}, set scheduler.eviction: cost, or serve on more devices"
+        cure = f"{pin}, or serve on more devices"
     yield ServerFinding(
         "weights_thrash",
         "warning",
@@ -340,12 +406,12 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
 
 
 def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    device = window.counts["memory"]["device"]
-    if device["budget_bytes"] is not None and device["pinned_bytes"] > device["budget_bytes"]:
+    budget, pinned = budget_of(window), window.records.device.memory.pinned_bytes
+    if budget is not None and pinned > budget:
         yield ServerFinding(
             "over_pinned",
             "warning",
-            f"{amount(device['pinned_bytes'])} of weights are pinned, {amount(device['budget_bytes'])} fit",
+            f"{amount(pinned)} of weights are pinned, {amount(budget)} fit",
             "pinned models (residency: device) are never evicted: executions may find no memory, and the other models are "
             "served one at a time, beyond the budget",
             "`rsrv unpin` the models that may wait for a load",
@@ -353,13 +419,13 @@ def _over_pinned(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    budget = window.counts["memory"]["device"]["budget_bytes"]
+    budget = budget_of(window)
     if budget is None:
         return
-    facts = case.now.facts
-    names = [name for name in window.counts["models"] if name in facts and facts[name].device_bytes > budget]
+    sizes = {name: one.device_bytes for name, one in window.records.models.items()}
+    names = [name for name, size in sizes.items() if size > budget]
     if names:
-        size = max(facts[name].device_bytes for name in names)
+        size = max(sizes[name] for name in names)
         yield ServerFinding(
             "weights_too_big",
             "warning",
@@ -388,8 +454,8 @@ def _overloaded(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _compiled(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    seconds = Histogram.from_json(LONG_SECONDS, window.counts["compile"]).sum
-    compiled, cached = (window.counts["executables"].get(one, 0) for one in ("compiled", "cache"))
+    device = window.records.device
+    seconds, compiled, cached = device.compile.sum, device.compiled, device.from_cache
     if seconds >= 10.0 and compiled > cached:
         folder = case.now.settings.runtime.compilation_cache_dir
         yield ServerFinding(
@@ -406,22 +472,36 @@ def _compiled(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
         )
 
 
+def _no_cache(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
+    if obstacle := window.records.device.cache_obstacle:
+        folder = case.now.settings.runtime.compilation_cache_dir
+        yield ServerFinding(
+            "no_compilation_cache",
+            "warning",
+            "executables are kept only until this server ends: each start of the server compiles all models",
+            f"runtime.compilation_cache_dir ({folder}) cannot be used: {obstacle}",
+            "mount a folder there that this user can write, and that outlives the container, or set "
+            "runtime.compilation_cache_dir to such a folder, or ship executables (`rsrv-gen --compile-for`). If you do not want "
+            "a cache, set it to null",
+        )
+
+
 def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
-    host = window.counts["memory"]["host"]
-    limit = host.get("limit_bytes")
+    device = window.records.device
     read = [
         one
         for one in window.models.values()
-        if not one.has_host_copy
-        and one.loads >= 3
+        if one.now.device_bytes
+        and not one.now.host_bytes
+        and one.grown("loads") >= 3
         and (case.now.policy(one.name, "residency") or "system") != "unpinned"
     ]
-    if read and limit is not None:
+    if read and device.HasField("host_limit_bytes"):
         yield ServerFinding(
             "disk_loads",
             "warning",
-            f"weights of {some([one.name for one in read])} were read from disk {sum(one.loads for one in read)} "
-            f"times; host copies take {amount(host['physical_bytes'])} of {amount(limit)}",
+            f"weights of {some([one.name for one in read])} were read from disk {sum(one.grown('loads') for one in read)} "
+            f"times; host copies take {amount(device.host.physical_bytes)} of {amount(device.host_limit_bytes)}",
             "host memory has no room for their copies",
             "raise runtime.host_memory_bytes, or the container's limit of memory",
         )
@@ -430,18 +510,17 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
     """Return the bytes of these models and of the pinned ones, which have their room without requests."""
     sizes = {
-        name: case.now.facts[name].device_bytes
-        for name in window.counts["models"]
-        if name in case.now.facts and case.now.policy(name, "residency") == "device"
-    } | {one.name: case.weight_bytes(one) for one in used}
-    shared = case.now.devices[window.number].shared
+        name: one.device_bytes
+        for name, one in window.records.models.items()
+        if not one.meta and case.now.policy(name, "residency") == "device"
+    } | {one.name: one.now.device_bytes for one in used}
     # Tensors that models share are stored once.
-    saved = sum(size * max(0, len(sizes.keys() & names) - 1) for size, names in shared)
+    saved = sum(one.bytes * max(0, len(sizes.keys() & {*one.models}) - 1) for one in window.records.shared)
     return sum(sizes.values()) - saved
 
 
 def _waiting(window: DeviceWindow) -> int:
-    return sum(one.queued for one in window.models.values())
+    return sum(one.now.queued for one in window.models.values())
 
 
 def _count(number: int, word: str) -> str:
@@ -469,10 +548,12 @@ SERVER_RULES: tuple[_ServerRule, ...] = (
     _process_ended,
     _paused,
     _settings,
+    _openai_closed,
     _shm_full,
     _uneven,
     _waits_in_triton,
     _traces_lost,
+    _renewals,
 )
 DEVICE_RULES: tuple[_DeviceRule, ...] = (
     _too_big,
@@ -480,5 +561,6 @@ DEVICE_RULES: tuple[_DeviceRule, ...] = (
     _over_pinned,
     _overloaded,
     _disk_loads,
+    _no_cache,
     _compiled,
 )

@@ -3,15 +3,16 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import rsrv
 from rsrv.control import load_messages, messages
+from rsrv.control.aliases import alias_messages
 from rsrv.control.card_memory import Cards
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
@@ -21,18 +22,15 @@ from rsrv.control.placing import Placing
 from rsrv.control.prewarming import Prewarming
 from rsrv.control.protocols import Reconciling
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
-from rsrv.control.runtime_link import (
-    RuntimeDown,
-    StateChange,
-    StateSnapshot,
-    StateUpdate,
-    Subscription,
-)
-from rsrv.control.runtimes import Runtimes
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.runtime_link import RuntimeAsleep, RuntimeDown
+from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate, Subscription
+from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.control.stub_health import stub_processes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.desired import PauseMode
 from rsrv.settings import SettingsError
 from rsrv.settings_changes import CHANGEABLE, read_shares
 from rsrv.text import by_number
@@ -92,41 +90,47 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         runtimes = self._runtimes
-        statuses = await runtimes.status()
-        section = (
-            self._server.file.settings.scheduler.model_dump(mode="json")
-            if runtimes.asleep
-            else await runtimes.configure({})
-        )
+        records = await runtimes.records(whole=True)
         entries = runtimes.entries
         by_device = {
-            number: messages.by_name(link.entries)
+            number: messages.by_name(link.state.entries)
             for number, link in enumerate(runtimes.links)
             if link.up or link.asleep_since is not None
         }
         failures = self._lifecycle.failures
-        # A model that is not built yet, or could not be built, has no status.
+        # A model that is not built yet, or could not be built, has no record.
         names = {
-            kind: {name for said in statuses.values() for name in said[f"{kind}s"]}
+            kind: {
+                one.name
+                for said in records.values()
+                for one in said.models.values()
+                if one.meta == (kind == "meta")
+            }
             | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
             for kind in ("model", "meta")
         }
         # A meta model that is cold is told from others when it has started.
-        starting = {name: step for said in statuses.values() for name, step in said["starting"].items()}
+        starting = {name: step for said in records.values() for name, step in said.device.starting.items()}
         if awaited := runtimes.awaited:
             # A stub that imports model.py sees the end of its runtime afterwards, and connects to the next one then.
             repository = self._server.repository.absolute()
             living = await asyncio.to_thread(stub_processes, self._server.pid, repository)
             starting |= dict.fromkeys(awaited & living, "its process connects again")
         names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
-        if request.model and not any(request.model in known for known in (*names.values(), failures)):
+        aliases = self._lifecycle.aliases
+        chosen = {request.model, f"aliases.{request.model}", *aliases.get(request.model, ())}
+        if request.model and not any(
+            request.model in known for known in (*names.values(), failures, aliases)
+        ):
             raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 
         def wanted(names: Iterable[str]) -> list[str]:
-            return sorted((name for name in names if request.model in ("", name)), key=by_number)
+            return sorted((name for name in names if not request.model or name in chosen), key=by_number)
 
-        def told(kind: str, name: str) -> dict[int, Any]:
-            return {number: said[kind][name] for number, said in statuses.items() if name in said[kind]}
+        known = {**await runtimes.last_records(), **records}
+
+        def told(name: str) -> dict[int, pb.ModelRecord]:
+            return {number: said.models[name] for number, said in known.items() if name in said.models}
 
         cards, now, versions = await self._monitoring.cards.memory(), self._clock(), messages.by_name(entries)
         return pb.GetStatusResponse(
@@ -139,28 +143,44 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 settings_notes=self._server.file.notes,
             ),
             devices=[
-                messages.device_status(number, link, statuses.get(number), cards.get(number), now)
+                messages.device_status(
+                    number,
+                    link,
+                    records[number].device if number in records else None,
+                    cards.get(number),
+                    now,
+                )
                 for number, link in enumerate(runtimes.links)
             ],
-            scheduler=messages.scheduler(section),
+            scheduler=self._scheduler(records),
             models=[
                 messages.model_status(
                     name,
-                    told("models", name),
+                    told(name),
                     {number: found[name] for number, found in by_device.items() if name in found},
-                    messages.policy(self._server.file.settings, name, runtimes.overrides.policy(name)),
+                    messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name)),
                     starting.get(name, ""),
+                    self._lifecycle.bundle_state(name),
                 )
                 for name in wanted(names["model"])
             ],
             metas=[
                 messages.meta_status(
-                    name, told("metas", name).values(), versions.get(name, {}), starting.get(name, "")
+                    name, [*told(name).values()], versions.get(name, {}), starting.get(name, "")
                 )
                 for name in wanted(names["meta"])
             ],
             failures=[messages.failure(name, failures[name]) for name in wanted(failures)],
             findings=map(messages.finding, () if request.model else self._monitoring.diagnosis.findings),
+            aliases=alias_messages(
+                {
+                    name: shares
+                    for name, shares in aliases.items()
+                    if request.model in ("", name) or request.model in shares
+                },
+                self._reasons(),
+                known.values(),
+            ),
         )
 
     @answers
@@ -171,16 +191,19 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetMemory(self, request: pb.GetMemoryRequest) -> pb.GetMemoryResponse:
-        said, settings = await self._runtimes.query({"command": "memory"}), self._server.file.settings
+        records = await self._runtimes.records(whole=True)
+        if not records:
+            raise RuntimeAsleep
+        budget = self._server.file.settings.runtime.weight_budget_bytes
         return pb.GetMemoryResponse(
-            devices=[messages.memory_use(number, one, settings) for number, one in sorted(said.items())]
+            devices=[messages.memory_use(number, one, budget) for number, one in sorted(records.items())]
         )
 
     @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
-        said = await self._runtimes.read_on("load", _positions(request))
+        records = await self._runtimes.read_records(_positions(request))
         return load_messages.load(
-            range(len(self._runtimes.links)), said, self._placing.mode, self._lifecycle.aliases
+            range(len(self._runtimes.links)), records, self._placing.mode, self._lifecycle.aliases
         )
 
     @answers
@@ -189,15 +212,29 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answers
     async def GetHistory(self, request: pb.GetHistoryRequest) -> pb.GetHistoryResponse:
-        said = await self._runtimes.query({"command": "history", "model": _model(request.model)})
-        return messages.history(said)
+        return messages.history(await self._ask_about(_model(request.model), "history"))
+
+    async def _ask_about(self, model: str, command: str) -> Answers:
+        """Ask the runtimes about a model. Raises StatusError. If no runtime has the model, the error states why."""
+        try:
+            return await self._runtimes.query({"command": command, "model": model})
+        except StatusError as unknown:
+            if unknown.code != "NOT_FOUND":
+                raise
+            if model in self._runtimes.cold:
+                text = f"{model} is cold: a request or `rsrv prefetch --warm {model}` starts it"
+            elif failure := self._lifecycle.failures.get(model):
+                text = f"{model} has failed: {failure.text}"
+            else:
+                raise
+            raise StatusError("FAILED_PRECONDITION", text) from None
 
     @answers
     async def GetRequests(self, request: pb.GetRequestsRequest) -> pb.GetRequestsResponse:
         if bool(request.model) == bool(request.request):
             _refuse("name either a model or a request")
         if request.model:
-            said = await self._runtimes.query({"command": "slowest", "model": request.model})
+            said = await self._ask_about(request.model, "slowest")
         else:
             said = await self._runtimes.query({"command": "find", "request": request.request})
         found = [
@@ -259,15 +296,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         residency = member_name(pb.Residency, request.residency, "residency")
         if request.wait and residency != "device":
             raise InvalidArgument("wait is for the residency device only")
-        command = {"command": "residency", "model": model, "residency": residency}
-        await self._load_weights(command, model, request.wait)
+        names, desired = await self._runtimes.named(model), self._runtimes.desired
+        await self._load_weights(lambda: desired.set_residency(names, residency), model, request.wait)
         return pb.SetResidencyResponse()
 
     @steers
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
-        model = _model(request.model)
-        devices = request.devices or self._runtimes.placement.get(model)
-        await self._load_weights({"command": "prefetch", "model": model}, model, request.wait, devices)
+        model, runtimes = _model(request.model), self._runtimes
+        names = await runtimes.named(model)
+        devices = runtimes.chosen(request.devices or runtimes.placement.get(model)).keys()
+        await self._load_weights(
+            lambda: runtimes.desired.prefetch(names, devices), model, request.wait, devices
+        )
         return pb.PrefetchResponse()
 
     @steers
@@ -281,18 +321,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.StartResponse(models=models)
 
     async def _load_weights(
-        self, command: dict[str, Any], model: str, wait: bool, devices: Collection[int] | None = None
+        self, change: Callable[[], None], model: str, wait: bool, devices: Collection[int] | None = None
     ) -> None:
-        subscriptions = [link.subscribe() for link in self._runtimes.links]
+        subscriptions = [link.state.subscribe() for link in self._runtimes.links]
         try:
             # The state before the command: the load may begin, and fail, before the answer.
             before = [one.take() for one in subscriptions]
-            sent = await self._runtimes.command(command, devices)
-            if wait and not sent:
-                text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv prefetch --warm {model}`"
-                raise StatusError("FAILED_PRECONDITION", text)
+            followed = await self._runtimes.change(change, devices)
             if wait:
-                serving = [number for number in sent if _serves(before[number], model)] or [*sent]
+                serving = [number for number in followed if _serves(before[number], model)]
+                if not serving:
+                    text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv prefetch --warm {model}`"
+                    raise StatusError("FAILED_PRECONDITION", text)
                 waits = (_until_resident(before[one], subscriptions[one], model) for one in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
                 # A device that died meanwhile loads the weights when it is back.
@@ -306,8 +346,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
-        command = {"command": "evict", "model": _target(request.target)}
-        said = await self._runtimes.command(command, request.devices)
+        model, runtimes = _target(request.target), self._runtimes
+        names = None if model is None else await runtimes.named(model)
+        said: Answers = {}
+        try:
+            # The command comes first. If the document changed first, the runtime would evict the models by itself, and this
+            # answer would not list them.
+            said = await runtimes.command({"command": "evict", "model": model}, request.devices)
+        except StatusError as error:
+            if error.code != "NOT_FOUND":  # it is cold
+                raise
+        devices = runtimes.chosen(request.devices).keys()
+        await runtimes.change(lambda: runtimes.desired.evict(names, devices), devices)
         return pb.EvictResponse(models=sorted({name for one in said.values() for name in one["models"]}))
 
     @steers
@@ -347,7 +397,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         policy = messages.given(request.policy)
         if not policy:
             raise InvalidArgument("policy must have at least one of weight, max_delay_us, max_queue_depth")
-        await self._runtimes.command({"command": "policy", "model": _model(request.model), **policy})
+        model, runtimes = _model(request.model), self._runtimes
+        # The policy of a meta model, too: it limits the runs that may wait.
+        names = {model, *await runtimes.named(model)}
+        await runtimes.change(lambda: runtimes.desired.set_models(names, policy))
         return pb.SetPolicyResponse()
 
     @steers
@@ -358,18 +411,32 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 raise InvalidArgument(
                     f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
                 )
-        return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._runtimes.configure(changes)))
+        desired = self._runtimes.desired
+        await self._runtimes.change(lambda: desired.configure(changes))
+        return pb.SetSchedulerResponse(scheduler=self._scheduler(await self._runtimes.records()))
+
+    def _scheduler(self, records: Mapping[int, RuntimeRecords]) -> pb.Scheduler:
+        """Return the section scheduler; `depth` is the number that the first runtime uses."""
+        section = self._runtimes.desired.scheduler
+        return messages.scheduler(
+            section | ({"depth": records[min(records)].device.depth} if records else {})
+        )
 
     @steers
     async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
         mode = member_name(pb.Pause, request.mode, "mode")
-        await self._runtimes.command({"command": "pause", "model": _target(request.target), "mode": mode})
+        await self._pause(request.target, cast(PauseMode, mode))
         return pb.PauseResponse()
 
     @steers
     async def Continue(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
-        await self._runtimes.command({"command": "continue", "model": _target(request.target)})
+        await self._pause(request.target, None)
         return pb.ContinueResponse()
+
+    async def _pause(self, target: pb.Target, mode: PauseMode | None) -> None:
+        model, runtimes = _target(target), self._runtimes
+        names = None if model is None else await runtimes.named(model)
+        await runtimes.change(lambda: runtimes.desired.pause(names, mode))
 
     @steers
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
@@ -456,7 +523,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def SetAlias(self, request: pb.SetAliasRequest) -> pb.SetAliasResponse:
-        name, overrides = request.alias.name, self._runtimes.overrides
+        name, desired = request.alias.name, self._runtimes.desired
         if request.HasField("alias"):
             targets = request.alias.targets
             raw = {one.model: "shadow" if one.shadow else one.weight for one in targets}
@@ -469,36 +536,27 @@ class ControlService(control_pb2_grpc.ControlServicer):
             async with self._changing_alias:
                 if shares is None and name not in self._lifecycle.aliases:
                     raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
-                before = overrides.aliases
+                before = desired.overrides.aliases
                 # First: rsrv.yaml, which is read meanwhile, must not undo the change.
-                overrides.set_aliases({**before, name: shares})
+                desired.set_aliases({**before, name: shares})
                 try:
                     await self._lifecycle.change_alias(name, shares)
                 except BaseException:
-                    overrides.set_aliases(before)
+                    desired.set_aliases(before)
                     raise
-        reasons = {name.removeprefix("aliases."): one.text for name, one in self._lifecycle.failures.items()}
-        return pb.SetAliasResponse(
-            aliases=[
-                pb.Alias(
-                    name=alias,
-                    failure=reasons.get(alias, ""),
-                    targets=[
-                        pb.AliasTarget(model=model, shadow=True)
-                        if weight == "shadow"
-                        else pb.AliasTarget(model=model, weight=weight)
-                        for model, weight in shares.items()
-                    ],
-                )
-                for alias, shares in sorted(self._lifecycle.aliases.items())
-            ]
-        )
+        return pb.SetAliasResponse(aliases=alias_messages(self._lifecycle.aliases, self._reasons()))
+
+    def _reasons(self) -> dict[str, str]:
+        """Return why models and aliases are not as they should be, by name."""
+        return {name: failure.text for name, failure in self._lifecycle.failures.items()}
 
     async def _until_tried(self, model: str) -> None:
         """Return when no device loads a version of the model; Triton waits only for the first ones that take long."""
         while True:
             seen = self._runtimes.changes
-            versions = (entry for link in self._runtimes.live.values() for entry in link.entries.values())
+            versions = (
+                entry for link in self._runtimes.live.values() for entry in link.state.entries.values()
+            )
             if not any(one["name"] == model and one["state"] == "loading" for one in versions):
                 return
             await self._runtimes.wait_change(seen)

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from rsrv.control.grpc_service import StatusError
 from rsrv.control.placing import Placing
 from rsrv.control.protocols import Reconciling
 from rsrv.control.runtimes import Runtimes
 from rsrv.settings import Settings, SettingsError, read_settings
-from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences, runtime_commands
+from rsrv.settings_changes import LOOK_S, Effect, FileLooks, differences
 
 log = logging.getLogger("rsrv.control")
 
@@ -89,10 +88,10 @@ class Rereading:
         self._file, self._runtimes, self._placing, self._note = file, runtimes, placing, note
         self._lifecycle = lifecycle
         self._looks = FileLooks(file.path)
-        #: the instance of each device's runtime that has the settings, and which
-        self._sent: dict[int, tuple[str, Settings]] = {}
-        #: models that the file has named
-        self._named: set[str] = set()
+        #: The settings that the server follows. A restart may have read the file before a look does.
+        self._followed = file.settings
+        #: The instance of each device's latest runtime.
+        self._instances: dict[int, str] = {}
 
     async def run(self) -> NoReturn:
         """Look until cancelled."""
@@ -101,23 +100,23 @@ class Rereading:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Read the file if it has changed and two looks agree, and give the settings to runtimes without them."""
+        """Apply the file if it has changed and two readings agree. Record the runtimes that have read it."""
         # A disk may block a thread for ever.
         if await asyncio.to_thread(self._looks.changed):
             await self._read_again()
-        aliases = self._runtimes.overrides.merged_aliases(self._file.settings.aliases)
+        aliases = self._runtimes.desired.merged_aliases(self._file.settings.aliases)
         if aliases != self._lifecycle.aliases:
             self._lifecycle.follow_aliases(aliases)
         for number, link in self._runtimes.live.items():
-            wanted = (link.instance, self._file.settings)
-            sent = self._sent.get(number)
-            if sent is not None and sent[0] != link.instance and not self._file.refused:
+            if (
+                self._instances.setdefault(number, link.state.instance) != link.state.instance
+                and not self._file.refused
+            ):
                 self._file.restarted(number)
-            if sent != wanted:
-                await self._send(number, wanted)
+            self._instances[number] = link.state.instance
 
     async def _read_again(self) -> None:
-        file, before = self._file, self._file.settings
+        file, before = self._file, self._followed
         try:
             settings = await file.read()
         except SettingsError as error:
@@ -127,12 +126,13 @@ class Rereading:
                 f"rsrv.yaml has changed and is not used: {error}",
             )
             return
+        self._followed = settings
         await self._placing.change(settings)
-        overrides, old, new = self._runtimes.overrides, before.aliases, settings.aliases
+        desired, old, new = self._runtimes.desired, before.aliases, settings.aliases
+        desired.follow_file(settings)
         # Of an alias, the last change counts: otherwise, an edit of the file would do nothing.
-        overrides.set_aliases(
-            {name: shares for name, shares in overrides.aliases.items() if old.get(name) == new.get(name)}
-        )
+        aliases = desired.overrides.aliases.items()
+        desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:
             self._say(logging.INFO, f"rsrv.yaml was read again; changed at once: {_listed(changed)}")
         for note in file.notes:
@@ -141,17 +141,3 @@ class Rereading:
     def _say(self, level: int, text: str) -> None:
         log.log(level, "%s", text)
         self._note(text)
-
-    async def _send(self, number: int, wanted: tuple[str, Settings]) -> None:
-        """Give a runtime the settings that take effect at once; those of operators take precedence."""
-        self._named |= self._file.settings.models.keys()
-        overrides, link = self._runtimes.overrides, self._runtimes.links[number]
-        commands = runtime_commands(wanted[1], self._named, overrides.scheduler, overrides.section)
-        try:
-            for command in commands:
-                await link.command(command)
-        except StatusError as error:
-            log.error("device %d does not take rsrv.yaml's settings: %s", number, error)
-            if link.instance != wanted[0] or not link.up:
-                return  # the next look tries again
-        self._sent[number] = wanted

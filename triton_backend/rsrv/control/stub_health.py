@@ -1,9 +1,9 @@
 """Finds the models whose stub process is dead.
 
-Triton calls a model ready whose stub is dead. A stub that is connected to the runtime is alive. One that is not may be
-cold, and then its process lives. A model behind an alias needs its process, too: the alias's stub connects by the model's
-name. Models with the native front have no process. A runtime that has just started has no connections, and a dead one
-says nothing; both get the time that stubs need to find it again, or to start another.
+Triton calls a model ready whose stub is dead. A stub is dead when its process is gone, however long it has been without a
+connection: a cold model has none, and after a runtime's death a model may wait for minutes until another one is compiled.
+A connected stub is alive, so most checks need no list of processes. A model behind an alias needs a process of its own,
+because the alias's stub also connects by the model's name. Models with the native front have no process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from pathlib import Path
 
 from rsrv.control.bundle_states import BundleStates
-from rsrv.control.runtime_link import CONNECT_S, RESTART_S
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
@@ -38,36 +37,25 @@ class StubHealth:
     """The conclusions of successive looks at Triton and the runtime. Pure: time is an argument."""
 
     def __init__(self) -> None:
-        #: Ready models without a stub -> time at which that was first seen.
+        #: Ready models without a process -> time at which that was first seen.
         self._suspects: dict[str, float] = {}
         #: Models whose stub is starting -> time until which it may.
         self._starting: dict[str, float] = {}
-        self._down_since: float | None = None
 
     @property
     def suspicious(self) -> bool:
         """True if another look may soon find a dead stub."""
         return bool(self._suspects)
 
-    def look(
-        self, ready: Collection[str], alive: Collection[str], up_since: float | None, now: float
-    ) -> frozenset[str]:
-        """Return the models that Triton calls ready and whose stub is dead; the runtime knows a stub of the `alive`.
+    def look(self, without_process: Collection[str], now: float) -> frozenset[str]:
+        """Return the models whose stub is dead: Triton has called them ready without a process in two looks.
 
-        `up_since`: when the runtime came up, None while it is down.
+        `without_process` has the models of this look.
         """
-        if up_since is not None:
-            self._down_since = None
-        elif self._down_since is None:
-            self._down_since = now
         self._starting = {name: until for name, until in self._starting.items() if until > now}
-        without = set(ready) - set(alive) - self._starting.keys()
-        self._suspects = {name: self._suspects.get(name, now) for name in without}
-        if up_since is not None:
-            waited = now - up_since >= CONNECT_S
-        else:
-            waited = self._down_since is not None and now - self._down_since >= RESTART_S
-        return frozenset(name for name, since in self._suspects.items() if waited and now - since >= AGREE_S)
+        suspects = set(without_process) - self._starting.keys()
+        self._suspects = {name: self._suspects.get(name, now) for name in suspects}
+        return frozenset(name for name, since in self._suspects.items() if now - since >= AGREE_S)
 
     def expect_start(self, name: str, until: float) -> None:
         """Do not count the model's stub as dead before that time."""
@@ -76,14 +64,26 @@ class StubHealth:
 
 
 def stub_processes(server_pid: int, repository: Path) -> set[str]:
-    """Return the models of which a process of this tritonserver runs the code."""
-    start, end, found = os.fsencode(repository) + b"/", f"/{VERSION}/model.py".encode(), set()
+    """Return the models whose code runs in a process of this tritonserver.
+
+    A stub's command line has the path of model.py with the repository as tritonserver's own command line spells it. It may
+    be relative to the working directory of tritonserver.
+    """
+    found: set[str] = set()
+    start, end = os.fsencode(repository) + b"/", f"/{VERSION}/model.py".encode()
+    try:
+        directory = os.readlink(os.fsencode(f"/proc/{server_pid}/cwd"))
+    except OSError:
+        return found  # the server has ended
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with contextlib.suppress(OSError):
                 for word in (process / "cmdline").read_bytes().split(b"\0"):
-                    if word.startswith(start) and word.endswith(end) and parent_pid(process) == server_pid:
-                        found.add(os.fsdecode(word[len(start) : -len(end)]))
+                    if not word.endswith(end) or parent_pid(process) != server_pid:
+                        continue
+                    path = os.path.normpath(os.path.join(directory, word))
+                    if path.startswith(start):
+                        found.add(os.fsdecode(path[len(start) : -len(end)]))
     return found
 
 
@@ -106,6 +106,8 @@ class _Listing:
         self.aliases: set[str] = set()
         #: Those behind aliases, whose stubs connect by their names: the models' own stubs may be dead.
         self.aliased: set[str] = set()
+        #: Names by which the stub of a meta model or an alias connects in addition to its own.
+        self.carried: dict[str, list[str]] = {}
 
     def look(self) -> None:
         """List the models, if necessary. On any thread."""
@@ -117,7 +119,8 @@ class _Listing:
             self._listed = changed, time.time_ns()
         self.models = our_models(self._path)
         self.aliases = {name for name in self.models if is_alias(self._path / name)}
-        self.aliased = {name for alias in self.aliases for name in carried(self._path / alias)}
+        self.carried = {name: names for name in self.models if (names := carried(self._path / name))}
+        self.aliased = {name for alias in self.aliases for name in self.carried.get(alias, ())}
         self.native = {name for name in self.models if (self._path / name / NATIVE_MARK).exists()}
 
 
@@ -169,10 +172,13 @@ class StubMonitor:
             asked &= without
             self.dismissed &= without
             suspects = without - idle - self._listing.native
-            if suspects:
+            returning, gone = self._view.returning, set[str]()
+            if suspects or returning:
                 living = set(await asyncio.to_thread(self._processes))
                 suspects -= living
                 idle |= living & self._listing.aliased & without
+                may_return = living.union(*(self._listing.carried.get(name, ()) for name in living))
+                gone = returning - may_return - self._listing.native - self._states.busy
             ready: set[str] = set()
             # Of thousands of cold models, Triton's answer is a megabyte.
             due = without - asked or (without and self._now() - asked_at >= _DISMISSED_S)
@@ -184,12 +190,13 @@ class StubMonitor:
                     ready = suspects & loaded - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
+                    gone |= (returning & without) - loaded - self._states.busy
+            self._view.forget_returning(gone)
             self._view.show_cold(loaded & without - suspects - self._listing.aliases - served)
-            up_since = self._view.since if self._view.up else None
-            if up_since is None:
-                # Stubs without a connection are no cold ones, and one that connects and dies before the next look is dead.
+            if not self._view.up:
+                # A stub without a connection is not cold now. If it connects and dies before the next look, it is dead.
                 idle = set()
-            for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
+            for name in self._health.look(ready, self._now()) - self._states.busy:
                 yield name
             await asyncio.sleep(_LOOK_MIN_S)
             with contextlib.suppress(TimeoutError):

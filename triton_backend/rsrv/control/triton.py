@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 import rsrv
-from rsrv.triton_command_line import Options, read_command_line
+from rsrv.address import Address
+from rsrv.triton_command_line import Options, listening, read_command_line, restriction, restrictions
 from rsrv.wire.paths import start_time
 
 #: tritonserver's --model-control-mode
@@ -75,37 +77,39 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
             "serve it without TLS on an address of this machine, and end TLS before it"
         )
     return TritonEndpoint(
-        _reached(options, "grpc", "8001"),
+        _reached(options, "grpc"),
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
         options.is_on("exit-on-error", default=True),
         int(threads) if (threads := options.last("model-load-thread-count", "")).isdecimal() else 4,
-        tuple(_restrictions(options.values("grpc-restricted-protocol"))),
+        _repository_headers(options),
         trouble,
-        _reached(options, "http", "8000") if options.is_on("allow-http", default=True) else "",
+        _reached(options, "http") if options.is_on("allow-http", default=True) else "",
     )
 
 
-def _reached(options: Options, front: str, port: str) -> str:
-    """Return the address of a front end as this machine reaches it."""
-    host = options.last(f"{front}-address", "0.0.0.0")
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
-    return f"{host}:{options.last(f'{front}-port', port)}"
+def _reached(options: Options, front: str) -> str:
+    """Return the address of a front end as this machine reaches it; empty if the options have none."""
+    try:
+        address = listening(options, front)
+    except ValueError:
+        return ""
+    return str(Address(address.local, address.port))
 
 
 def facts(pid: int) -> dict[str, Any]:
     """Return what the live page says about the tritonserver with this process id."""
     options = Options(read_command_line(pid))
-    doors = [
-        (name, f"{options.last(f'{option}-address', '0.0.0.0')}:{options.last(f'{option}-port', port)}")
-        for name, option, port in (("gRPC", "grpc", "8001"), ("HTTP", "http", "8000"))
-        if options.is_on(f"allow-{option}", default=True)
-    ]
+    doors = {}
+    for name, front in (("gRPC", "grpc"), ("HTTP", "http")):
+        if options.is_on(f"allow-{front}", default=True):
+            with contextlib.suppress(ValueError):
+                doors[name] = str(listening(options, front))
     return {
         "name": socket.gethostname(),
         "pid": pid,
         "version": rsrv.__version__,
         "started": _started_ns(pid) / 1e9,
-        "endpoints": dict(doors),
+        "endpoints": doors,
     }
 
 
@@ -115,20 +119,10 @@ def _started_ns(pid: int) -> int:
     return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot
 
 
-def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the headers for the repository API, from `api,api:key=value`."""
-    headers = []
-    for value in values:
-        apis, _, secret = value.partition(":")
-        key, _, word = secret.partition("=")
-        if "model-repository" in apis.split(","):
-            headers.append(restriction(key, word))
-    return headers
-
-
-def restriction(key: str, value: str) -> tuple[str, str]:
-    """Return the header that an API restricted with KEY=VALUE requires."""
-    return f"triton-grpc-protocol-{key.lower()}", value
+def _repository_headers(options: Options) -> tuple[tuple[str, str], ...]:
+    """Return the headers that the repository API requires."""
+    key_and_value = restrictions(options, "grpc").get("model-repository")
+    return () if key_and_value is None else (restriction(*key_and_value),)
 
 
 def _state(state: str, reason: str) -> State:
@@ -139,10 +133,14 @@ def _state(state: str, reason: str) -> State:
     return "dismissed" if dismissed else "other"
 
 
+_TRITONS_WORDS = re.compile(r"^load failed for model '[^']*': version [0-9]+ is at UNAVAILABLE state: \w+: ")
+
+
 def _reason(name: str, text: str) -> str:
     """Return a stub's error without the text that Triton puts around it."""
-    said = text.rpartition("TritonModelException: ")[2].partition("\n\nAt:\n")[0]
-    return said.removeprefix(f"{name}: ").strip()
+    # An error of model.py itself is no TritonModelException.
+    own = _TRITONS_WORDS.sub("", text).removeprefix("TritonModelException: ").partition("\n\nAt:\n")[0]
+    return own.removeprefix(f"{name}: ").strip()
 
 
 class Triton:
@@ -229,8 +227,22 @@ class Triton:
             # The index has no model without a directory.
             if (await self.states()).get(name, "other") == "other":
                 await self._load_placeholder(name)
-            request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
-            await self._call(self._stub.RepositoryModelUnload, request)
+            await self.dismiss(name)
+
+    async def dismiss(self, name: str) -> None:
+        """Unload a model that is loaded, as `unload`."""
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+        await self._call(self._stub.RepositoryModelUnload, request)
+
+    async def remaining(self) -> dict[str, bool]:
+        """Return the models that are not unloaded, and whether each is ready. Raises TritonError."""
+        reply = await self._call(self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest())
+        loaded = ("READY", "LOADING", "UNLOADING")
+        return {model.name: model.state == "READY" for model in reply.models if model.state in loaded}
+
+    async def request_count(self) -> int:
+        """Return how many requests have left Triton's queues since its start. Raises TritonError."""
+        return sum(count for count, _ in (await self.queues()).values())
 
     async def _load_placeholder(self, name: str) -> None:
         """Load a model that does nothing in place of one that failed.

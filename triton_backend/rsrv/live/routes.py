@@ -3,14 +3,17 @@
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from rsrv.live.source import ACTIONS, PageError, PageSource
-from rsrv.tokens import bears
+from rsrv.renewal import Renewals
+from rsrv.tokens import bears, read_token
 
 log = logging.getLogger("rsrv.live")
 
@@ -31,10 +34,23 @@ _WATCHER_TIMEOUT_S = 30.0
 _MAX_BODY, _MAX_TRIAL = 4096, 1 << 16
 
 
-class LivePage:
-    """The page's routes. `token`: required for actions; None: no client may act."""
+#: Returns the latest token.
+PageToken = Callable[[], bytes]
 
-    def __init__(self, source: PageSource, token: bytes | None) -> None:
+
+def page_token(file: Path | None, renewals: Renewals) -> PageToken | None:
+    """Return the token in the file of metrics.token_file; None: there is no file. Raises TokenError."""
+    if file is None:
+        return None
+    setting = "metrics.token_file"
+    renewed = renewals.of(setting, [file], lambda: read_token(file, setting))
+    return lambda: renewed.value
+
+
+class LivePage:
+    """The page's routes. `token`: returns the token that actions need; None: no client may act."""
+
+    def __init__(self, source: PageSource, token: PageToken | None) -> None:
         self._source, self._token = source, token
         self._watchers = 0
         #: Held while a trace is made: it has megabytes.
@@ -122,7 +138,7 @@ class LivePage:
         """Return the values of these keys from the body of a client with the token. Raises web.HTTPException."""
         if self._token is None:
             raise web.HTTPForbidden(text="this page is read-only: metrics.token_file is not set\n")
-        if not bears(request.headers.get("Authorization", ""), self._token):
+        if not bears(request.headers.get("Authorization", ""), self._token()):
             raise web.HTTPUnauthorized(text="the token is wrong\n", headers={"WWW-Authenticate": "Bearer"})
         body = b""
         while len(body) <= most and (some := await request.content.readany()):

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.allocation import use_one_arena
+from rsrv.runtime.jax_environment import check_xla_flags, drop_jax_variables
 from rsrv.runtime.spare import SpareKeeper, has_room, wait_for_call, wait_for_turn
 from rsrv.wire import paths
 from rsrv.wire.socket import listen, take_over
@@ -66,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     # Warnings are lines of the log, regardless of PYTHONWARNINGS.
     warnings.simplefilter("default")
     log = logging.getLogger("rsrv.runtime")
+    if dropped := drop_jax_variables(os.environ):
+        log.warning("variables of jax in the environment of tritonserver are ignored: %s", ", ".join(dropped))
     prepared: list[Preparation | None] = []
 
     def get_ready() -> None:
@@ -73,9 +77,17 @@ def main(argv: list[str] | None = None) -> int:
         if options.soon:
             from rsrv.runtime.preparation import prepare
 
-            devices = paths.read_devices(paths.runtime_directory(options.server_pid, "0"))
+            first = paths.runtime_directory(options.server_pid, "0")
+            devices = paths.read_devices(first)
             prepared.append(
-                prepare(settings, options.settings.parent, options.directory, devices, options.device)
+                prepare(
+                    settings,
+                    options.settings.parent,
+                    options.directory,
+                    devices,
+                    options.device,
+                    first / paths.COMPILED,
+                )
             )
 
     try:
@@ -118,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = _read_settings(options)
         logs.setup(settings.logs.format)
         environment = dict(os.environ)
+        if not spare:
+            check_xla_flags(environment)
         if paths.hold(options.directory) is None:
             # Another runtime serves already: a stub that died has started it, or there were two spares during a restart.
             _say(options.ready_fd, "ready")
@@ -159,8 +173,14 @@ def main(argv: list[str] | None = None) -> int:
             paths.remove(options.directory)
             return 1
         log.exception("the runtime cannot start")
+        with suppress(OSError):
+            # For `rsrv serve`, because no control process runs without a runtime.
+            paths.write_whole(
+                options.directory / paths.FAILURE, f"the runtime did not start: {_explain(error)}"
+            )
         _say(options.ready_fd, _explain(error))
         return 1
+    (options.directory / paths.FAILURE).unlink(missing_ok=True)
     _say(options.ready_fd, "ready")
 
     # The runtime's threads hand over often and hold the interpreter briefly.
@@ -189,7 +209,12 @@ def main(argv: list[str] | None = None) -> int:
         try:
             found = JaxDevice(
                 platform,
-                ExecutableSources(settings.runtime.compilation_cache_dir, options.settings.parent, known),
+                ExecutableSources(
+                    settings.runtime.compilation_cache_dir,
+                    options.settings.parent,
+                    known,
+                    first / paths.COMPILED,
+                ),
                 memory=MemoryShare(settings.runtime.memory_fraction),
                 numerics=settings.runtime.numerics,
                 lost=end_without_device,
@@ -224,10 +249,10 @@ def main(argv: list[str] | None = None) -> int:
         log.info("tritonserver is gone")
         paths.remove(options.directory)
         stubs = {}
-        for pid, fd in list(loop.stubs.items()):
+        for pid, stub in list(loop.stubs.items()):
             with suppress(OSError):  # the stub has just ended
-                stubs[pid] = os.dup(fd)
-        end_orphans(stubs)
+                stubs[pid] = replace(stub, pidfd=os.dup(stub.pidfd))
+        end_orphans(stubs, options.server_pid, options.settings.parent)
         with suppress(Exception):  # the loop still runs, and may change its state meanwhile
             loop.end(leave=False)
         # Remove it again: the control supervisor may have created its lock file meanwhile.

@@ -57,6 +57,8 @@ class ModelEntry:
     weights: WatchedWeights = "absent"
     #: why it failed
     error: str | None = None
+    #: Progress of the model's start, for clients.
+    step: str = "it waits for its turn to be built"
     connections: dict[int, PeerConnection] = field(default_factory=dict)
     #: the demand of a start without a connection, which keeps the model until one registers a model of its name
     held: Demand | None = None
@@ -226,6 +228,8 @@ class Catalog:
         self._dismissed: dict[str, float] = {}
         #: keys of models whose weights have moved since the board was written
         self.moves: set[str] = set()
+        #: Keys of models that have changed since the last record was written.
+        self.touched: set[str] = set()
         #: number of changes of the models that there are, and of their states
         self.changes = 0
         #: slots of the board that are free, the next one last
@@ -332,6 +336,7 @@ class Catalog:
 
     def tell(self, key: str) -> None:
         """Update the feed's entry of a model."""
+        self.touched.add(key)
         self.feed.put(key, self._feed_entry(self.entries[key]))
 
     def _feed_entry(self, entry: ModelEntry) -> FeedEntry:

@@ -10,23 +10,45 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rsrv.wire.paths import CONTROL_LOCK
+from rsrv.wire.stub_process import StubCommand, living_stubs, remove_regions
 
 log = logging.getLogger("rsrv.runtime")
 
 #: a healthy stub ends within this time after its server (usually 0.3 s)
 _STUB_EXIT_S = 0.8
-#: Triton's default prefix of shared memory names
-_REGION_PREFIX = "/dev/shm/triton_python_backend_shm_region"
 
 
-def end_orphans(stubs: Mapping[int, int]) -> None:
-    """Wait for the stubs (pid -> pidfd) to end; kill those that do not, and remove their shared memory."""
-    regions = {pid: _regions(pid) for pid in stubs}
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """A stub process that has connected."""
+
+    pidfd: int
+    #: Name of its shared memory; "": it is not known.
+    region: str
+
+
+def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> None:
+    """Wait for the stubs of a server that has ended. Kill the stubs that stay, and remove the shared memory of all stubs.
+
+    `stubs` has the connected stubs, by pid. Stubs that have not connected yet are found by their command lines.
+    """
+    regions = {stub.region for stub in stubs.values()} - {""}
+    left = {stub.pidfd: pid for pid, stub in stubs.items()}
+    opened = []
+    with suppress(OSError):  # no descriptor is left for a further look
+        for pid, command in living_stubs(server):
+            if not command.code.is_relative_to(repository):
+                continue  # a model that is not rsrv's
+            regions.add(command.region)
+            if pid not in stubs:
+                with suppress(ProcessLookupError):
+                    opened.append(os.pidfd_open(pid))
+                    left[opened[-1]] = pid
     poll = select.poll()
-    left = {fd: pid for pid, fd in stubs.items()}
     for fd in left:
         poll.register(fd, select.POLLIN)
     until = time.monotonic() + _STUB_EXIT_S
@@ -38,12 +60,13 @@ def end_orphans(stubs: Mapping[int, int]) -> None:
         log.error("stub %d outlives its server: killing it", pid)
         with suppress(ProcessLookupError):  # the runtime of another device has killed it
             signal.pidfd_send_signal(fd, signal.SIGKILL)
-        for region in regions[pid]:
-            region.unlink(missing_ok=True)
+    remove_regions(regions)
+    for fd in opened:
+        os.close(fd)
 
 
-def open_stub(pid: int, server: int) -> int | None:
-    """Return a pidfd of a stub of the server; None for other processes, such as tools that ask for the status."""
+def open_stub(pid: int, server: int) -> Stub | None:
+    """Open a stub of the server; None for other processes, such as tools that ask for the status."""
     if pid == server:
         # A native front. The kernel adds up all threads of a process for its parent's number: milliseconds, with thousands.
         return None
@@ -53,7 +76,8 @@ def open_stub(pid: int, server: int) -> int | None:
         return None
     # Check the parent after opening: from then on the pid cannot be reused.
     if _parent(pid) == server:
-        return fd
+        command = StubCommand.read(pid)
+        return Stub(fd, command.region if command else "")
     os.close(fd)
     return None
 
@@ -63,15 +87,6 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
-
-
-def _regions(pid: int) -> set[Path]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return set()
-    names = (line.partition(_REGION_PREFIX)[1:] for line in lines)
-    return {Path("".join(name).removesuffix(" (deleted)")) for name in names if name[0]}
 
 
 #: seconds before a restart; they double while the control process runs for less than the longest

@@ -1,22 +1,23 @@
-"""Commands of operators while the runtime runs: COMMAND and CONFIGURE, carried out or refused with a reason.
+"""Commands while the runtime runs: the desired document, actions and questions, carried out or refused with a reason.
 
-A command is answered when the scheduler has taken in its events, in the order of the connection's commands. One that
-takes time (`profile`, `restart`, `sleep`) delays those that follow it on its connection, and no others.
+The commands of a connection are answered in their order. The runtime answers a command once the scheduler has handled its
+events. A command that takes time (`profile`, `restart`, `sleep`) delays only later commands on the same connection.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.runtime.applied_state import AppliedState
 from rsrv.runtime.device import Device
-from rsrv.runtime.host_memory import memory_limit
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests, parse_number
@@ -27,7 +28,6 @@ from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.settings import SettingsError
-from rsrv.settings_changes import change_settings
 from rsrv.text import nearest
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 
@@ -39,7 +39,6 @@ _MAX_TEXT = 4000
 #: commands of one connection that may wait for the end of an earlier one
 _MAX_WAITING = 64
 Answer = dict[str, Any]
-T = TypeVar("T")
 
 
 class CommandRefused(Exception):
@@ -83,38 +82,24 @@ _END = {
 #: the fields of each command, beside its name
 _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "ping": {},
-    "residency": {**_MODEL, "residency": _Field(str, "a string", required=True)},
     "compact": {},
-    # Absent fields stay as they are; the settings check the values.
-    "policy": {
-        **_MODEL,
-        "weight": _Field(int | float | None, "a number"),
-        "max_delay_us": _Field(int | None, "a whole number"),
-        "max_queue_depth": _Field(int | None, "a whole number"),
+    # A whole desired document, or its changes since a revision. `rsrv.desired` checks the document itself.
+    "follow": {
+        "instance": _Field(str, "a string", required=True),
+        "revision": _Field(int, "a whole number, at least 1", required=True, least=1),
+        "since": _Field(int | None, "a whole number"),
+        "document": _Field(dict, "a mapping", required=True),
     },
-    # Settings of rsrv.yaml that take effect at once; the settings check the values.
-    "settings": {key: _Field(dict, "a mapping") for key in ("scheduler", "runtime", "models")},
     "start": {
         "models": _Field(dict, "a mapping from names to paths of bundles", required=True),
         "look": _Field(bool, "true or false"),
     },
     "prefetch": _MODEL,
     "evict": _MODEL_OR_ALL,
-    "pause": {
-        **_MODEL_OR_ALL,
-        "mode": _Field(
-            str, "'drain', 'hold' or 'reject'", required=True, texts=[mode.value for mode in ev.Pause]
-        ),
-    },
-    "continue": _MODEL_OR_ALL,
     "abort": _REQUEST,
     "history": _MODEL,
     "slowest": _MODEL,
     "find": _REQUEST,
-    "load": _SINCE,
-    "metrics": {},
-    "memory": {},
-    "overview": {},
     "restart": _END,
     "sleep": _END,
     "profile": {"directory": _Field(str | None, "a string")},
@@ -266,6 +251,7 @@ class Commands:
         self._reports = reports
         self._transport = transport
         self._outbox = outbox
+        self.applied = AppliedState(registry, requests.sequences, outbox)
         self._profiler = Profiler(inbox)
         self._inbox = inbox
         self.successor = Successor()
@@ -279,20 +265,17 @@ class Commands:
         #: answers that wait for the scheduler to take in the events of their command; some are made only then
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
 
+    def record(self, since: int = 0) -> pb.DeviceRecord:
+        """Return the record of the device, as `Records.device`."""
+        record = self._reports.records.device(since)
+        record.connections = len(self._transport.connections)
+        record.follows, record.follows_revision = self.applied.instance, self.applied.revision
+        return record
+
     def fall_asleep(self) -> None:
         """Sleep because no request has come for long, unless something is under way."""
         if self._end is None and not self._preparing and self._profiler.state == "idle":
             self._plan(_PlannedEnd("sleep", None, 0.0, force=False))
-
-    def configure(self, changes: dict[str, Any]) -> Answer:
-        """Change the scheduler's section; return the section, or what is wrong with the changes."""
-        try:
-            self._policy.change_scheduler(changes)
-        except SettingsError as error:
-            return {"error": str(error)[:_MAX_TEXT]}
-        self._weights.update_budget()
-        section = self._policy.settings.scheduler.model_dump(mode="json")
-        return {**section, "depth": self._weights.settings.depth}
 
     def take(self, connection: PeerConnection, command: dict[str, Any]) -> None:
         """Carry a command out, now or when earlier ones of its connection are answered."""
@@ -366,7 +349,7 @@ class Commands:
     def _finish(self, end: _PlannedEnd) -> None:
         if end.command == "sleep":
             try:
-                self.successor.stay_back()
+                self.successor.stay_back(self.record(0).SerializeToString())
             except OSError as error:
                 self._refuse_end(end, f"the note that the device sleeps cannot be written: {error}")
                 return
@@ -421,30 +404,16 @@ class Commands:
         match name:
             case "ping":
                 return self._reports.ping()
-            case "residency":
-                names = self._names(model)
-                _checked(lambda: self._weights.set_residency(names, command["residency"]))
-                self._registry.tell_all()
+            case "follow":
+                return self._follow(command)
             case "compact":
                 self._outbox.append(ev.Compact())
-            case "policy":
-                names = self._names(model)
-                changes = {key: value for key, value in command.items() if key not in ("command", "model")}
-                # The policy of a meta model, too: it limits the runs that may wait.
-                _checked(lambda: self._policy.change_models([command["model"], *names], changes))
-                self._policy_changed(names)
-            case "settings":
-                self._take_settings(command)
             case "start":
                 return self._start(command["models"], look=command.get("look", False))
             case "prefetch":
                 self._prefetch(command["model"])
             case "evict":
                 return {"models": self._evict(model)}
-            case "pause":
-                self._pause(model, ev.Pause(command["mode"]))
-            case "continue":
-                self._pause(model, None)
             case "abort":
                 return self._abort(command["request"])
             case "history":
@@ -454,20 +423,12 @@ class Commands:
             case "find":
                 text = command["request"]
                 return self._reports.find(request_tag(text), parse_number(text))
-            case "load":
-                return self._reports.load(command.get("since", 0))
             case "timeline":
                 return self._reports.timeline(command.get("since", 0))
             case "arrivals":
                 return self._reports.arrivals(command.get("since", 0))
             case "traces":
                 return self._reports.traces(command.get("since", 0))
-            case "metrics":
-                return self._reports.metrics()
-            case "memory":
-                return self._reports.memory()
-            case "overview":
-                return self._reports.overview()
             case "restart" | "sleep":
                 if self._end is not None or self._preparing:
                     raise CommandRefused(
@@ -492,37 +453,13 @@ class Commands:
             raise CommandRefused("NOT_FOUND", f"there is no model {model!r:.200}")
         return [callee for calls in called for callee in calls]
 
-    def _policy_changed(self, names: Iterable[str] | None) -> None:
-        for key in self._catalog.compiled(names):
-            program = self._policy.program(self._catalog.get(key).program, self._catalog.entries[key].name)
-            self._outbox.append(
-                ev.PolicyChanged(
-                    key, program.weight, program.max_delay, program.max_queue_depth, program.idle_seconds
-                )
+    def _follow(self, command: Mapping[str, Any]) -> Answer:
+        try:
+            return self.applied.take(
+                command["instance"], command["revision"], command.get("since"), command["document"]
             )
-
-    def _take_settings(self, changes: Mapping[str, Any]) -> None:
-        """Take settings of rsrv.yaml that was read again."""
-        before = self._policy.settings
-        settings = _checked(lambda: change_settings(before, changes))
-        # A catalogue has thousands of sections, and few of them differ from what holds.
-        moved = {name: settings.for_model(name).residency for name in changes.get("models", {})}
-        moved = {name: wanted for name, wanted in moved.items() if wanted != self._policy.residency(name)}
-        for name, residency in moved.items():
-            self._weights.set_residency([name], residency)
-        self._policy.settings = settings
-        if "scheduler" in changes:
-            self._weights.update_budget()
-        bytes_before, now = before.runtime.host_memory_bytes, settings.runtime.host_memory_bytes
-        if now != bytes_before and self._weights.mover is not None:
-            self._weights.mover.host.limit = memory_limit(now)
-        general = (settings.scheduler.max_queue_depth, settings.runtime.idle) != (
-            before.scheduler.max_queue_depth,
-            before.runtime.idle,
-        )
-        self._policy_changed(None if general else changes.get("models", {}))
-        if moved:
-            self._registry.tell_all()
+        except SettingsError as error:
+            raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 
     def _start(self, models: Mapping[str, Any], *, look: bool) -> Answer:
         """Start models without stubs, unless the command only looks; return which of them could not be started, and why.
@@ -545,7 +482,6 @@ class Commands:
             raise CommandRefused(
                 "FAILED_PRECONDITION", f"model {model!r:.200} is not built yet; try again later"
             )
-        self._policy.prefetch(names)
         self._outbox.extend(ev.Prefetch(key) for key in keys)
 
     def _evict(self, model: str | None) -> list[str]:
@@ -558,17 +494,8 @@ class Commands:
             for entry in found
             if entry.weights != "absent" and self._policy.residency(entry.name) != "device"
         }
-        self._policy.evict(wanted)
         self._outbox.append(ev.Evict(keys))
         return sorted(names)
-
-    def _pause(self, model: str | None, mode: ev.Pause | None) -> None:
-        names = None if model is None else self._names(model)
-        self._policy.pause(names, mode)
-        keys = self._catalog.compiled(names)
-        self._requests.sequences.accept(keys)
-        self._outbox.append(ev.Paused(keys, mode))
-        self._registry.tell_all()
 
     def _abort(self, request: str) -> Callable[[], Answer]:
         runs, tagged, cancelled = self._requests.abort(request_tag(request))
@@ -585,14 +512,6 @@ class Commands:
             raise CommandRefused("FAILED_PRECONDITION", "the runtime has no device yet; try again later")
         self._profiler.change(device, directory, connection)
         self._waiting[connection] = deque()
-
-
-def _checked(action: Callable[[], T]) -> T:
-    """Return the result of an action that refuses wrong settings. Raises CommandRefused."""
-    try:
-        return action()
-    except SettingsError as error:
-        raise CommandRefused("INVALID_ARGUMENT", str(error)) from None
 
 
 def _refusal(code: str, text: str) -> Answer:

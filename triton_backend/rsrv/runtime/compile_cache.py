@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from rsrv.limits import total_memory
+
 log = logging.getLogger("rsrv.compiled")
 
 #: distinguishes the entries from jax's own in the same directory
@@ -23,6 +25,9 @@ _UNFINISHED = ".unfinished-"
 #: age from which no process still writes an unfinished entry
 _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
+#: Limits of the entries in a server's own directory: bytes, and share of the memory. A container's /tmp is often in memory,
+#: which counts as the container's.
+_OWN_BYTES, _OWN_SHARE = 256 << 20, 1 / 16
 
 
 class CompileCacheError(Exception):
@@ -45,18 +50,45 @@ class _Access(threading.local):
 class CompileCache:
     """jax's `CacheInterface`. Methods raise nothing unless an entry is required: if the cache fails, models are compiled.
 
-    Without a directory it holds nothing but what is offered.
+    Entries that cannot be written to the directory are kept in the server's own directory, up to a limit. The next runtime
+    finds them there, but the next server does not. Without a directory the cache has only the offered entries.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        own: Path | None = None,
+        obstacle: str = "",
+        own_bytes: int | None = None,
+    ) -> None:
+        """`obstacle` says why the configured directory is not used. `own_bytes` limits the server's own directory."""
         self._path = directory
+        self._own = own
+        self._own_bytes = (
+            min(_OWN_BYTES, int(total_memory() * _OWN_SHARE)) if own_bytes is None else own_bytes
+        )
+        self._obstacle = obstacle
+        self._logged: set[str] = set()
         self._thread = _Access()
-        if directory is None:
-            return
-        for left in directory.glob(f"{_UNFINISHED}*"):
-            with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                    left.unlink()
+        for folder in self._folders:
+            for left in folder.glob(f"{_UNFINISHED}*"):
+                with suppress(OSError):
+                    if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                        left.unlink()
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [folder for folder in (self._path, self._own) if folder is not None]
+
+    @property
+    def keeps(self) -> bool:
+        """True if there is a directory for entries."""
+        return bool(self._folders)
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why entries do not outlive the server; empty if they do, or if no cache is configured."""
+        return self._obstacle
 
     def get(self, key: str) -> bytes | None:
         """Return the entry of a key; None if it is missing, unreadable or damaged. Raises NotCached in `requiring`."""
@@ -64,8 +96,9 @@ class CompileCache:
             return None
         self._thread.key = key
         entry = self._thread.entry
-        if entry is None and self._path is not None:
-            entry = self._read(self._path / f"{key}{_SUFFIX}")
+        if entry is None:
+            values = (self._read(folder / f"{key}{_SUFFIX}") for folder in self._folders)
+            entry = next((value for value in values if value is not None), None)
         if entry is None and self._thread.required:
             raise NotCached(key)
         return entry
@@ -82,6 +115,9 @@ class CompileCache:
         if hashlib.sha256(value).digest() != digest:
             log.warning("%s is damaged, so it is compiled again", path)
             return None
+        if path.parent == self._own:
+            with suppress(OSError):
+                os.utime(path)  # other entries are then removed first
         return value
 
     def offering(self, entry: bytes | None) -> AbstractContextManager[None]:
@@ -117,20 +153,67 @@ class CompileCache:
 
     def put(self, key: str, value: bytes) -> None:
         """Store the entry of a key, and replace an earlier one."""
-        if self._path is None or self.bypassed:
+        if self.bypassed:
             return
-        unfinished = None
+        if self._path is not None:
+            why = _write(self._path, key, value)
+            if not why:
+                self._obstacle = ""
+                return
+            self._obstacle = f"{self._path} cannot be written: {why}"
+            self._log_once(f"{self._obstacle}; executables {_kept(self._own)}")
+        if self._own is not None:
+            self._put_own(self._own, key, value)
+
+    def _put_own(self, own: Path, key: str, value: bytes) -> None:
+        """Store an entry in the server's own directory, and remove the least recently used entries for it."""
+        if len(value) > self._own_bytes:
+            self._log_once(
+                f"an executable of {len(value)} bytes is not kept: {own} has room for {self._own_bytes}"
+            )
+            return
         try:
-            fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._path)
-            with open(fd, "wb") as file:
-                file.write(hashlib.sha256(value).digest())
-                file.write(value)
-            os.replace(unfinished, self._path / f"{key}{_SUFFIX}")
-        except OSError as error:
-            log.warning("%s: %d bytes cannot be kept: %s", self._path, len(value), error.strerror)
-            if unfinished is not None:
-                with suppress(OSError):
-                    os.unlink(unfinished)
+            own.mkdir(mode=0o700, exist_ok=True)
+            check_private(own)
+            entries = [(entry.stat(), entry) for entry in own.glob(f"*{_SUFFIX}")]
+        except (OSError, CompileCacheError) as error:  # another runtime may replace an entry meanwhile
+            self._log_once(f"executables are not kept in {own}: {error}")
+            return
+        used = sum(status.st_size for status, _ in entries) + len(value) + _DIGEST_BYTES
+        for status, entry in sorted(entries, key=lambda entry: entry[0].st_mtime_ns):
+            if used <= self._own_bytes:
+                break
+            entry.unlink(missing_ok=True)
+            used -= status.st_size
+        if why := _write(own, key, value):
+            self._log_once(f"{own} cannot be written: {why}")
+
+    def _log_once(self, text: str) -> None:
+        """Log a warning once: a model may have dozens of executables."""
+        if text not in self._logged:
+            self._logged.add(text)
+            log.warning("%s", text)
+
+
+def _kept(own: Path | None) -> str:
+    return "are not kept" if own is None else "are kept until the server ends"
+
+
+def _write(folder: Path, key: str, value: bytes) -> str:
+    """Write an entry in one step; return the reason if that fails, or an empty text."""
+    unfinished = None
+    try:
+        fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
+        with open(fd, "wb") as file:
+            file.write(hashlib.sha256(value).digest())
+            file.write(value)
+        os.replace(unfinished, folder / f"{key}{_SUFFIX}")
+    except OSError as error:
+        if unfinished is not None:
+            with suppress(OSError):
+                os.unlink(unfinished)
+        return error.strerror or str(error)
+    return ""
 
 
 def check_private(directory: Path) -> None:
@@ -148,16 +231,26 @@ def check_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def prepare_cache_directory(directory: Path) -> Path | None:
-    """Create the cache's directory, closed to other users. Returns None if that fails.
+def open_cache(configured: Path | None, own: Path | None = None) -> CompileCache:
+    """Return the cache in the configured directory. The directory is created, and closed to other users.
 
-    Raises CompileCacheError if other users can write there.
+    Entries that cannot be stored there are stored in `own`, a folder of the server's private directory. Without a configured
+    directory, no entries are stored. Raises CompileCacheError if other users can write to the configured directory.
     """
+    if configured is None:
+        return CompileCache(None)
+    obstacle = ""
+    directory: Path | None = configured
     try:
-        directory = directory.expanduser()
+        directory = configured.expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(directory)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            obstacle = f"{directory} cannot be written: its file system, or its mode, allows only reading"
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-        log.warning("runtime.compilation_cache_dir is not used, so every start compiles: %s", error)
-        return None
-    return directory
+        directory, obstacle = None, str(error)
+    if obstacle:
+        log.warning(
+            "runtime.compilation_cache_dir cannot be used, so executables %s: %s", _kept(own), obstacle
+        )
+    return CompileCache(directory, own, obstacle)

@@ -7,6 +7,7 @@ a module could not be compiled, and the runtime will compile it.
 
 import argparse
 import hashlib
+import os
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from rsrv.cards import CARDS, ProfileError, read_profile
 from rsrv.command import put
 from rsrv.runtime.device import DeviceError, Hardware
 from rsrv.runtime.jax_compiler import LIBRARY_PRODUCTS, AheadCompiler
+from rsrv.runtime.jax_environment import XlaFlagsError, check_xla_flags, drop_jax_variables
 from rsrv.runtime.models import modules_of
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import (
@@ -74,11 +76,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("repository", type=Path)
     parser.add_argument("card")
     options = parser.parse_args(argv)
+    # Drop the same variables as the runtime, which executes the results.
+    drop_jax_variables(os.environ)
     try:
+        check_xla_flags(os.environ)
         settings = settings_of(options.repository)
         with tempfile.TemporaryDirectory() as scratch:
             return _compile(options.repository, _card(options.card, Path(scratch)), settings)
-    except (DeviceError, ProfileError, SettingsError) as error:
+    except (DeviceError, ProfileError, SettingsError, XlaFlagsError) as error:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:

@@ -108,6 +108,9 @@ class Device(Protocol):
     def known_start(self, model: str) -> float | None:
         """Return the seconds of the shortest build that a model of this key had on such a device; None: unknown."""
 
+    def has_executables(self, model: str, name: str) -> bool:
+        """Return True if the executables of the model are stored, so that its build compiles nothing."""
+
     def keep_start(self, model: str, seconds: float) -> None:
         """Keep the seconds that the build of a model took."""
 
@@ -202,5 +205,7 @@ class CacheCounts:
     compiled: int = 0
     from_cache: int = 0
     shared: int = 0
+    #: Reason why executables do not outlive the server; empty if they do, or if no cache is configured.
+    obstacle: str = ""
     #: durations of the compilations; the device keeps updating it
     seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

@@ -43,14 +43,16 @@ class RequestSlice:
     run: MetaRun | None = None
     tag: int = 0  # hash of the client's id for it; 0: it has none
     sequence: SequenceEntry | None = None
+    #: Tensors of the request at its own length, if the model has a padded axis.
+    shapes: Variant | None = None
 
     def source(self, index: int, block: Block) -> Array:
         """View an input in shared memory."""
-        return self._view(index, block, self.inputs_at)
+        return self._view(index, block if self.shapes is None else self.shapes.inputs, self.inputs_at)
 
     def target(self, index: int, block: Block) -> Array:
         """View an output in shared memory."""
-        return self._view(index, block, self.outputs_at)
+        return self._view(index, block if self.shapes is None else self.shapes.outputs, self.outputs_at)
 
     def _view(self, index: int, block: Block, start: int) -> Array:
         return view(block.tensors[index], self.rows, self.segment, start + block.places(self.rows)[0][index])
@@ -197,6 +199,7 @@ class ContiguousRun:
         stride = part.inputs_at - last.inputs_at
         if (
             part.rows != last.rows
+            or part.shapes is not None
             or part.segment is not last.segment
             or stride <= 0
             or (self.count > 1 and stride != self.stride)
@@ -216,6 +219,9 @@ class ContiguousRun:
         rows = batch[at:end]
         if self.count == 1:
             parts = _rows_first(first, tensor)
+            if tensor.padded_axis is not None:
+                # The rest of the rows is padding.
+                rows = rows[tuple(map(slice, parts.shape))]
         else:
             assert isinstance(part, RequestSlice)
             shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
@@ -263,7 +269,10 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     weights = dispatch.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
     execute = dispatch.execute
+    first = dispatch.slices[0]
     alone = len(dispatch.slices) == 1 and execute.rows == execute.size
+    if alone and isinstance(first, RequestSlice) and first.shapes is not None:
+        alone = first.shapes is dispatch.variant
     for part in dispatch.slices:
         # If this process dies, the stub knows by this that the request may be the cause.
         if isinstance(part, CallSlice):
@@ -273,7 +282,6 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     nbytes = dispatch.variant.inputs.places(execute.size)[1]
     staged = None if alone else staging.take(nbytes)
     if nbytes >= LARGE:
-        first = dispatch.slices[0]
         # What the device reads: the assembled batch, or the segment of a request that is read in place.
         if staged is not None:
             staging.locks.add(staged, device.page_lock)
@@ -321,7 +329,10 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
 
 
 def gather(dispatch: Dispatch, staged: Array | None, device: Device) -> list[Array | Buffer]:
-    """Return the inputs at the compiled size: in place if one request fills it, else stacked and padded with zeros."""
+    """Return the inputs at the compiled size: in place if one request fills it, else stacked.
+
+    Shorter requests are padded with the manifest's values, and missing rows are zeros.
+    """
     groups = [] if staged is None else find_contiguous_runs(dispatch.slices)
     indices = range(len(dispatch.variant.inputs.tensors))
     return [_input(dispatch, index, staged, groups, device) for index in indices]
@@ -368,7 +379,12 @@ def _staged(dispatch: Dispatch, index: int, staged: Array) -> Array:
 def _stack(dispatch: Dispatch, index: int, groups: list[ContiguousRun], staged: Array) -> Array:
     block = dispatch.variant.inputs
     stacked = _staged(dispatch, index, staged)
-    rows_first = _rows_first(stacked, block.tensors[index])
+    tensor = block.tensors[index]
+    rows_first = _rows_first(stacked, tensor)
+    if tensor.padded_axis is not None:
+        pad = dispatch.model.bundle.manifest.pad
+        assert pad is not None, "the interface is the bundle's"
+        rows_first[: dispatch.execute.rows] = pad.values[tensor.name]
     at = 0
     for group in groups:
         at = group.copy(rows_first, at, index, block, outputs=False)

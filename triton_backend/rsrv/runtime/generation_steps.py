@@ -145,5 +145,8 @@ def _chunks(model: CompiledModel, spec: GenerateSpec) -> Chunks:
     variants, costs = model.interface.variants, model.program.costs
     return Chunks(
         [next(t.dims[1] for t in variant.inputs.tensors if t.name == spec.tokens) for variant in variants],
-        [costs[index, variant.sizes[0]] / variant.sizes[0] for index, variant in enumerate(variants)],
+        [
+            next(seconds / size for (variant, size), seconds in sorted(costs.items()) if variant == index)
+            for index in range(len(variants))
+        ],
     )

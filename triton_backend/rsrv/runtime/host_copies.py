@@ -174,6 +174,7 @@ class HostCopies:
         if self._scheduler.on_disk(model.key) is model.host.kept:
             self._outbox.append(ev.CopyChanged(model.key, model.host.kept))
             self._catalog.moves.add(model.key)
+            self._catalog.touched.add(model.key)
 
     @property
     def shortage(self) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.limits import spare_memory
 from rsrv.runtime.allocation import Reuse
-from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, prepare_cache_directory
+from rsrv.runtime.compile_cache import CompileCacheError, open_cache
 from rsrv.runtime.cuda import (
     CopyStream,
     CudaError,
@@ -125,6 +125,8 @@ class ExecutableSources(NamedTuple):
     repository: Path | None = None
     #: modules whose entries in the cache are known, so that they need not be lowered
     known: KnownModules | None = None
+    #: Folder of the server for entries that cannot be written to the cache's directory.
+    own_cache: Path | None = None
 
 
 _NO_SOURCES, _MOST_MEMORY = ExecutableSources(), MemoryShare()
@@ -171,12 +173,10 @@ class JaxDevice:
         # An execution occupies the CPU in any case; another thread would only add two context switches.
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
-        directory = None
-        if sources.cache is not None:
-            try:
-                directory = prepare_cache_directory(sources.cache)
-            except CompileCacheError as error:
-                raise DeviceError(str(error)) from None
+        try:
+            self._cache = open_cache(sources.cache, sources.own_cache)
+        except CompileCacheError as error:
+            raise DeviceError(str(error)) from None
         #: executables in use, by the module's digest and its signature
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
         self._shared = 0
@@ -218,13 +218,12 @@ class JaxDevice:
         self._stored = None
         if sources.repository is not None:
             self._stored = find_executables(sources.repository, self.target)
-        self._cache = CompileCache(directory)
         self._known = KnownModules() if sources.known is None else sources.known
         self._circumstances = repr((self.target, self._device.client.platform_version, numerics))
         #: True if jax reads a cache on disk
         self._caches = False
-        if directory is not None or self._stored is not None:
-            self._caches = use_cache(self._cache) and directory is not None
+        if self._cache.keeps or self._stored is not None:
+            self._caches = use_cache(self._cache) and self._cache.keeps
             jax.monitoring.register_event_listener(self._count)
         self._latest: _LaunchedExecution | None = None
         self._noticing = Lock()
@@ -258,8 +257,8 @@ class JaxDevice:
 
     @property
     def cache_counts(self) -> CacheCounts:
-        hits, misses = self._counts.values()
-        return CacheCounts(misses, hits, self._shared, self._compile_seconds)
+        hits, compiled = self._counts.values()
+        return CacheCounts(compiled, hits, self._shared, self._cache.obstacle, self._compile_seconds)
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
         from rsrv_bundle.modules import as_exported
@@ -300,6 +299,11 @@ class JaxDevice:
 
     def known_start(self, model: str) -> float | None:
         return self._known.start_seconds(model, self._circumstances)
+
+    def has_executables(self, model: str, name: str) -> bool:
+        if self._stored is not None and name in self._stored.contents.models:
+            return True
+        return self._caches and self.known_start(model) is not None
 
     def keep_start(self, model: str, seconds: float) -> None:
         self._known.add_start(model, self._circumstances, seconds)

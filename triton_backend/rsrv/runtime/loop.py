@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, assert_never
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.catalog import Catalog, StateFeed
-from rsrv.runtime.child_processes import open_stub
+from rsrv.runtime.child_processes import Stub, open_stub
 from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
@@ -28,10 +28,12 @@ from rsrv.runtime.model_builder import (
     ModelBuilder,
     ModelCompiled,
     ModelWarmedUp,
+    ModuleCompiled,
     ModulesRead,
     StepEnded,
 )
 from rsrv.runtime.policy import Policy, scheduler_settings
+from rsrv.runtime.records import Records
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
@@ -57,7 +59,8 @@ from rsrv.wire.frames import (
     unpack_json,
     unpack_submissions,
 )
-from rsrv.wire.memory import BEAT_S, Board
+from rsrv.wire.memory import BEAT_S, Board, SharedMemoryError, read_document
+from rsrv.wire.paths import start_time
 from rsrv.wire.traces import read_spans, unpack_marks
 from rsrv_bundle.inspection import Inspector
 
@@ -94,13 +97,11 @@ class Loop:
         self._last_request_ended = self._started
         #: when the note for the next runtime is written; inf: nothing has changed
         self._handover_at = inf
-        #: when models are looked for that fall back to cold
-        self._look_at = self._started
         self._server = server
         self._traced = settings.traced
         self._serving = True
-        #: live stubs that have connected: pid -> pidfd
-        self.stubs: dict[int, int] = {}
+        #: Stubs with a connection, by pid. After the server's end, stubs that have ended stay here.
+        self.stubs: dict[int, Stub] = {}
         self._board = Board()
         self._blackbox = blackbox = blackbox or BlackBox()
         self.activity = Activity(blackbox.memory)
@@ -125,14 +126,8 @@ class Loop:
         self._requests = Requests(
             self._catalog, self._weights, self._transport, self._traces, self._outbox, self._clock
         )
-        self._reports = Reports(
-            self._registry,
-            self._scheduler,
-            self._requests,
-            self._traces,
-            self._executor.bans,
-            self._clock,
-        )
+        records = Records(self._registry, self._scheduler, self._requests, self._executor.bans, self._clock)
+        self._reports = Reports(self._catalog, records, self._scheduler, self._traces, self._clock)
         self._commands = Commands(
             self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
         )
@@ -209,7 +204,7 @@ class Loop:
             due = min(
                 self._last_request_ended + sleeps_after, self._handover_at, self._weights.copies.review_at
             )
-            due = min(due, self._look_at, expires, inf if wakeup is None else wakeup)
+            due = min(due, self._registry.look_at, expires, inf if wakeup is None else wakeup)
             timeout = min(max(0.0, due - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
@@ -249,8 +244,8 @@ class Loop:
         if now >= self._handover_at:
             self._handover_at = inf
             self._registry.handover.write(self._hand_over(whole=False))
-        if now >= self._look_at:
-            self._look_at = self._registry.dismiss_idle(now)
+        if now >= self._registry.look_at:
+            self._registry.dismiss_idle(now)
         if now - self._last_request_ended >= sleeps_after:
             self._last_request_ended = now
             if not (requests.pending or requests.sequences or self.building):
@@ -305,8 +300,11 @@ class Loop:
                 self._registry.bundles_read(message)
             case ModulesRead():
                 self._registry.modules_read(message)
+            case ModuleCompiled():
+                self._registry.module_compiled(message)
             case StepEnded():
                 self._builder.step_ended(message)
+                self._registry.tell_places(self._clock())
             case ModelCompiled():
                 self._registry.compiled(message)
             case ModelWarmedUp():
@@ -367,11 +365,12 @@ class Loop:
             case Kind.DEMAND:
                 self._registry.change_demand(connection, unpack_json(frame))
             case Kind.STATUS:
-                connection.send_document(Kind.STATUS_REPLY, self.status())
-            case Kind.CONFIGURE:
-                connection.send(pack_json(Kind.CONFIGURED, self._commands.configure(unpack_json(frame))))
+                since = unpack_json(frame).get("since", 0)
+                if not isinstance(since, int):
+                    raise ProtocolError("STATUS with a number that is none")
+                connection.send_document(Kind.STATUS_REPLY, self._commands.record(since).SerializeToString())
             case Kind.COMMAND:
-                self._commands.take(connection, unpack_json(frame))
+                self._commands.take(connection, _read_command(frame, fds))
             case Kind.REPORT:
                 self._report(connection, unpack_json(frame))
             case Kind.TRACE:
@@ -394,10 +393,9 @@ class Loop:
         self._commands.leave(connection)
         self._requests.closed(connection)
         self._registry.leave(connection)
-        if all(other.peer != connection.peer for other in self._transport.connections):
-            stub = self.stubs.pop(connection.peer, None)
-            if stub is not None:
-                os.close(stub)
+        last = all(other.peer != connection.peer for other in self._transport.connections)
+        if last and connection.peer in self.stubs and start_time(self._server.pid):
+            os.close(self.stubs.pop(connection.peer).pidfd)
         self._pass_on()
 
     def _report(self, connection: PeerConnection, report: dict[str, Any]) -> None:
@@ -406,15 +404,7 @@ class Loop:
             raise ProtocolError("REPORT before REGISTERED")
         self._reports.take(group, report)
         connection.note_import(report.get("importing"), self._clock())
-        shown = self._reports.figures(group) if report.get("figures") is True else {}
-        connection.send(pack_json(Kind.REPORTED, shown))
-
-    def status(self) -> dict[str, Any]:
-        return {
-            "uptime_s": self._clock() - self._started,
-            "connections": len(self._transport.connections),
-            **self._reports.status(),
-        }
+        connection.send(pack_json(Kind.REPORTED, {}))
 
     # --- events and instructions of the scheduler ---------------------------------------------------------
 
@@ -540,3 +530,11 @@ class Loop:
             # While a model is built, its warm-up may hold the device for long.
             contended=bool(self._catalog.building) or (dispatch.has_calls and dispatch.merges),
         )
+
+
+def _read_command(frame: memoryview, fds: list[int]) -> dict[str, Any]:
+    """Return a command. A command that is larger than a frame, such as a desired document, comes in a memfd."""
+    try:
+        return read_document(fds[0]) if fds else unpack_json(frame)
+    except SharedMemoryError as error:
+        raise ProtocolError(str(error)) from None

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -58,8 +58,8 @@ class CompiledModel:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: the `Precision` of each as compiled, by `variant/size`, in the form of the status, which is read often
-    precisions: Mapping[str, Mapping[str, Any]]
+    #: the `Precision` of each as compiled, in the form of its record
+    precisions: Mapping[tuple[int, int], Mapping[str, Any]]
     #: the client's input that gives a request's rows, and its batch axis; None: no input has one
     batch_input: tuple[str, int] | None
     #: device bytes of its largest execution, without the weights
@@ -145,10 +145,12 @@ def compile_model(
     name: str,
     signatures: Mapping[tuple[int, int], Signature],
     slot: ActivitySlot | None = None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> CompiledModel:
     """Compile every module, and read the weights to identify them by content; none is on the device yet.
 
-    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. A module is
+    `slot` shows each compilation; reading has no limit, because storage may take as long as it likes. `progress` is called
+    after each module, with the number of compiled modules and the number of all modules. A module is
     compiled as it was when its signature was read, except for the changes of `runtime.numerics`. The costs of executions
     are not known before `warm_up`, unless the device knows them. Raises BundleError, HostMemoryError, DeviceError, and the
     compiler's errors.
@@ -156,17 +158,18 @@ def compile_model(
     started = time.perf_counter()
     slot = slot or ActivitySlot()
     of_model = settings.for_model(name)
-    executables, precisions = {}, dict[str, Mapping[str, Any]]()
+    executables, precisions = {}, dict[tuple[int, int], Mapping[str, Any]]()
     wanted = usable(signatures, of_model.max_batch_size)
     how = treatment(settings.runtime.numerics, device.hardware)
     own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
         began = time.perf_counter()
         module, precision = _treated(bundle, key, signatures[key], how)
-        products = precisions[sys.intern("{}/{}".format(*key))] = _described(precision)
+        products = precisions[key] = _described(precision)
         slot.begin(Phase.BUILDING, own["version"], key[1], _COMPILATION_S)
         executables[key] = device.compile(module, signatures[key])
         slot.begin(Phase.BUILDING, own["version"], expected=inf)
+        progress(done, len(wanted))
         seconds = time.perf_counter() - began
         log.info(
             "%s: compiled %d/%d in %.2f s (variant %d, size %d): %s",
@@ -192,7 +195,7 @@ def compile_model(
     pool = None if state is None else StatePool(own["version"], state)
     nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
-    interface = _shared(describe(bundle, {key: signatures[key] for key in wanted}))
+    interface = _shared(describe(bundle, {key: signatures[key] for key in wanted}, of_model.max_batch_size))
     # Open them last: after a failure of the steps above, no code would close them.
     weights = host.open(bundle, keep=of_model.residency == "system")
     known = device.known_costs(own["version"])
@@ -201,8 +204,9 @@ def compile_model(
         model=own["version"],
         name=name,
         costs=known if known is not None and measured else dict.fromkeys(executables, _INITIAL_COST_S),
-        coalesce=coalesces(bundle),
+        coalesce=bundle.manifest.coalesces,
         feeds_back=bundle.manifest.generate is not None,
+        padded=bundle.manifest.pad is not None,
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=nbytes,
         tensors=weights.distinct if pool is None else {**weights.distinct, **pool.tensors},
@@ -256,7 +260,7 @@ def _shared(interface: Interface) -> Interface:
 
 @lru_cache(_SHARED)
 def _described(precision: Precision) -> Mapping[str, Any]:
-    """Return a precision in the form of the status, once for all that are equal."""
+    """Return a precision in the form of a record. Equal precisions share one object."""
     return asdict(precision)
 
 
@@ -350,29 +354,34 @@ def _smooth(costs: dict[tuple[int, int], float]) -> None:
         costs[key] = min(costs[key], *larger, float("inf"))
 
 
-def coalesces(bundle: Bundle) -> bool:
-    """Return whether requests may share an execution: every tensor has rows, by which outputs are split."""
-    tensors = (*bundle.manifest.inputs, *bundle.manifest.outputs)
-    return bool(bundle.manifest.inputs) and all(t.batch_axis is not None for t in tensors)
+def describe(
+    bundle: Bundle, signatures: Mapping[tuple[int, int], Signature], max_rows: int | None = None
+) -> Interface:
+    """Return the interface of a bundle's modules. Output shapes come from the modules: a manifest may leave them open.
 
-
-def describe(bundle: Bundle, signatures: Mapping[tuple[int, int], Signature]) -> Interface:
-    """Return the interface of a bundle's modules. Output shapes come from the modules: a manifest may leave them open."""
+    `max_rows` is the most rows of an execution. Larger sizes become this number, because fronts need the rows that fit.
+    """
     manifest = bundle.manifest
+    most = max_rows if max_rows is not None and manifest.coalesces else sys.maxsize
     variants = []
     for index in range(max(1, len(manifest.input_shapes))):
         sizes = tuple(sorted(size for variant, size in signatures if variant == index))
         results = signatures[index, sizes[0]].outputs
+        sizes = tuple(min(size, most) for size in sizes)
         inputs = tuple(
-            _tensor(spec, bundle.input_shape(i, index, 1)) for i, spec in enumerate(manifest.inputs)
+            _tensor(spec, bundle.input_shape(i, index, 1), manifest.padded_axis(spec))
+            for i, spec in enumerate(manifest.inputs)
         )
-        outputs = tuple(_tensor(spec, results[i][1]) for i, spec in enumerate(manifest.outputs))
+        outputs = tuple(
+            _tensor(spec, results[i][1], manifest.padded_axis(spec))
+            for i, spec in enumerate(manifest.outputs)
+        )
         variants.append(Variant(Block(inputs), Block(outputs), sizes))
-    return Interface(tuple(variants), exact=not coalesces(bundle))
+    return Interface(tuple(variants), exact=not manifest.coalesces)
 
 
-def _tensor(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(spec.name, spec.dtype, _open(shape, spec.batch_axis), spec.batch_axis)
+def _tensor(spec: TensorSpec, shape: tuple[int, ...], padded_axis: int | None) -> Tensor:
+    return Tensor(spec.name, spec.dtype, _open(shape, spec.batch_axis), spec.batch_axis, padded_axis)
 
 
 def _open(shape: tuple[int, ...], batch_axis: int | None) -> tuple[int, ...]:
@@ -405,7 +414,7 @@ def to_json(model: CompiledModel) -> dict[str, Any]:
         "stateful": model.pool is not None,
         "generate": None if generate is None else {key: getattr(generate, key) for key in _OF_GENERATION},
         "costs_ns": [
-            [int(model.program.costs[index, size] * 1e9) for size in variant.sizes]
-            for index, variant in enumerate(model.interface.variants)
+            [int(seconds * 1e9) for key, seconds in sorted(model.program.costs.items()) if key[0] == index]
+            for index in range(len(model.interface.variants))
         ],
     }

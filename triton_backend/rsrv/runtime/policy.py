@@ -1,13 +1,15 @@
-"""Settings of the scheduler: from rsrv.yaml, from operators' commands, and from the device."""
+"""Settings of the scheduler and of models: from the desired document, and from the device."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rsrv.desired import DesiredChanges, DesiredModel, changed, document_of
 from rsrv.scheduler.events import Pause, Program
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import Residency, Settings
-from rsrv.settings_changes import change_model, change_scheduler
+from rsrv.settings_changes import change_settings
+
+_NOTHING = DesiredModel()
 
 
 def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> SchedulerSettings:
@@ -20,7 +22,6 @@ def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> Sch
         discipline=section.discipline,
         depth=section.depth or (2 if asynchronous else 1),
         meta_concurrency=section.meta_concurrency,
-        eviction=section.eviction,
         on_demand=settings.lifecycle.mode != "explicit",
     )
 
@@ -38,18 +39,16 @@ def terms(settings: Settings, name: str) -> dict[str, Any]:
 
 
 class Policy:
-    """Settings of models by name, for later versions of a model as well.
+    """The desired settings of models by name. They also hold for later versions of a model.
 
-    They change while the runtime runs, only on the loop.
+    The first settings come from rsrv.yaml, which is revision 0 of the desired document. The settings change while the
+    runtime runs, on the loop.
     """
 
     def __init__(self, settings: Settings) -> None:
+        #: Settings of rsrv.yaml at the start, overridden by the keys of the document.
         self.settings = settings
-        #: of models that are not in `_paused`
-        self._all_paused: Pause | None = None
-        self._paused: dict[str, Pause | None] = {}
-        #: models that an operator has prefetched and not evicted since
-        self._prefetched: set[str] = set()
+        self.document = document_of(settings)
 
     def residency(self, name: str) -> Residency:
         return self.settings.for_model(name).residency
@@ -60,40 +59,28 @@ class Policy:
         return depth
 
     def paused(self, name: str) -> Pause | None:
-        return self._paused.get(name, self._all_paused)
+        mode = self._wanted(name).get("paused", self.document["paused"])
+        return None if mode is None else Pause(mode)
 
     def prefetched(self, name: str) -> bool:
-        return name in self._prefetched
+        return self._wanted(name).get("prefetched", False)
+
+    def asked(self, name: str) -> int:
+        """Return the number of the latest command about a model's weights."""
+        return self._wanted(name).get("asked", 0)
 
     def program(self, program: Program, name: str) -> Program:
         """Return a model's program with the current settings."""
         return replace(program, paused=self.paused(name), **terms(self.settings, name))
 
-    def change_scheduler(self, changes: Mapping[str, Any]) -> None:
-        """Change settings of the scheduler. Raises SettingsError; then nothing has changed."""
-        self.settings = change_scheduler(self.settings, changes)
+    def change(self, changes: DesiredChanges) -> None:
+        """Change the document. If it raises SettingsError, nothing has changed."""
+        sections = {
+            name: {} if entry is None else entry.get("settings", {})
+            for name, entry in changes.get("models", {}).items()
+        }
+        self.settings = change_settings(self.settings, {**changes, "models": sections})
+        self.document = changed(self.document, changes)
 
-    def change_models(self, names: Iterable[str], changes: Mapping[str, Any]) -> None:
-        """Change keys of these models' sections. Raises SettingsError; then nothing has changed."""
-        settings = self.settings
-        names = list(names)
-        for name in names:
-            settings = change_model(settings, name, changes)
-        unpinned = [name for name in names if self.residency(name) == "device"]
-        self.settings = settings
-        # Models that are no longer pinned are evicted.
-        self.evict(name for name in unpinned if self.residency(name) != "device")
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        self._prefetched.update(names)
-
-    def evict(self, names: Iterable[str] | None) -> None:
-        """Note that models are evicted; None: all of them."""
-        self._prefetched.difference_update(list(self._prefetched) if names is None else names)
-
-    def pause(self, names: Iterable[str] | None, mode: Pause | None) -> None:
-        """Pause models, or resume them with `mode` None; `names` None: all models, later ones included."""
-        if names is None:
-            self._all_paused, self._paused = mode, {}
-        else:
-            self._paused |= dict.fromkeys(names, mode)
+    def _wanted(self, name: str) -> DesiredModel:
+        return self.document["models"].get(name, _NOTHING)

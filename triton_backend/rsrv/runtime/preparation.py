@@ -36,17 +36,22 @@ class Preparation:
 
 
 def prepare(
-    settings: Settings, repository: Path, directory: Path, devices: Sequence[str], number: int
+    settings: Settings,
+    repository: Path,
+    directory: Path,
+    devices: Sequence[str],
+    number: int,
+    own_cache: Path | None = None,
 ) -> Preparation | None:
     """Prepare the device with this number, and the models of the repository that a runtime has compiled before.
 
-    `directory`: of the runtime. None: the device is a GPU.
+    `directory` is the runtime's, and `own_cache` as in `ExecutableSources`. Returns None if the device is a GPU.
     """
     runtime = settings.runtime
     if devices[number] != "cpu" or runtime.platform not in ("auto", "cpu"):
         return None
     known = KnownModules(directory / paths.MODULES)
-    sources = ExecutableSources(runtime.compilation_cache_dir, repository, known)
+    sources = ExecutableSources(runtime.compilation_cache_dir, repository, known, own_cache)
     device = JaxDevice("cpu", sources, numerics=runtime.numerics)
     made = Preparation(settings, device, [])
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -17,6 +17,7 @@ from rsrv.runtime.model_builder import (
     ModelBuilder,
     ModelCompiled,
     ModelWarmedUp,
+    ModuleCompiled,
     ModulesRead,
     log_not_loaded,
 )
@@ -27,7 +28,15 @@ from rsrv.runtime.transport import PeerConnection, Registration, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.wire.frames import Kind, ProtocolError, pack_cold, pack_json, pack_rejected, pack_starting
+from rsrv.wire.frames import (
+    Kind,
+    ProtocolError,
+    StartProgress,
+    pack_cold,
+    pack_json,
+    pack_rejected,
+    pack_starting,
+)
 from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
@@ -42,6 +51,8 @@ _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
 _FALLS, _NEXT_FALLS_S = 16, 0.25
 #: seconds in which a model that was asked to leave, and stayed, is passed over: its stub has requests, or imports model.py
 _STAYS_S = 30.0
+#: Seconds between two announcements of places in the queue of builds.
+_PLACES_S = 1.0
 #: for a native front; a meta model's file is one of hooks, too
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
@@ -74,8 +85,12 @@ class Registry:
         self._held: dict[str, list[str]] = {}
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
+        #: When to look for idle models again; -inf after a change of the limits or of what is pinned.
+        self.look_at = -inf
         #: when models last fell back because memory was short
         self._relieved = -inf
+        #: When waiting connections were last sent their places in the queue.
+        self._places_told = -inf
         #: models of the runtime before this one
         self.handover = Handover()
 
@@ -149,6 +164,8 @@ class Registry:
             return
         connection.demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
         self._builder.read(connection, name, path, calls, connection.demand)
+        if self._builder.waits(connection):
+            self._announce(connection, "its bundle waits to be read")
 
     def change_demand(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
         """Take the demand of the requests that wait for a registration; after its answer, nothing depends on that."""
@@ -180,11 +197,8 @@ class Registry:
         if key in self.catalog.entries:
             self.let_go(self.catalog.entries[key].name)
 
-    def dismiss_idle(self, now: float) -> float:
-        """Dismiss the models that no request has used for `idle.executable`; return when to look again.
-
-        If many are idle, some fall back.
-        """
+    def dismiss_idle(self, now: float) -> None:
+        """Dismiss the models that no request has used for `idle.executable`, a few at a time, and set `look_at`."""
         again, falls = now + _MAX_LOOK_S, 0
         limits = self.catalog.policy.settings.idle_limits
         for one in self._warm(lambda name: limits(name).executable < inf):
@@ -193,12 +207,13 @@ class Registry:
             if due <= now:
                 if not self.catalog.is_dismissed(one.key):
                     if falls == _FALLS:
-                        return now + _NEXT_FALLS_S
+                        self.look_at = now + _NEXT_FALLS_S
+                        return
                     falls += 1
                     self._fall_back(one, "idle")
                 due = now + limit
             again = min(again, due)
-        return max(again, now + _MIN_LOOK_S)
+        self.look_at = max(again, now + _MIN_LOOK_S)
 
     def relieve(self, now: float, shortage: str) -> bool:
         """Dismiss models because of a `shortage`, the least recently used first; return whether any are leaving.
@@ -309,10 +324,13 @@ class Registry:
             return
         if self._is_deferred(message, wanted):
             return
-        start_s = self._begin(wanted, connection.demand)
+        start_s = self._begin(wanted, connection.demand, message.seconds)
         self._transport.guard(connection, self._join, connection, group)
-        if start_s and connection.demand.urgency is Urgency.REQUESTED:
-            self._transport.guard(connection, connection.send, pack_starting(start_s, flat=connection.flat))
+        entries = (self.catalog.entries[key] for key in group.models)
+        building = next((entry for entry in entries if not entry.ready), None)
+        if building is not None:
+            least_s = start_s if connection.demand.urgency is Urgency.REQUESTED else 0.0
+            self._transport.guard(connection, self._announce_step, connection, building, least_s)
 
     def _is_deferred(self, message: BundlesRead, wanted: RequestedModels) -> bool:
         """Defer bundles that were read until a model of theirs is gone, if one is leaving."""
@@ -323,7 +341,42 @@ class Registry:
                 return True
         return False
 
-    def _begin(self, wanted: RequestedModels, demand: Demand) -> float:
+    def _announce(self, connection: PeerConnection, step: str, least_s: float = 0.0) -> None:
+        """Send STARTING to a connection whose registration is not answered."""
+        limit_s = self.catalog.policy.settings.runtime.start_timeout_s
+        connection.send(pack_starting(StartProgress(step, limit_s, least_s), flat=connection.flat))
+
+    def _announce_step(self, connection: PeerConnection, entry: ModelEntry, least_s: float = 0.0) -> None:
+        is_callee = connection.group is not None and connection.group.is_meta
+        step = f"its model {entry.name!r}: {entry.step}" if is_callee else entry.step
+        self._announce(connection, step, least_s)
+
+    def _step(self, entry: ModelEntry, step: str) -> None:
+        """Note a step of a model's start, and announce it to the connections that wait for the model."""
+        entry.step = step
+        if entry.ready or entry.ending:
+            return
+        for connection in list(entry.connections.values()):
+            self._transport.guard(connection, self._announce_step, connection, entry)
+
+    def tell_places(self, now: float) -> None:
+        """Send connections with waiting requests the number of build steps before theirs."""
+        if now < self._places_told + _PLACES_S:
+            return
+        self._places_told, waiting = now, self._builder.order()
+        reading: dict[Hashable, PeerConnection] = {}
+        if waiting:
+            reading = {connection.id: connection for connection in self._transport.connections}
+        for place, step in enumerate(waiting, 1):
+            if step.demand.urgency is not Urgency.REQUESTED:
+                break  # the steps after this one are not more urgent
+            text = f"it waits for its turn: {place} reads or builds of other models come first"
+            if (entry := self.catalog.entries.get(str(step.id))) is not None:
+                self._step(entry, text)
+            elif (connection := reading.get(step.id)) is not None:
+                self._transport.guard(connection, self._announce, connection, text)
+
+    def _begin(self, wanted: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
         """Begin the lives of models that are new; return the least seconds that they need, as `_start_seconds`."""
         start_s = 0.0
         for key, (name, bundle) in wanted.models.items():
@@ -331,7 +384,8 @@ class Registry:
                 start_s += self._start_seconds(key)
                 self.catalog.add(key, name, bundle.digest)
                 self.catalog.tell(key)
-                self._builder.build(key, name, bundle, self.catalog.policy.settings, demand)
+                settings = self.catalog.policy.settings
+                self._builder.build(key, name, bundle, settings, demand, seconds.get(key, 0.0))
         return start_s
 
     def _start_seconds(self, key: str) -> float:
@@ -353,7 +407,7 @@ class Registry:
             return
         if self._is_deferred(message, wanted):
             return
-        self._begin(wanted, message.demand)
+        self._begin(wanted, message.demand, message.seconds)
         for key in wanted.models:
             self.catalog.entries[key].held = message.demand
             self._held[wanted.name].append(key)
@@ -451,6 +505,11 @@ class Registry:
 
     def modules_read(self, message: ModulesRead) -> None:
         self._advance(message.key, LifecycleEvent.MODULES_READ)
+        self._step(self.catalog.entries[message.key], "its modules are read, and none is compiled yet")
+
+    def module_compiled(self, message: ModuleCompiled) -> None:
+        text = f"{message.done} of its {message.of} modules are compiled"
+        self._step(self.catalog.entries[message.key], text)
 
     def compiled(self, message: ModelCompiled) -> None:
         """Hand a compiled model to the scheduler, which has its weights loaded and then a warm-up.
@@ -487,10 +546,13 @@ class Registry:
             self._outbox.append(ev.Prefetch(key))
         if served:
             self._serve(entry)
+        else:
+            self._step(entry, "it is compiled, and its weights load")
 
     def warm_up(self, instruction: ev.WarmUp) -> None:
         device = self.weights.device
         assert device is not None
+        self._step(self.catalog.entries[instruction.model], "it is compiled, and being warmed up")
         self._builder.warm_up(self.catalog.get(instruction.model), device, again=instruction.again)
 
     def warmed_up(self, message: ModelWarmedUp) -> None:
@@ -587,7 +649,6 @@ class Registry:
                 "models": models,
                 "settings": {
                     "stub": settings.stub.model_dump(mode="json"),
-                    "metrics": {"triton": settings.metrics.triton},
                     "logs": settings.logs.model_dump(mode="json"),
                     "meta": {**settings.meta.model_dump(mode="json"), "concurrency": concurrency},
                     "traces": {"enabled": settings.traced},

@@ -81,14 +81,15 @@ class Requests:
         model = self._catalog.served_by(connection)
         if model is None:
             raise ProtocolError("SUBMIT before REGISTERED")
-        key, variants, pool = model.key, model.interface.variants, model.pool
+        key, interface, pool = model.key, model.interface, model.pool
+        variants, longest = interface.variants, interface.longest
         if pool is not None:
             self.sequences.add(key, pool.spec, pool.losses)
         pending, base = self.pending, connection.id << _ID_BITS
         for submission in submissions:
             (
                 request, deadline_ns, rows, index, priority,
-                segment_id, flags, inputs_at, outputs_at, token, tag, sequence,
+                segment_id, flags, inputs_at, outputs_at, token, tag, sequence, length,
             ) = submission  # fmt: skip
             if index >= len(variants):
                 raise ProtocolError(f"SUBMIT for variant {index} of {len(variants)}")
@@ -96,13 +97,17 @@ class Requests:
             if segment is None:
                 raise ProtocolError(f"SUBMIT in unknown segment {segment_id}")
             variant, size = variants[index], len(segment)
+            if longest or length:
+                if not 0 < length <= longest:
+                    raise ProtocolError(f"SUBMIT of length {length}, of 1 to {longest}")
+                index, variant = interface.at_length(length)
             if (
                 (inputs_at | outputs_at) % ALIGNMENT
                 or inputs_at + variant.inputs.places(rows)[1] > size
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            if flags > _FLAGS or (pool is None and (sequence or flags > ALONE | WAITED)):
+            if flags > _FLAGS or (pool is None and flags > ALONE | WAITED):
                 raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> _ID_BITS or id in pending:
@@ -114,6 +119,8 @@ class Requests:
             pending[id] = part = RequestSlice(
                 connection, request, rows, segment, inputs_at, outputs_at, tag=tag
             )
+            if length:
+                part.shapes = variant
             if token:
                 run = part.run = self.runs.find(token, model.name)
                 if run is None:
@@ -129,7 +136,10 @@ class Requests:
                 flags & ALONE != 0,
                 flags & WAITED != 0,
             )
-            asked = ev.Request(id, key, index, rows, deadline, priority, run_id, exclusive, accepted, tag)
+            whole = sequence if pool is None else 0
+            asked = ev.Request(
+                id, key, index, rows, deadline, priority, run_id, exclusive, accepted, tag, None, whole
+            )
             if mark is not None:
                 self._traces.begin(id, mark, key)
             if pool is None:
@@ -200,6 +210,8 @@ class Requests:
             raise ProtocolError(f"CALL for variant {call.variant} of {len(model.interface.variants)}")
         if call.flags > ALONE:
             raise ProtocolError(f"CALL with unknown flags {call.flags}")
+        if model.interface.longest:
+            raise ProtocolError(f"CALL of {model.name}, which has a padded axis")
         variant = model.interface.variants[call.variant]
         sources = find_sources(run, connection, call, variant.inputs)
         targets, keep = find_targets(run, connection, call, variant.outputs)

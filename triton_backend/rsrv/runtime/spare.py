@@ -73,8 +73,11 @@ class Successor:
     def withdraw(self) -> None:
         """Take back `prepare`: this runtime goes on."""
 
-    def stay_back(self) -> None:
-        """Have the process wait for a connection before it becomes the runtime. Raises OSError."""
+    def stay_back(self, record: bytes) -> None:
+        """Let the process wait for a connection before it becomes the runtime. Raises OSError.
+
+        `record` is the last record of this runtime, which is reported while the device sleeps.
+        """
 
 
 class SpareKeeper(Successor):
@@ -148,8 +151,9 @@ class SpareKeeper(Successor):
         if spare is not None:
             spare.end()
 
-    def stay_back(self) -> None:
-        """Have the spare wait for a connection when its turn has come. Raises OSError."""
+    def stay_back(self, record: bytes) -> None:
+        """Let the spare wait for a connection when its turn has come. Raises OSError."""
+        paths.write_whole(self._directory / paths.LAST_RECORD, record)
         paths.write_whole(self._directory / paths.ASLEEP, str(time.time()))
 
     def _have(self) -> str:

@@ -52,24 +52,28 @@ class BuildStep:
     action: Callable[[], object]
     #: a bundle is read; without it, a model is built
     reads: bool = False
+    #: Expected seconds of the step.
+    seconds: float = 0.0
     #: time of its arrival on the loop's clock, which the queue notes
     arrival: float = field(default=0.0, init=False)
 
 
 #: position of a step in the order, smallest first; the last is unique
-_Rank = tuple[int, float, bool, float, int]
+_Rank = tuple[int, float, int, float, int]
 
 #: seconds in which half of a model's building time is forgotten
 _HALF_LIFE_S = 60.0
+#: A build that is expected to take this many seconds begins after all bundles are read, because some may be built sooner.
+_LONG_S = 1.0
 
 
 class StartQueue:
     """Steps that wait, and the recent building time of each model.
 
-    In order of precedence: by urgency; by deadline, of which those in the past count no more; models that can be built
-    before bundles that can be read, so that the first of many models is served before all bundles are read; and by
-    arrival, to which a model's recent building time over its weight is added. So a model that was built for long lets
-    others pass that come within as many seconds, and no more.
+    The order is by urgency; by deadline, except deadlines in the past; by kind (short builds, reads of bundles, long
+    builds); and by arrival. So the first of many models serves before all bundles are read, and no short build waits for a
+    long one. A model's arrival counts as later by its expected building time, and by its recent building time over its
+    weight. So a model with a long build lets only those models pass that arrive within this time.
     """
 
     def __init__(self) -> None:
@@ -85,6 +89,10 @@ class StartQueue:
 
     def __contains__(self, id: Hashable) -> bool:
         return id in self._steps
+
+    def order(self, now: float) -> list[BuildStep]:
+        """Return all steps in their order."""
+        return sorted(self._steps.values(), key=lambda step: self._rank(step, now, 0))
 
     def names(self) -> set[str]:
         """Return the models that have a step here."""
@@ -133,5 +141,6 @@ class StartQueue:
 
     def _rank(self, step: BuildStep, now: float, number: int) -> _Rank:
         urgency, deadline = step.demand.urgency, step.demand.deadline
-        turn = step.arrival + self._used(step.name, step.arrival) / step.demand.weight
-        return urgency, deadline if deadline > now else inf, step.reads, turn, number
+        turn = step.arrival + step.seconds + self._used(step.name, step.arrival) / step.demand.weight
+        stage = 1 if step.reads else 2 if step.seconds >= _LONG_S else 0
+        return urgency, deadline if deadline > now else inf, stage, turn, number

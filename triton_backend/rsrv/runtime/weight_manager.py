@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rsrv.logs import fields
@@ -242,14 +243,10 @@ class WeightManager:
                     extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
                     log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)
 
-    # --- commands of operators ----------------------------------------------------------------------------
+    # --- what operators want ------------------------------------------------------------------------------
 
-    def set_residency(self, names: list[str], residency: str) -> None:
-        """Set the residency of these models, in all versions.
-
-        Raises SettingsError: there is no such residency.
-        """
-        self._catalog.policy.change_models(names, {"residency": residency})
+    def follow_residencies(self, names: Iterable[str]) -> None:
+        """Apply the policy's residency to all versions of these models. Then update the budget."""
         for key in self._catalog.compiled(names):
             model = self._catalog.get(key)
             wanted = self._catalog.policy.residency(model.name)
@@ -261,7 +258,6 @@ class WeightManager:
                 self.copies.tell(model)
             # else its load reads the host's copy, if there is one
             self._outbox.append(ev.Pinned(key, wanted == "device"))
-        self.update_budget()
 
     # --- the budget ---------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 13
+FOREIGN_PEER = "the peer does not speak rsrv's protocol"
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -35,7 +36,6 @@ class Kind(IntEnum):
     SUBMIT = 5
     CANCEL = 6
     STATUS = 7
-    CONFIGURE = 8
     COMMAND = 9
     # of meta models (`calls`)
     ENTER = 10
@@ -59,7 +59,6 @@ class Kind(IntEnum):
     REJECTED = 18
     DONE = 19
     STATUS_REPLY = 20
-    CONFIGURED = 21
     COMMANDED = 22
     STATE = 23
     REPORTED = 24
@@ -83,6 +82,8 @@ class Status(IntEnum):
     PAUSED = 9
     #: of a request of a sequence: the runtime does not know the sequence, or does not any more
     SEQUENCE_LOST = 10
+    #: The model was cold or its runtime has died, and a runtime builds the model.
+    STARTING = 11
 
 
 class ProtocolError(Exception):
@@ -115,10 +116,13 @@ class Submission(NamedTuple):
     outputs_at: int
     run: int = 0  # token of the meta model's run that makes this sub-call; 0: none
     tag: int = 0  # `request_tag` of the client's id, by which the request can be aborted; 0: none
-    sequence: int = 0  # the sequence of a stateful model that it belongs to; 0: none
+    #: Number of its sequence, if the model is stateful, or of the large request that it is a part of. 0: none.
+    sequence: int = 0
+    #: Length of its tensors along the padded axis. 0: the model has none.
+    length: int = 0
 
 
-_SUBMISSION = struct.Struct("<QqIHHIIQQQQQ")
+SUBMISSION = struct.Struct("<QqIHHIIQQQQQQ")
 
 
 class Completion(NamedTuple):
@@ -132,7 +136,7 @@ class Completion(NamedTuple):
     text: str = ""
 
 
-_COMPLETION = struct.Struct("<QHHIIIQ")
+COMPLETION = struct.Struct("<QHHIIIQ")
 
 #: entries in one frame, so that it stays below MAX_FRAME even with an error text for each
 MAX_ENTRIES = 1024
@@ -167,9 +171,9 @@ def unpack_entries(
     return entry.iter_unpack(body)
 
 
-pack_submissions = partial(pack_entries, Kind.SUBMIT, _SUBMISSION)
+pack_submissions = partial(pack_entries, Kind.SUBMIT, SUBMISSION)
 #: makes the fields of each `Submission`, as plain tuples: this is the runtime's most frequent loop
-unpack_submissions = partial(unpack_entries, Kind.SUBMIT, _SUBMISSION)
+unpack_submissions = partial(unpack_entries, Kind.SUBMIT, SUBMISSION)
 
 
 def pack_completions(completions: Sequence[Completion]) -> list[bytes]:
@@ -180,12 +184,12 @@ def pack_completions(completions: Sequence[Completion]) -> list[bytes]:
     size = HEADER.size
     for done in completions:
         text = done.text.encode()[:4096]
-        more = _COMPLETION.size + len(text)
+        more = COMPLETION.size + len(text)
         if entries and size + more > MAX_FRAME:
             frames.append(_done_frame(entries, texts))
             entries, texts, size = [], [], HEADER.size
         entries.append(
-            _COMPLETION.pack(done.request, done.status, 0, done.size, done.rows, len(text), done.execute_ns)
+            COMPLETION.pack(done.request, done.status, 0, done.size, done.rows, len(text), done.execute_ns)
         )
         if text:
             texts.append(text)
@@ -201,11 +205,11 @@ def _done_frame(entries: list[bytes], texts: list[bytes]) -> bytes:
 
 def unpack_completions(frame: bytes | memoryview, count: int) -> list[Completion]:
     body = memoryview(frame)[HEADER.size :]
-    text_at = count * _COMPLETION.size
+    text_at = count * COMPLETION.size
     if len(body) < text_at:
         raise ProtocolError(f"DONE of {count} requests has {len(body)} bytes")
     out = []
-    for request, status, _, size, rows, length, execute_ns in _COMPLETION.iter_unpack(body[:text_at]):
+    for request, status, _, size, rows, length, execute_ns in COMPLETION.iter_unpack(body[:text_at]):
         text = ""
         if length:
             text = bytes(body[text_at : text_at + length]).decode(errors="replace")
@@ -260,11 +264,41 @@ def pack_cold(start_timeout_s: float, *, flat: bool = False) -> bytes:
     return pack_json(Kind.COLD, {"start_timeout_s": start_timeout_s, "retry_after_s": 0})
 
 
-def pack_starting(start_s: float, *, flat: bool = False) -> bytes:
-    """Return STARTING: the model will not serve before `start_s` have passed."""
+class StartProgress(NamedTuple):
+    """A step of a model's start in the runtime."""
+
+    #: Progress of the start, for clients.
+    text: str
+    #: Seconds that requests may wait for the next step.
+    limit_s: float
+    #: Seconds until the model can serve at the earliest; 0.0: not known.
+    least_s: float = 0.0
+
+
+#: Most bytes of a step's text.
+MAX_PROGRESS = 400
+
+
+def pack_starting(progress: StartProgress, *, flat: bool = False) -> bytes:
+    """Return STARTING, which announces a step of a start."""
+    text = progress.text.encode(errors="replace")[:MAX_PROGRESS].decode(errors="ignore")
     if flat:
-        return HEADER.pack(Kind.STARTING, 0, 0) + struct.pack("<q", int(1e9 * start_s))
-    return pack_json(Kind.STARTING, {"start_s": start_s})
+        times = (int(min(1e9 * seconds, 2**63 - 1)) for seconds in (progress.least_s, progress.limit_s))
+        return HEADER.pack(Kind.STARTING, 0, 0) + struct.pack("<qq", *times) + text.encode()
+    value = {"start_s": progress.least_s, "limit_s": progress.limit_s, "progress": text}
+    return pack_json(Kind.STARTING, value)
+
+
+def unpack_starting(frame: bytes | memoryview) -> StartProgress:
+    """Read STARTING in JSON. Raises ProtocolError."""
+    match unpack_json(frame):
+        case {
+            "start_s": int() | float() as least_s,
+            "limit_s": int() | float() as limit_s,
+            "progress": str(text),
+        }:
+            return StartProgress(text, float(limit_s), float(least_s))
+    raise ProtocolError("STARTING without its times or its progress")
 
 
 def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:
@@ -297,7 +331,7 @@ def check_hello(frame: bytes | memoryview) -> None:
     kind, _ = read_header(frame)
     body = unpack_json(frame) if kind in (Kind.HELLO, Kind.WELCOME) else {}
     if body.get("magic") != MAGIC:
-        raise ProtocolError("the peer does not speak rsrv's protocol")
+        raise ProtocolError(FOREIGN_PEER)
     if body.get("version") != PROTOCOL_VERSION:
         raise OtherVersionError(
             f"the peer speaks version {body.get('version')!r} of the protocol, this side {PROTOCOL_VERSION}: "

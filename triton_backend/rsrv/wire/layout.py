@@ -5,8 +5,7 @@ row-major and at a multiple of ALIGNMENT. So a place and a number of rows suffic
 """
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -40,6 +39,15 @@ class Tensor:
     dtype: str
     dims: tuple[int, ...]
     batch_axis: int | None
+    #: Axis along which requests may be shorter than the compiled module. None: there is none.
+    padded_axis: int | None = None
+
+    def at_length(self, length: int) -> "Tensor":
+        """Return the tensor with another extent of its padded axis."""
+        at = self.padded_axis
+        if at is None:
+            return self
+        return replace(self, dims=(*self.dims[:at], length, *self.dims[at + 1 :]))
 
     def shape(self, rows: int) -> tuple[int, ...]:
         if self.batch_axis is None:
@@ -83,6 +91,24 @@ class Variant:
     outputs: Block
     sizes: tuple[int, ...]
 
+    @cached_property
+    def length(self) -> int:
+        """Extent of the padded axis; 0 without such an axis."""
+        axes = ((tensor, tensor.padded_axis) for tensor in self.inputs.tensors)
+        return next((tensor.dims[axis] for tensor, axis in axes if axis is not None), 0)
+
+    def at_length(self, length: int) -> "Variant":
+        """Return the variant with the tensors of requests of this length."""
+        inputs, outputs = (
+            Block(tuple(tensor.at_length(length) for tensor in block.tensors))
+            for block in (self.inputs, self.outputs)
+        )
+        return self if length == self.length else replace(self, inputs=inputs, outputs=outputs)
+
+
+#: lengths whose tensors are kept
+_MAX_LENGTHS = 4096
+
 
 @dataclass(frozen=True)
 class Interface:
@@ -91,6 +117,22 @@ class Interface:
     variants: tuple[Variant, ...]
     #: rows must equal a compiled size: some output has no batch axis, so padding would change it
     exact: bool
+    _lengths: dict[int, tuple[int, Variant]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest requests, if the variants are the lengths of a padded axis, ascending; 0: they are not."""
+        return self.variants[-1].length
+
+    def at_length(self, length: int) -> tuple[int, Variant]:
+        """Return the index of the shortest variant that holds requests of a length, from 1 to `longest`, and their tensors."""
+        known = self._lengths.get(length)
+        if known is None:
+            index = next(at for at, variant in enumerate(self.variants) if variant.length >= length)
+            known = index, self.variants[index].at_length(length)
+            if len(self._lengths) < _MAX_LENGTHS:
+                self._lengths[length] = known
+        return known
 
     def to_json(self) -> dict[str, Any]:
         variants = [
@@ -117,20 +159,20 @@ class Interface:
 
 
 def _tensor_json(tensor: Tensor) -> list[Any]:
-    return [tensor.name, tensor.dtype, list(tensor.dims), tensor.batch_axis]
+    return [tensor.name, tensor.dtype, list(tensor.dims), tensor.batch_axis, tensor.padded_axis]
 
 
 def _tensor_from_json(value: list[Any]) -> Tensor:
-    name, dtype, dims, batch_axis = value
-    return Tensor(name, dtype, tuple(dims), batch_axis)
+    name, dtype, dims, batch_axis, padded_axis = value
+    return Tensor(name, dtype, tuple(dims), batch_axis, padded_axis)
 
 
 # --- the flat form, for a front without a JSON parser; docs/protocol.md is the specification ------------------
 
 #: "FLAT"
-_MAGIC = 0x54414C46
+FLAT_MAGIC = 0x54414C46
 #: magic, flags, the numbers of inputs, outputs and variants, slot, cost and retry_ns; then of each tensor behind its name
-_HEAD, _TYPE = struct.Struct("<IIIIIIQQ"), struct.Struct("<BBh")
+_HEAD, _TYPE = struct.Struct("<IIIIIIQQ"), struct.Struct("<BBhh")
 _BATCHED, _EXACT, _TRACED = 1, 2, 4
 #: the types that clients send, by number
 _FLAT_TYPES = (
@@ -156,19 +198,21 @@ def pack_flat(
     inputs, outputs = client["inputs"], client["outputs"]
     flags = _BATCHED * batched | _EXACT * interface.exact | _TRACED * traced
     counts = len(inputs), len(outputs), len(interface.variants)
-    parts = [_HEAD.pack(_MAGIC, flags, *counts, slot, cost_ns, retry_ns)]
+    parts = [_HEAD.pack(FLAT_MAGIC, flags, *counts, slot, cost_ns, retry_ns)]
     parts.append(_text(key))
-    parts += (_flat(name, dtype, dims, None) for name, dtype, dims in (*inputs, *outputs))
+    parts += (_flat(Tensor(name, dtype, tuple(dims), None)) for name, dtype, dims in (*inputs, *outputs))
     for variant in interface.variants:
         parts.append(struct.pack(f"<{len(variant.sizes) + 1}I", len(variant.sizes), *variant.sizes))
-        for tensor in (*variant.inputs.tensors, *variant.outputs.tensors):
-            parts.append(_flat(tensor.name, tensor.dtype, tensor.dims, tensor.batch_axis))
+        parts += map(_flat, (*variant.inputs.tensors, *variant.outputs.tensors))
     return b"".join(parts)
 
 
-def _flat(name: str, dtype: str, dims: Sequence[int], batch_axis: int | None) -> bytes:
-    head = _TYPE.pack(_FLAT_TYPES.index(dtype), len(dims), -1 if batch_axis is None else batch_axis)
-    return _text(name) + head + struct.pack(f"<{len(dims)}q", *dims)
+def _flat(tensor: Tensor) -> bytes:
+    dims, axes = tensor.dims, (tensor.batch_axis, tensor.padded_axis)
+    head = _TYPE.pack(
+        _FLAT_TYPES.index(tensor.dtype), len(dims), *(-1 if axis is None else axis for axis in axes)
+    )
+    return _text(tensor.name) + head + struct.pack(f"<{len(dims)}q", *dims)
 
 
 def _text(text: str) -> bytes:

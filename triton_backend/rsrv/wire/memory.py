@@ -25,6 +25,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Bytes = npt.NDArray[np.uint8]
 
+#: Bytes of an arena's first segment, and bytes that an idle arena keeps.
+FIRST_BYTES, KEEP_BYTES = 1 << 20, 64 << 20
 
 #: bytes; suffices for the status of thousands of models
 _MAX_DOCUMENT = 64 << 20
@@ -118,7 +120,7 @@ class Arena:
     """
 
     def __init__(
-        self, first: int = 1 << 20, keep: int = 64 << 20, spare: Callable[[], int] = lambda: sys.maxsize
+        self, first: int = FIRST_BYTES, keep: int = KEEP_BYTES, spare: Callable[[], int] = lambda: sys.maxsize
     ) -> None:
         self._spare = spare
         self._first = first
@@ -221,14 +223,22 @@ def create_document(value: dict[str, Any] | bytes) -> int:
     return fd
 
 
-def read_document(fd: int) -> dict[str, Any]:
-    """Return the JSON object in a memfd. Raises SharedMemoryError."""
+def read_flat(fd: int) -> bytes:
+    """Return the document in flat form in a memfd. Raises SharedMemoryError."""
     try:
         size = os.fstat(fd).st_size
         if size > _MAX_DOCUMENT:
             raise SharedMemoryError(f"a document of {size} bytes exceeds {_MAX_DOCUMENT}")
-        value = json.loads(os.pread(fd, size, 0))
-    except (OSError, ValueError, RecursionError) as error:
+        return os.pread(fd, size, 0)
+    except OSError as error:
+        raise SharedMemoryError(f"a document cannot be read: {error}") from None
+
+
+def read_document(fd: int) -> dict[str, Any]:
+    """Return the JSON object in a memfd. Raises SharedMemoryError."""
+    try:
+        value = json.loads(read_flat(fd))
+    except (ValueError, RecursionError) as error:
         raise SharedMemoryError(f"a document cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise SharedMemoryError("a document is not an object")
@@ -240,8 +250,8 @@ BEAT_S = 0.1
 #: seconds since the last round from which on an idle runtime seems to be stopped: on a busy machine it waits for a core
 SILENT_S = 0.5
 #: bytes of a board; and its cells, of which models have all but the first two: further models have none
-_BOARD_BYTES = 64 << 10
-BOARD_SLOTS = _BOARD_BYTES // 8
+BOARD_BYTES = 64 << 10
+BOARD_SLOTS = BOARD_BYTES // 8
 
 
 class Board:
@@ -257,8 +267,8 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.fd = create_sealed(_BOARD_BYTES, "rsrv-board")
-        self._cells = memoryview(mmap.mmap(self.fd, _BOARD_BYTES)).cast("Q")
+        self.fd = create_sealed(BOARD_BYTES, "rsrv-board")
+        self._cells = memoryview(mmap.mmap(self.fd, BOARD_BYTES)).cast("Q")
 
     def publish(self, idle_at_ns: int, *, busy: bool) -> None:
         self._cells[0] = idle_at_ns | 1 if busy else idle_at_ns & ~1
@@ -274,7 +284,7 @@ class Board:
 
 def read_board(fd: int) -> memoryview:
     """Return the stub's read-only view of a Board. Raises SharedMemoryError."""
-    board = _map_foreign(fd, mmap.PROT_READ, _BOARD_BYTES)
-    if len(board) != _BOARD_BYTES:
-        raise SharedMemoryError(f"a board has {len(board)} bytes; it must have {_BOARD_BYTES}")
+    board = _map_foreign(fd, mmap.PROT_READ, BOARD_BYTES)
+    if len(board) != BOARD_BYTES:
+        raise SharedMemoryError(f"a board has {len(board)} bytes; it must have {BOARD_BYTES}")
     return memoryview(board).cast("Q")

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -16,6 +17,8 @@ NO_DEVICE = "no-device"
 HANDOVER = "handover.json"
 #: there while the device sleeps: the Unix time since which it does
 ASLEEP = "asleep"
+#: The runtime's last record before the device fell asleep, in the form of STATUS_REPLY.
+LAST_RECORD = "last-record"
 #: of the control process: its socket, its lock, and the settings of operators
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
@@ -26,6 +29,12 @@ BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
 #: signatures and executables of modules that the runtimes have compiled
 MODULES = "modules.jsonl"
+#: Folder with executables that cannot be kept in the compilation cache, in the directory of a server's device 0.
+COMPILED = "compiled"
+#: Error text for a directory that is not private to its user.
+NOT_PRIVATE = (
+    "%s must be a directory of uid %u with mode 0700; remove it, or set RSRV_RUNTIME_DIR to another place"
+)
 #: of a server, in the directory of its device 0: the resolved `runtime.devices`, and the placement table
 DEVICES = "devices.json"
 PLACEMENT = "placement"
@@ -60,10 +69,10 @@ def read_devices(directory: Path) -> list[str]:
     return devices
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of which others read the old text or the new one at any time, and no part."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file of which others read the old content or the new one at any time, and no part."""
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text)
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.rename(path)
 
 
@@ -106,10 +115,7 @@ def make_private(directory: Path) -> None:
     except FileExistsError:
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise RuntimeDirectoryError(
-                f"{directory} must be a directory of uid {os.getuid()} with mode 0700; "
-                "remove it, or set RSRV_RUNTIME_DIR to another place"
-            ) from None
+            raise RuntimeDirectoryError(NOT_PRIVATE % (directory, os.getuid())) from None
 
 
 def hold(directory: Path) -> int | None:
@@ -145,9 +151,10 @@ def sweep(base: Path, kind: str = "gpu*") -> None:
 def remove(directory: Path) -> None:
     ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
     #: files that are written beside, and renamed
-    replaced = (NO_DEVICE, ASLEEP, HANDOVER, OVERRIDES, SETTINGS, DEATHS, DEVICES, PLACEMENT)
+    replaced = (NO_DEVICE, ASLEEP, LAST_RECORD, HANDOVER, OVERRIDES, SETTINGS, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / COMPILED, ignore_errors=True)
     try:
         directory.rmdir()
     except OSError:

@@ -1,6 +1,6 @@
 """The placement table: on which devices of a server each model shall run, in a file that processes share.
 
-The control process writes it, and stubs read it without a lock. The file has a header and two halves; the table of
+The control process writes it, and stubs read it without a lock on the file. The file has a header and two halves; the table of
 generation g is in half g % 2. So a writer that dies while it fills the next half harms nothing.
 """
 
@@ -12,11 +12,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 #: magic, capacity (entries of a half), reserved, generation (0: no table yet)
 _HEADER = struct.Struct("<8sIIQ")
-_MAGIC = b"rsrvpt01"
-_HEADER_BYTES = 64
+MAGIC = b"rsrvpt01"
+HEADER_BYTES = 64
 #: index of the generation among the file's u64
 _GENERATION = 2
 #: generation, number of entries, crc32 of these two and the entries
@@ -31,7 +32,7 @@ _MOVED = 2**64 - 1
 #: entries of a new file's half, at least
 _LEAST_CAPACITY = 256
 #: seconds between attempts to read a table that is absent or damaged
-_RETRY_S = 1.0
+RETRY_S = 1.0
 
 
 def _digest(name: str) -> bytes:
@@ -49,14 +50,14 @@ class _MappedTable:
         """Map a file, and close its descriptor. Raises OSError, and ValueError if it is no table."""
         try:
             size = os.fstat(fd).st_size
-            if size < _HEADER_BYTES:
+            if size < HEADER_BYTES:
                 raise ValueError("the file is too short")
             self._memory = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
         finally:
             os.close(fd)
         magic, capacity, _, _ = _HEADER.unpack_from(self._memory)
         self.capacity: int = capacity
-        if magic != _MAGIC or size != _size(self.capacity):
+        if magic != MAGIC or size != _size(self.capacity):
             raise ValueError("the file has another format")
         #: aligned, so that each is read and written at once
         self._cells = memoryview(self._memory).cast("Q")
@@ -71,7 +72,7 @@ class _MappedTable:
         self._cells[_GENERATION] = generation
 
     def _half(self, generation: int) -> int:
-        return _HEADER_BYTES + generation % 2 * (_HALF.size + self.capacity * _ENTRY.size)
+        return HEADER_BYTES + generation % 2 * (_HALF.size + self.capacity * _ENTRY.size)
 
     def newest(self) -> int:
         """Return the generation of the newest half, written completely or not."""
@@ -101,7 +102,7 @@ class _MappedTable:
 
 
 def _size(capacity: int) -> int:
-    return _HEADER_BYTES + 2 * (_HALF.size + capacity * _ENTRY.size)
+    return HEADER_BYTES + 2 * (_HALF.size + capacity * _ENTRY.size)
 
 
 class PlacementWriter:
@@ -150,7 +151,7 @@ class PlacementWriter:
         try:
             # A file with holes would end the process where the file system is full.
             os.posix_fallocate(fd, 0, _size(capacity))
-            os.pwrite(fd, _HEADER.pack(_MAGIC, capacity, 0, 0), 0)
+            os.pwrite(fd, _HEADER.pack(MAGIC, capacity, 0, 0), 0)
         except BaseException:
             os.close(fd)
             raise
@@ -172,7 +173,7 @@ class PlacementWriter:
 
 
 class PlacementReader:
-    """Reads the devices of one model and of its callees from the table. For one thread at a time."""
+    """Reads the devices of one model and of its callees from the table. Thread-safe."""
 
     def __init__(self, path: Path, name: str, callees: Iterable[str] = ()) -> None:
         """Read nothing yet: the file need not exist."""
@@ -185,6 +186,8 @@ class PlacementReader:
         self._generation = 0
         self._mask = 0
         self._retry_at = 0.0
+        #: Guards the attributes above, except while nothing changes.
+        self._lock = Lock()
 
     def mask(self, now: float) -> int:
         """Return the model's devices, bit n for device n, at `now`, a monotonic time in seconds.
@@ -195,9 +198,10 @@ class PlacementReader:
         file = self._file
         if file is not None and file.generation == self._generation:
             return self._mask
-        if now >= self._retry_at and not self._read():
-            self._retry_at = now + _RETRY_S
-        return self._mask
+        with self._lock:
+            if now >= self._retry_at and not self._read():
+                self._retry_at = now + RETRY_S
+            return self._mask
 
     def _read(self) -> bool:
         """Read the table as it is now. Returns False if there is no whole one."""
@@ -213,8 +217,9 @@ class PlacementReader:
         while generation not in (0, _MOVED):
             entries = file.entries(generation)
             if entries is not None:
-                self._generation, self._mask = generation, _find(entries, self._digest)
+                self._mask = _find(entries, self._digest)
                 self.callees = {name: _find(entries, digest) for name, digest in self._callees.items()}
+                self._generation = generation  # last: other threads compare it without the lock
                 return True
             # The writer may have overtaken this reader twice; otherwise the half is damaged.
             before, generation = generation, file.generation
@@ -223,9 +228,8 @@ class PlacementReader:
         return False
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Drop the file, which is unmapped when no thread looks at it any more."""
+        self._file = None
 
 
 def _find(entries: bytes, digest: bytes) -> int:

@@ -1,15 +1,16 @@
 """Sockets between stub and runtime: SOCK_SEQPACKET, one frame per message, descriptors beside it."""
 
 import array
+import errno
 import os
 import select
 import socket
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rsrv.wire.frames import (
+    HEADER,
     MAX_FRAME,
     Kind,
     ProtocolError,
@@ -17,9 +18,8 @@ from rsrv.wire.frames import (
     hello,
     pack_json,
     read_header,
-    unpack_json,
 )
-from rsrv.wire.memory import read_document
+from rsrv.wire.memory import read_flat
 from rsrv.wire.paths import SOCKET, runtime_directory
 
 #: connections that may wait to be accepted
@@ -36,6 +36,29 @@ _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 class Closed(Exception):
     """The peer is gone."""
+
+
+class NoDescriptors(ProtocolError):
+    """The descriptors of a frame are lost, because this process may not open more files."""
+
+
+def may_open(count: int) -> bool:
+    """Return False if this process may not open `count` further files."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0))
+    except OSError as error:
+        return error.errno != errno.EMFILE
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return True
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Return True if an operation failed because this process may not open more files."""
+    return isinstance(error, NoDescriptors) or (isinstance(error, OSError) and error.errno == errno.EMFILE)
 
 
 def listen(path: Path) -> socket.socket:
@@ -126,6 +149,8 @@ class Receiver:
         if flags & _TRUNCATED:
             for fd in fds:
                 os.close(fd)
+            if flags & socket.MSG_CTRUNC and not may_open(_MAX_FDS):
+                raise NoDescriptors("this process has as many open files as it may have (ulimit -n)")
             raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
         if not size:
             raise Closed("end of stream")
@@ -140,8 +165,8 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(fds)
 
 
-def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
-    """Return the status of a tritonserver's runtime and its models; docs/protocol.md lists the keys.
+def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes:
+    """Return the DeviceRecord of control.proto of a tritonserver's runtime.
 
     RSRV_RUNTIME_DIR must be the same as for the server. Raises OSError if there is no runtime, or it does not answer
     for `timeout` seconds, Closed if it ends meanwhile, and ProtocolError if it is another user's.
@@ -149,8 +174,8 @@ def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[
     return ask(server_pid, gpu, timeout, pack_json(Kind.STATUS, {}), Kind.STATUS_REPLY)
 
 
-def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> dict[str, Any]:
-    """Send one frame; return the JSON object of the answer, from a descriptor or the frame. Raises as `read_status`."""
+def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> bytes:
+    """Send one frame; return the body of the answer, from a descriptor or the frame. Raises as `read_record`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)
@@ -163,7 +188,7 @@ def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind
         try:
             if read_header(frame)[0] is not answer:
                 raise ProtocolError(f"the runtime's answer is not {answer.name}")
-            return read_document(fds[0]) if fds else unpack_json(frame)
+            return read_flat(fds[0]) if fds else bytes(frame[HEADER.size :])
         finally:
             _close(fds)
 

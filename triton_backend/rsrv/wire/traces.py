@@ -19,7 +19,7 @@ MAX_TEXT = 200
 Attributes = Mapping[str, str | int | float]
 
 _TRACE_ID, _SPAN_ID = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{16}")
-_MARK = struct.Struct("<Q16s8s")
+MARK = struct.Struct("<Q16s8s")
 
 
 class Mark(NamedTuple):
@@ -51,11 +51,11 @@ class Span(NamedTuple):
 def pack_marks(marks: Sequence[Mark]) -> bytes:
     """Return one TRACE frame; at most frames.MAX_ENTRIES entries."""
     entries = [(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks]
-    return pack_entries(Kind.TRACE, _MARK, entries)
+    return pack_entries(Kind.TRACE, MARK, entries)
 
 
 def unpack_marks(frame: bytes | memoryview, count: int) -> Iterator[Mark]:
-    entries = unpack_entries(Kind.TRACE, _MARK, frame, count)
+    entries = unpack_entries(Kind.TRACE, MARK, frame, count)
     return (Mark(request, trace.hex(), span.hex()) for request, trace, span in entries)
 
 

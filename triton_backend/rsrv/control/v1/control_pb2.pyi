@@ -51,12 +51,6 @@ class Discipline(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DISCIPLINE_FIFO: _ClassVar[Discipline]
     DISCIPLINE_EDF: _ClassVar[Discipline]
 
-class Eviction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    EVICTION_UNSPECIFIED: _ClassVar[Eviction]
-    EVICTION_LRU: _ClassVar[Eviction]
-    EVICTION_COST: _ClassVar[Eviction]
-
 class Severity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SEVERITY_UNSPECIFIED: _ClassVar[Severity]
@@ -104,9 +98,6 @@ DISCIPLINE_UNSPECIFIED: Discipline
 DISCIPLINE_FAIR: Discipline
 DISCIPLINE_FIFO: Discipline
 DISCIPLINE_EDF: Discipline
-EVICTION_UNSPECIFIED: Eviction
-EVICTION_LRU: Eviction
-EVICTION_COST: Eviction
 SEVERITY_UNSPECIFIED: Severity
 SEVERITY_NOTE: Severity
 SEVERITY_WARNING: Severity
@@ -154,7 +145,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server", "devices", "scheduler", "models", "metas", "failures", "findings")
+    __slots__ = ("server", "devices", "scheduler", "models", "metas", "failures", "findings", "aliases")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +153,7 @@ class GetStatusResponse(_message.Message):
     METAS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
     server: Server
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
     scheduler: Scheduler
@@ -169,7 +161,8 @@ class GetStatusResponse(_message.Message):
     metas: _containers.RepeatedCompositeFieldContainer[MetaStatus]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     findings: _containers.RepeatedCompositeFieldContainer[Finding]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ...) -> None: ...
+    aliases: _containers.RepeatedCompositeFieldContainer[Alias]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[Alias, _Mapping]]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
     __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error", "asleep_since_unix_s")
@@ -266,29 +259,19 @@ class CardMemory(_message.Message):
     def __init__(self, used_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class Scheduler(_message.Message):
-    __slots__ = ("discipline", "depth", "launch_ahead_ms", "meta_concurrency", "residency_factor", "eviction", "compaction_interval", "cost_ema_alpha", "max_queue_depth")
+    __slots__ = ("discipline", "depth", "meta_concurrency", "max_queue_depth")
     DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
-    LAUNCH_AHEAD_MS_FIELD_NUMBER: _ClassVar[int]
     META_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
-    RESIDENCY_FACTOR_FIELD_NUMBER: _ClassVar[int]
-    EVICTION_FIELD_NUMBER: _ClassVar[int]
-    COMPACTION_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    COST_EMA_ALPHA_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
     discipline: Discipline
     depth: int
-    launch_ahead_ms: float
     meta_concurrency: int
-    residency_factor: float
-    eviction: Eviction
-    compaction_interval: int
-    cost_ema_alpha: float
     max_queue_depth: int
-    def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
+    def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., meta_concurrency: _Optional[int] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations", "generated")
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations", "generated", "bundle", "task")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +319,8 @@ class ModelStatus(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     residency: Residency
@@ -362,7 +347,9 @@ class ModelStatus(_message.Message):
     sequences: _containers.ScalarMap[str, int]
     generations: int
     generated: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ..., generated: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    bundle: str
+    task: str
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ..., generated: _Optional[_Mapping[str, float]] = ..., bundle: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
 class ModelOnDevice(_message.Message):
     __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")
@@ -665,14 +652,32 @@ class ReloadWeightsResponse(_message.Message):
     def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ...) -> None: ...
 
 class AliasTarget(_message.Message):
-    __slots__ = ("model", "weight", "shadow")
+    __slots__ = ("model", "weight", "shadow", "responses", "copies")
+    class ResponsesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CopiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight: float
     shadow: bool
-    def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ..., shadow: bool = ...) -> None: ...
+    responses: _containers.ScalarMap[str, int]
+    copies: _containers.ScalarMap[str, int]
+    def __init__(self, model: _Optional[str] = ..., weight: _Optional[float] = ..., shadow: bool = ..., responses: _Optional[_Mapping[str, int]] = ..., copies: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Alias(_message.Message):
     __slots__ = ("name", "targets", "failure")
@@ -908,16 +913,16 @@ class DeviceLoad(_message.Message):
     def __init__(self, number: _Optional[int] = ..., instance: _Optional[str] = ..., backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., since: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input", "sequences")
+    __slots__ = ("name", "queued", "executing", "weights", "device_bytes", "cost_s", "misses", "device_seconds", "useful_rows", "requests", "pinned", "max_rows", "batch_input", "sequences")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     EXECUTING_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_ROWS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -927,17 +932,17 @@ class ModelLoad(_message.Message):
     queued: int
     executing: int
     weights: Weights
-    bytes: int
+    device_bytes: int
     cost_s: float
     misses: int
     device_seconds: float
-    rows: int
+    useful_rows: int
     requests: int
     pinned: bool
     max_rows: int
     batch_input: BatchInput
     sequences: int
-    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., requests: _Optional[int] = ..., pinned: bool = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ..., sequences: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., device_bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., useful_rows: _Optional[int] = ..., requests: _Optional[int] = ..., pinned: bool = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
 class BatchInput(_message.Message):
     __slots__ = ("name", "axis")
@@ -1118,7 +1123,7 @@ class GetRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[SlowRequest, _Mapping]]] = ...) -> None: ...
 
 class SlowRequest(_message.Message):
-    __slots__ = ("number", "model", "key", "device", "rows", "call", "arrived_unix_s", "seconds", "weights_s", "peers_s", "others_s", "executing_s", "behind", "deadline_s", "outcome", "batch_requests", "batch_rows", "batch_size", "evicted", "paused_s", "before_s", "after_s")
+    __slots__ = ("number", "model", "key", "device", "rows", "call", "arrived_unix_s", "seconds", "weights_s", "peers_s", "others_s", "executing_s", "behind", "deadline_s", "outcome", "batch_requests", "batch_rows", "batch_size", "evicted", "paused_s", "before_s", "after_s", "parts")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1141,6 +1146,7 @@ class SlowRequest(_message.Message):
     PAUSED_S_FIELD_NUMBER: _ClassVar[int]
     BEFORE_S_FIELD_NUMBER: _ClassVar[int]
     AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     number: str
     model: str
     key: str
@@ -1163,7 +1169,8 @@ class SlowRequest(_message.Message):
     paused_s: float
     before_s: float
     after_s: float
-    def __init__(self, number: _Optional[str] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., device: _Optional[int] = ..., rows: _Optional[int] = ..., call: bool = ..., arrived_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., weights_s: _Optional[float] = ..., peers_s: _Optional[float] = ..., others_s: _Optional[float] = ..., executing_s: _Optional[float] = ..., behind: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., outcome: _Optional[str] = ..., batch_requests: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., evicted: _Optional[_Union[HistoryRecord, _Mapping]] = ..., paused_s: _Optional[float] = ..., before_s: _Optional[float] = ..., after_s: _Optional[float] = ...) -> None: ...
+    parts: int
+    def __init__(self, number: _Optional[str] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., device: _Optional[int] = ..., rows: _Optional[int] = ..., call: bool = ..., arrived_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., weights_s: _Optional[float] = ..., peers_s: _Optional[float] = ..., others_s: _Optional[float] = ..., executing_s: _Optional[float] = ..., behind: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., outcome: _Optional[str] = ..., batch_requests: _Optional[int] = ..., batch_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., evicted: _Optional[_Union[HistoryRecord, _Mapping]] = ..., paused_s: _Optional[float] = ..., before_s: _Optional[float] = ..., after_s: _Optional[float] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class GetTimelineRequest(_message.Message):
     __slots__ = ("positions",)
@@ -1328,3 +1335,293 @@ class Entry(_message.Message):
     residency: Residency
     version: Version
     def __init__(self, name: _Optional[str] = ..., meta: bool = ..., residency: _Optional[_Union[Residency, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
+class DeviceRecord(_message.Message):
+    __slots__ = ("instance", "since", "next", "pid", "uptime_s", "connections", "follows", "follows_revision", "depth", "numerics", "computes", "backlog_s", "memory", "host", "host_limit_bytes", "scratch_bytes", "kept_bytes", "in_use_bytes", "largest_free_bytes", "compiled", "from_cache", "shared_executables", "compile", "cache_obstacle", "loop_bans", "starting", "importing", "models", "shared")
+    class StartingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ImportingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Import
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Import, _Mapping]] = ...) -> None: ...
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_REVISION_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPILED_FIELD_NUMBER: _ClassVar[int]
+    FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_EXECUTABLES_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    LOOP_BANS_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    IMPORTING_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    since: int
+    next: int
+    pid: int
+    uptime_s: float
+    connections: int
+    follows: str
+    follows_revision: int
+    depth: int
+    numerics: Numerics
+    computes: str
+    backlog_s: float
+    memory: DeviceMemory
+    host: HostMemory
+    host_limit_bytes: int
+    scratch_bytes: int
+    kept_bytes: int
+    in_use_bytes: int
+    largest_free_bytes: int
+    compiled: int
+    from_cache: int
+    shared_executables: int
+    compile: Histogram
+    cache_obstacle: str
+    loop_bans: int
+    starting: _containers.ScalarMap[str, str]
+    importing: _containers.MessageMap[str, Import]
+    models: _containers.RepeatedCompositeFieldContainer[ModelRecord]
+    shared: _containers.RepeatedCompositeFieldContainer[SharedTensors]
+    def __init__(self, instance: _Optional[str] = ..., since: _Optional[int] = ..., next: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., connections: _Optional[int] = ..., follows: _Optional[str] = ..., follows_revision: _Optional[int] = ..., depth: _Optional[int] = ..., numerics: _Optional[_Union[Numerics, str]] = ..., computes: _Optional[str] = ..., backlog_s: _Optional[float] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., host_limit_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., in_use_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., compiled: _Optional[int] = ..., from_cache: _Optional[int] = ..., shared_executables: _Optional[int] = ..., compile: _Optional[_Union[Histogram, _Mapping]] = ..., cache_obstacle: _Optional[str] = ..., loop_bans: _Optional[int] = ..., starting: _Optional[_Mapping[str, str]] = ..., importing: _Optional[_Mapping[str, Import]] = ..., models: _Optional[_Iterable[_Union[ModelRecord, _Mapping]]] = ..., shared: _Optional[_Iterable[_Union[SharedTensors, _Mapping]]] = ...) -> None: ...
+
+class Import(_message.Message):
+    __slots__ = ("seconds", "line")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    line: int
+    def __init__(self, seconds: _Optional[float] = ..., line: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("sum", "first", "counts")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    sum: float
+    first: int
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sum: _Optional[float] = ..., first: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Counts(_message.Message):
+    __slots__ = ("counts",)
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ModelRecord(_message.Message):
+    __slots__ = ("name", "meta", "residency", "weights", "weights_state", "pinned", "weight_bytes", "device_bytes", "state_bytes", "host_bytes", "load_seconds", "executables", "cost_s", "max_rows", "batch_input", "queued", "executing", "outcomes", "refused", "missed", "dispatches", "useful_rows", "padded_rows", "device_seconds", "misses", "loads", "evictions", "queue_wait", "execute", "load", "batch_rows", "batch_padding", "sequences", "generations", "generated", "tokens", "first_token", "between_tokens", "responses", "request", "failure", "hooks", "aliases", "shadows", "calls_models", "calls", "kept_bytes", "answered", "errors", "state", "task")
+    class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EvictionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SequencesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class GeneratedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ResponsesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class HooksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Histogram
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    class AliasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Counts
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Counts, _Mapping]] = ...) -> None: ...
+    class ShadowsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Counts
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Counts, _Mapping]] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    META_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTABLES_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INPUT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_PADDING_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    HOOKS_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_MODELS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    meta: bool
+    residency: Residency
+    weights: Weights
+    weights_state: str
+    pinned: bool
+    weight_bytes: int
+    device_bytes: int
+    state_bytes: int
+    host_bytes: int
+    load_seconds: float
+    executables: _containers.RepeatedCompositeFieldContainer[Executable]
+    cost_s: float
+    max_rows: int
+    batch_input: BatchInput
+    queued: int
+    executing: int
+    outcomes: _containers.ScalarMap[str, int]
+    refused: _containers.ScalarMap[str, int]
+    missed: _containers.ScalarMap[str, int]
+    dispatches: int
+    useful_rows: int
+    padded_rows: int
+    device_seconds: float
+    misses: int
+    loads: int
+    evictions: _containers.ScalarMap[str, int]
+    queue_wait: Histogram
+    execute: Histogram
+    load: Histogram
+    batch_rows: Histogram
+    batch_padding: Histogram
+    sequences: _containers.ScalarMap[str, int]
+    generations: int
+    generated: _containers.ScalarMap[str, float]
+    tokens: _containers.ScalarMap[str, int]
+    first_token: Histogram
+    between_tokens: Histogram
+    responses: _containers.ScalarMap[str, int]
+    request: Histogram
+    failure: str
+    hooks: _containers.MessageMap[str, Histogram]
+    aliases: _containers.MessageMap[str, Counts]
+    shadows: _containers.MessageMap[str, Counts]
+    calls_models: _containers.RepeatedScalarFieldContainer[str]
+    calls: int
+    kept_bytes: int
+    answered: int
+    errors: int
+    state: State
+    task: str
+    def __init__(self, name: _Optional[str] = ..., meta: bool = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., weights_state: _Optional[str] = ..., pinned: bool = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., cost_s: _Optional[float] = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., refused: _Optional[_Mapping[str, int]] = ..., missed: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ..., queue_wait: _Optional[_Union[Histogram, _Mapping]] = ..., execute: _Optional[_Union[Histogram, _Mapping]] = ..., load: _Optional[_Union[Histogram, _Mapping]] = ..., batch_rows: _Optional[_Union[Histogram, _Mapping]] = ..., batch_padding: _Optional[_Union[Histogram, _Mapping]] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ..., generated: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[_Mapping[str, int]] = ..., first_token: _Optional[_Union[Histogram, _Mapping]] = ..., between_tokens: _Optional[_Union[Histogram, _Mapping]] = ..., responses: _Optional[_Mapping[str, int]] = ..., request: _Optional[_Union[Histogram, _Mapping]] = ..., failure: _Optional[str] = ..., hooks: _Optional[_Mapping[str, Histogram]] = ..., aliases: _Optional[_Mapping[str, Counts]] = ..., shadows: _Optional[_Mapping[str, Counts]] = ..., calls_models: _Optional[_Iterable[str]] = ..., calls: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., answered: _Optional[int] = ..., errors: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., task: _Optional[str] = ...) -> None: ...

@@ -41,6 +41,7 @@ export const seconds = (value) => {
 };
 export const rate = (value) => (value == null ? "–" : amount(value, ""));
 export const percent = (value) => (value == null ? "–" : `${digits(value * 100)}%`);
+export const minute = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hourCycle: "h23", hour: "2-digit", minute: "2-digit" });
 export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 // --- colours ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // Small charts of a server: rate, latency, device time, and the share of requests that found their weights.
-import { $, clock, make, percent, rate, say, seconds } from "./base.js";
+import { $, clock, make, minute, percent, rate, say, seconds } from "./base.js";
 import { servers } from "./servers.js";
 
 const RANGES = { "5 min": [300, 60], "1 h": [3600, 120], "24 h": [86400, 144] }; // seconds, and most points
@@ -60,6 +60,7 @@ function drawChart(chart, points) {
     chart.paths[at].setAttribute("d", path);
   });
   say(chart.top_, values.length ? chart.show(top) : "");
+  chart.times.forEach((time, at) => say(time, end ? minute(end - length * (1 - at / 2)) : ""));
   chart.points = points;
   const latest = points.at(chart.hovered ?? -1);
   const said = latest ? chart.lines.filter(([column], at) => !at || latest[column]).map(([column, name]) => `${name} ${chart.show(latest[column])}`.trim()).join(", ") : "–";
@@ -72,7 +73,7 @@ export function beginCharts() {
     chart.svg = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     chart.paths = chart.lines.map((_, at) => svg("path", { class: `line${at}`, "vector-effect": "non-scaling-stroke" }));
     chart.svg.append(...chart.paths);
-    [chart.value, chart.top_] = [make("b"), make("small")];
+    [chart.value, chart.top_, chart.times] = [make("b"), make("small"), [0, 1, 2].map(() => make("time"))];
     chart.svg.addEventListener("pointermove", (event) => {
       const box = chart.svg.getBoundingClientRect();
       const t = (chart.points?.at(-1)?.[0] ?? 0) - RANGES[range][0] * (1 - (event.clientX - box.left) / box.width);
@@ -81,7 +82,7 @@ export function beginCharts() {
       drawCharts();
     });
     chart.svg.addEventListener("pointerleave", () => { chart.hovered = null; drawCharts(); });
-    $("charts").append(make("figure", {}, make("figcaption", {}, `${chart.title} `, chart.value), make("div", { className: "plot" }, chart.svg, chart.top_)));
+    $("charts").append(make("figure", {}, make("figcaption", {}, `${chart.title} `, chart.value), make("div", { className: "plot" }, chart.svg, chart.top_), make("div", { className: "times" }, ...chart.times)));
   }
   for (const name of Object.keys(RANGES)) {
     const button = make("button", { type: "button", textContent: name, ariaPressed: String(name === range) });

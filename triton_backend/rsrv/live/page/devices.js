@@ -25,8 +25,9 @@ export function drawDevices() {
     for (const device of [...server.devices.values()].sort((a, b) => a.number - b.number)) {
       if (!server.state) continue;
       device.card ??= card(server, device);
-      const title = server.devices.size < 2 ? name : servers.size < 2 ? `device ${device.number}` : `${name}, device ${device.number}`;
-      drawDevice(server, device, title);
+      // A device that sleeps, or whose runtime is dead, keeps its name.
+      device.name = server.state.devices?.find((one) => one.number === device.number)?.name || device.name;
+      drawDevice(server, device, [...(servers.size < 2 ? [] : [name]), `device ${device.number}`, ...(device.name ? [device.name] : [])].join(" · "));
       cards.push(device.card);
     }
   }
@@ -38,12 +39,12 @@ export function drawDevices() {
 
 function drawDevice(server, { number, card, busy }, title) {
   const { state } = server, device = state.devices?.find((one) => one.number === number);
-  const up = state.up && device?.held != null;
-  card.root.dataset.up = String(up);
+  const up = state.up && device?.held != null, asleep = device?.asleep_since;
+  card.root.dataset.up = String(up || asleep != null);
   say(card.title, title);
   card.timeline.label(title);
   if (!up) {
-    say(card.facts, state.up ? `its runtime has not answered since ${clock(device.down_since)}` : state.why);
+    say(card.facts, !state.up ? state.why : asleep != null ? `asleep since ${clock(asleep)}; the next request wakes it` : `its runtime has not answered since ${clock(device.down_since)}`);
     card.bar.replaceChildren();
     return;
   }
@@ -69,7 +70,8 @@ function blocks(server, number, device) {
   const whole = device.limit ?? device.budget ?? Math.max(known, device.physical, 1), budget = device.budget ?? whole;
   const moving = Math.max(0, Math.max(device.held, device.physical) - known);
   const rest = [["moving", moving, "loading or leaving"], ["free", budget - known - moving, "free"], ["scratch", whole - budget, `kept for executions (${bytes(memory.scratch)}) and a reserve`]];
-  return [...found, ...rest.map(([kind, size, text]) => ({ kind, bytes: Math.max(0, size), text }))].filter((one) => one.bytes > 0);
+  const label = { free: (size) => `${bytes(size)} free`, scratch: (size) => `${bytes(size)} kept` };
+  return [...found, ...rest.map(([kind, size, text]) => ({ kind, bytes: Math.max(0, size), text, label: label[kind]?.(size) }))].filter((one) => one.bytes > 0);
 }
 
 function gathered(parts, most, kind, text) {

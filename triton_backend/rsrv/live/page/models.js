@@ -11,27 +11,29 @@ const several = () => [...servers.values()].some((server) => server.devices.size
 const COLUMNS = [
   { id: "name", title: "model" },
   { id: "server", title: "server", hidden: () => servers.size < 2 },
-  { id: "weights", title: "state", show: (row) => (row.state === "ready" && row.paused ? `paused (${row.paused})` : row.state === "ready" && row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
-  { id: "places", title: "on", hidden: () => !several() },
-  { id: "bytes", title: "size", number: true, show: (row) => (row.bytes == null ? "" : bytes(row.bytes)) },
-  { id: "queued", title: "waiting", number: true },
-  { id: "executing", title: "running", number: true },
+  { id: "weights", detail: true, title: "state", show: (row) => (row.state === "ready" && row.paused ? `paused (${row.paused})` : row.state === "ready" && row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
+  { id: "places", detail: true, title: "on", hidden: () => !several() },
+  { id: "bytes", detail: true, title: "size", number: true, show: (row) => (row.bytes == null ? "" : bytes(row.bytes)) },
+  { id: "queued", detail: true, title: "waiting", number: true },
+  { id: "executing", detail: true, title: "running", number: true },
   { id: "rate", title: "requests/s", number: true, show: (row) => rate(row.rate) },
-  { id: "speed", title: "tokens/s", number: true, hidden: () => !generates(), show: (row) => (row.tokens ? rate(row.speed) : "") },
-  { id: "share", title: "device", number: true, show: (row) => percent(row.share) },
+  { id: "speed", detail: true, title: "tokens/s", number: true, hidden: () => !generates(), show: (row) => (row.tokens ? rate(row.speed) : "") },
+  { id: "share", detail: true, title: "device", number: true, show: (row) => percent(row.share) },
   { id: "p99_s", title: "p99", number: true, show: (row) => seconds(row.p99_s) },
-  { id: "load_s", title: "load", number: true, show: (row) => (row.loads ? seconds(row.load_s) : "") },
-  { id: "loads", title: "loads", number: true, show: (row) => (row.kind === "meta" ? "" : String(row.loads ?? "")) },
+  { id: "load_s", detail: true, title: "load", number: true, show: (row) => (row.loads ? seconds(row.load_s) : "") },
+  { id: "loads", detail: true, title: "loads", number: true, show: (row) => (row.kind === "meta" ? "" : String(row.loads ?? "")) },
   { id: "errors", title: "errors", number: true },
 ];
+/** Narrow screens leave out the details, which the panel of a model has, and show the state below the name. */
+const style = (column) => [column.number ? "number" : column.id, column.detail ? "detail" : ""].join(" ").trim();
 const FILTERS = {
   all: () => true,
   busy: (row) => row.queued || row.executing || row.rate,
   trouble: (row) => row.error || (row.state !== "ready" && row.state !== "loading"),
-  resident: (row) => row.weights === "resident",
+  resident: (row) => row.weights?.startsWith("resident"),
   warm: (row) => row.weights?.startsWith("warm"),
 };
-const cold = () => [...servers.values()].flatMap((server) => server.cold);
+const cold = () => [...servers.values()].flatMap((server) => server.cold.map((row) => Object.assign(row, { weights: server.state?.asleep ? "asleep" : "cold" })));
 
 function drawHeader() {
   const cells = COLUMNS.map((column) => {
@@ -43,7 +45,7 @@ function drawHeader() {
       drawModels();
       [...$("columns").querySelectorAll("button")].find((one) => one.textContent === column.title).focus();
     });
-    const cell = make("th", { className: column.number ? "number" : "", hidden: column.hidden?.() ?? false, scope: "col" }, button);
+    const cell = make("th", { className: style(column), hidden: column.hidden?.() ?? false, scope: "col" }, button);
     if (sorting.column === column.id) cell.ariaSort = sorting.down ? "descending" : "ascending";
     return cell;
   });
@@ -84,7 +86,7 @@ export function drawModels() {
 function line(row) {
   const button = make("button", { type: "button", textContent: row.name, title: row.name });
   button.addEventListener("click", () => open(row));
-  const cells = COLUMNS.map((column) => make("td", { className: column.number ? "number" : column.id }));
+  const cells = COLUMNS.map((column) => make("td", { className: style(column) }));
   cells[0].append(make("i"), button);
   const element = make("tr", {}, ...cells);
   element.dataset.model = row.name;
@@ -100,6 +102,7 @@ function fill(row) {
     if (cell.hidden !== hidden) cell.hidden = hidden;
     if (column.number && row.state === "cold") say(cell, "");
     else if (at > 0) say(cell, column.show ? column.show(row) : String(row[column.id] ?? ""));
+    if (column.id === "weights") row.element.firstChild.dataset.state = cell.textContent;
   });
 }
 

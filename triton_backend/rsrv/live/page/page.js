@@ -1,5 +1,6 @@
 // The live page: draws the server's stream of events. No library, nothing fetched from elsewhere.
 import { $, clock, make, rate, say, seconds } from "./base.js";
+import { drawAliases } from "./aliases.js";
 import { beginCharts, drawCharts, takePoint } from "./charts.js";
 import { drawDevices } from "./devices.js";
 import { beginModels, drawModels } from "./models.js";
@@ -18,9 +19,11 @@ const isSilent = (server) => silence(server) > SILENCE + (server.state.next_s ??
 function drawTotals() {
   const answering = [...rows.values()].filter((row) => servers.get(row.server).state.up);
   const sum = (name) => answering.reduce((total, row) => total + (row[name] ?? 0), 0);
-  const cold = [...servers.values()].reduce((total, { state }) => total + (state?.cold ?? 0), 0);
-  const resident = answering.filter((row) => row.weights === "resident").length;
-  say($("total-models"), `${answering.length + cold}: ${resident} resident${cold ? `, ${cold} cold` : ""}`);
+  const counts = new Map(), count = (word, more) => counts.set(word, (counts.get(word) ?? 0) + more);
+  for (const row of answering) count(row.weights.split(",")[0], 1);
+  for (const { state } of servers.values()) count(state?.asleep ? "asleep" : "cold", state?.cold ?? 0);
+  const told = [...counts].filter(([, number]) => number).sort().map(([word, number]) => `${number} ${word}`);
+  say($("total-models"), told.join(", ") || "none");
   say($("total-rate"), rate(sum("rate")));
   say($("total-queued"), String(sum("queued")));
   say($("total-loads"), rate(sum("loading")));
@@ -68,16 +71,18 @@ function drawFindings() {
   }));
 }
 
-function log({ t, server, text }) {
+/** Add a line. A full log loses its oldest move of weights, or else its oldest line. */
+function log({ t, server, text, moves }) {
   const item = make("li", {}, make("time", { textContent: clock(t) }), servers.size > 1 ? `${server}: ${text}` : text);
-  item.dataset.server = server;
+  Object.assign(item.dataset, { server, moves: String(Boolean(moves)) });
   $("log").prepend(item);
-  while ($("log").children.length > MOST_LINES) $("log").lastChild.remove();
+  if ($("log").children.length > MOST_LINES) ([...$("log").querySelectorAll("[data-moves=true]")].at(-1) ?? $("log").lastChild).remove();
 }
 
 function drawAll() {
   drawDevices();
   drawModels();
+  drawAliases();
   drawTotals();
   drawFacts();
   drawFindings();

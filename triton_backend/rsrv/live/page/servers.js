@@ -4,14 +4,14 @@ export const SECONDS = 30; // of the timeline
 const MOST_SPANS = 50_000; // of a device
 const IDLE = { rate: 0, speed: 0, share: 0, loading: 0 };
 
-/** By name: {state, seen, facts, memory, charts, cold, waiting, devices}; devices, by number: {card, spans, busy}. */
+/** By name: {state, seen, facts, memory, charts, cold, aliases, waiting, devices}; devices, by number: {card, spans, busy}. */
 export const servers = new Map();
 /** By `server/model`: its figures, and its row of the table. */
 export const rows = new Map();
 
 export const known = (name) => {
   if (!servers.has(name)) {
-    servers.set(name, { name, devices: new Map(), state: null, seen: 0, facts: null, memory: {}, charts: {}, cold: [], waiting: [] });
+    servers.set(name, { name, devices: new Map(), state: null, seen: 0, facts: null, memory: {}, charts: {}, cold: [], aliases: [], waiting: [] });
   }
   return servers.get(name);
 };
@@ -27,6 +27,7 @@ export function take(name, state) {
   server.state = state;
   server.seen = performance.now();
   if (state.models) takeModels(server, before, state);
+  takeAliases(server, before, state);
   if (!state.up) return ofServer(name).forEach((row) => Object.assign(row, IDLE)); // the other figures stay
   const elapsed = elapsedSince(before, state);
   for (const device of state.devices) {
@@ -64,10 +65,21 @@ function takeModels(server, before, state) {
   }
 }
 
+/** Take the models behind aliases: a row each. A state without aliases has those of the state before. */
+function takeAliases(server, before, state) {
+  state.aliases ??= before?.aliases ?? [];
+  const elapsed = elapsedSince(before, state), last = new Map(server.aliases.map((row) => [row.key, row]));
+  server.aliases = state.aliases.flatMap((alias) => alias.targets.map((target) => {
+    const key = `${alias.name} ${target.model}`, old = last.get(key), requests = target.answered + target.errors;
+    const rate = elapsed > 0 && old ? Math.max(0, (requests - old.requests) / elapsed) : null;
+    return { key, alias: alias.name, failure: alias.failure, server: server.name, ...target, requests, rate };
+  }));
+}
+
 /** Take the names of the models that have no stub. A model keeps its row. */
 export function takeCold(server, names) {
   const before = new Map(server.cold.map((row) => [row.name, row]));
-  server.cold = names.map((name) => before.get(name) ?? { key: `${server.name}/${name}`, server: server.name, name, weights: "cold", state: "cold" });
+  server.cold = names.map((name) => before.get(name) ?? { key: `${server.name}/${name}`, server: server.name, name, state: "cold" });
 }
 
 function forget(row) {

@@ -1,0 +1,98 @@
+"""Aliases as people and programs see them: models, shares, and counts of requests that named the alias. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.text import percent
+
+if TYPE_CHECKING:
+    # Commands run without the libraries of `rsrv.settings`.
+    from rsrv.control.records import RuntimeRecords
+    from rsrv.settings import Shares
+
+#: Statuses of responses that are not errors.
+_NO_ERRORS = ("ok", "cancelled")
+
+
+def alias_messages(
+    aliases: Mapping[str, Shares], failures: Mapping[str, str], devices: Iterable[RuntimeRecords] = ()
+) -> list[pb.Alias]:
+    """Return the aliases by name.
+
+    Args:
+        aliases: Shares of each alias.
+        failures: Failures of models and aliases, by name.
+        devices: Records of each device's runtime.
+    """
+    records = [*devices]
+
+    def behind(model: str) -> list[pb.ModelRecord]:
+        return [one.models[model] for one in records if model in one.models]
+
+    return [
+        pb.Alias(
+            name=name,
+            failure=failures.get(f"aliases.{name}") or failures.get(name, ""),
+            targets=[
+                pb.AliasTarget(
+                    model=model,
+                    shadow=weight == "shadow",
+                    weight=0 if weight == "shadow" else weight,
+                    responses=_sum(name, (one.aliases for one in behind(model))),
+                    copies=_sum(name, (one.shadows for one in behind(model))),
+                )
+                for model, weight in shares.items()
+            ],
+        )
+        for name, shares in sorted(aliases.items())
+    ]
+
+
+def _sum(alias: str, devices: Iterable[Mapping[str, pb.Counts]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for device in devices:
+        if alias in device:
+            total.update(device[alias].counts)
+    return total
+
+
+def alias_picture(alias: pb.Alias) -> dict[str, Any]:
+    """Return an alias as JSON. Its counters start at 0 with each runtime."""
+    return {
+        "name": alias.name,
+        "failure": alias.failure,
+        "targets": [
+            {
+                "model": target.model,
+                "share": share(alias, target),
+                "answered": answered(target),
+                "errors": errors(target),
+                "copies": copies(target),
+            }
+            for target in alias.targets
+        ],
+    }
+
+
+def share(alias: pb.Alias, target: pb.AliasTarget) -> str:
+    """Return the part of an alias's requests that a model gets."""
+    if target.shadow:
+        return "shadow"
+    return percent(target.weight / sum(one.weight for one in alias.targets))
+
+
+def answered(target: pb.AliasTarget) -> int:
+    return sum(count for status, count in target.responses.items() if status == "ok")
+
+
+def errors(target: pb.AliasTarget) -> int:
+    return sum(count for status, count in target.responses.items() if status not in _NO_ERRORS)
+
+
+def copies(target: pb.AliasTarget) -> str:
+    """Return how many copies a shadow got, by outcome. The text is empty if there were none."""
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(target.copies.items()) if count)

@@ -1,0 +1,131 @@
+"""The records of the runtimes in the control process: kept up to date, added up, and selected from. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from rsrv.control.v1 import control_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+#: Precedence among the states of a model's weights on several devices.
+_WEIGHT_STATES = (
+    *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk", ""),
+)
+#: Figures of a model that are those of the first device.
+_OF_ONE = ("weight_bytes", "device_bytes", "state_bytes", "host_bytes", "load_seconds", "cost_s", "max_rows")
+_NUMBERS = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_DOUBLE)
+_FIELDS = pb.ModelRecord.DESCRIPTOR.fields
+#: Figures that are added up over the devices, and counts by a name.
+_SUMMED = tuple(
+    one.name for one in _FIELDS if one.type in _NUMBERS and not one.is_repeated and one.name not in _OF_ONE
+)
+_COUNTS = tuple(
+    one.name
+    for one in _FIELDS
+    if one.message_type is not None
+    and one.message_type.GetOptions().map_entry
+    and one.message_type.fields_by_name["value"].type in _NUMBERS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeRecords:
+    """The latest records of a runtime. Records of models that have not changed stay the same objects."""
+
+    device: pb.DeviceRecord = field(default_factory=pb.DeviceRecord)
+    #: Models and meta models by name.
+    models: Mapping[str, pb.ModelRecord] = field(default_factory=dict)
+    #: Tensors that several models have, by the last whole record.
+    shared: Sequence[pb.SharedTensors] = ()
+
+    def updated(self, latest: pb.DeviceRecord) -> "RuntimeRecords":
+        """Return the records after an answer of the runtime."""
+        models = {one.name: self._detached(one, changed=latest.since > 0) for one in latest.models}
+        shared: Sequence[pb.SharedTensors] = list(latest.shared)
+        if latest.since:
+            # Records of meta models are always all there.
+            models = {name: one for name, one in self.models.items() if not one.meta} | models
+            shared = self.shared
+        device = pb.DeviceRecord()
+        del latest.models[:], latest.shared[:]
+        device.CopyFrom(latest)
+        return RuntimeRecords(device, models, shared)
+
+    def _detached(self, latest: pb.ModelRecord, *, changed: bool) -> pb.ModelRecord:
+        before = self.models.get(latest.name)
+        if (latest.meta or not changed) and before == latest:
+            return before
+        # A part of an answer would keep the whole answer in memory.
+        copy = pb.ModelRecord()
+        copy.CopyFrom(latest)
+        return copy
+
+    def at_rest(self) -> "RuntimeRecords":
+        """Return the records without waiting requests and weights on the device."""
+        for record in self.models.values():
+            for name in ("queued", "executing", "generations", "kept_bytes"):
+                record.ClearField(name)
+            record.sequences.update(dict.fromkeys(record.sequences, 0))
+            if not record.meta:
+                record.weights = pb.WEIGHTS_ABSENT
+                record.weights_state = "on disk" if record.weights_state == "on disk" else "absent"
+        return self
+
+
+def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
+    """Return the records of one model on several devices as one, without histograms."""
+    if len(records) == 1:
+        return records[0]
+    sums = pb.ModelRecord()
+    for record in records:
+        if not sums.name:
+            sums.CopyFrom(record)
+            continue
+        for name in _SUMMED:
+            setattr(sums, name, getattr(sums, name) + getattr(record, name))
+        for name in _COUNTS:
+            mine = getattr(sums, name)
+            for key, count in getattr(record, name).items():
+                mine[key] += count
+        counted = {(one.variant, one.size): one for one in sums.executables}
+        for executable in record.executables:
+            if (one := counted.get((executable.variant, executable.size))) is not None:
+                one.count += executable.count
+        sums.weights_state = min(sums.weights_state, record.weights_state, key=_WEIGHT_STATES.index)
+    return sums
+
+
+def select(kind: type[M], record: pb.ModelRecord | pb.DeviceRecord, **others: Any) -> M:
+    """Return a message with the fields `others`, and with all fields of a record that have the same name.
+
+    Where the record has counts and the message has a number, the number is the sum of the counts.
+    """
+    source: Any = record
+    for name, optional, summed in _figures(kind.DESCRIPTOR, source.DESCRIPTOR):
+        if name not in others and (not optional or source.HasField(name)):
+            value = getattr(source, name)
+            others[name] = sum(value.values()) if summed else value
+    message: M = kind(**others)
+    return message
+
+
+@cache
+def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool]]:
+    """Return the figures that a message shares with a record: name, whether it may be absent, and whether it is a sum."""
+    fields = record.fields_by_name
+    return [
+        (name, fields[name].has_presence, fields[name].is_repeated and not one.is_repeated)
+        for name, one in kind.fields_by_name.items()
+        if name in fields
+    ]
+
+
+def early_failures(record: pb.ModelRecord) -> int:
+    """Return how many errors never reached the runtime. Only the fronts count them."""
+    ended = sum(record.outcomes.values()) - record.outcomes.get("cancelled", 0)
+    return record.errors - int(ended) + record.answered

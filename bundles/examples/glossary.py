@@ -131,7 +131,12 @@ def make(out_dir: Path, *, text: bool = True) -> None:
             raise RuntimeError(f"glossary: {term} {answer}")
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "tokenizer.json")).write_text(tokenizer(), encoding="utf-8")
-        options: dict[str, Any] = {"chunks": (1,), "batch_sizes": (1,)}
+        bytes_only = {"inputs": {"bytes": "tokens"}, "outputs": {"bytes": "tokens"}}
+        options: dict[str, Any] = {
+            "chunks": (1,),
+            "batch_sizes": (1,),
+            "task": {"kind": "text-generation", **bytes_only},
+        }
         if text:
             options = {"chunks": (1, 16), "batch_sizes": BATCH_SIZES, "tokenizer": file, "template": TEMPLATE}
         export_generative(

@@ -16,9 +16,14 @@ def make(out_dir: Path) -> None:
         # By its place: where bundles are built, the tokeniser that it imports need not be installed.
         Path(__file__).with_name("minilm_run.py"),
         calls=["minilm_encoder", "minilm_pool"],
-        client_inputs=[{"name": "text", "dtype": "u8", "shape": "nt", "dims": {"t": -1}}],
+        client_inputs=[{"name": "text", "dtype": "bytes", "shape": "n"}],
         client_outputs=[{"name": "embedding", "dtype": "f32", "shape": "ne", "dims": {"e": WIDTH}}],
         files={"tokenizer.json": minilm_files.fetched().tokenizer, "lengths.json": json.dumps(LENGTHS)},
+        task={
+            "kind": "feature-extraction",
+            "inputs": {"text": "text"},
+            "outputs": {"embedding": "embedding"},
+        },
         out_dir=out_dir,
         description="Sentences to embeddings (all-MiniLM-L6-v2).",
         overwrite=True,

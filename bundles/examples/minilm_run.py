@@ -17,7 +17,7 @@ _TOKENISE = Tokeniser(_HERE / "tokenizer.json", json.loads((_HERE / "lengths.jso
 
 
 def run(inputs: Arrays, call: Callable[..., Any]) -> Arrays:
-    """text: u8 [n, bytes], UTF-8, zeros behind it -> embedding: f32 [n, 384], each of length 1."""
+    """text: strings [n, 1] -> embedding: f32 [n, 384], each of length 1."""
     tokens = _TOKENISE(inputs["text"])
     encoded = call(
         "minilm_encoder",

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rsrv_bundle.errors import BundleError
     from rsrv_bundle.reader import find_bundles, read_bundle
-    from rsrv_bundle.spec import Bundle, GenerateSpec, Kind, Manifest, StateSpec, TensorSpec, WeightSpec
+    from rsrv_bundle.spec import (
+        Bundle,
+        GenerateSpec,
+        Kind,
+        Manifest,
+        StateSpec,
+        TaskSpec,
+        TensorSpec,
+        WeightSpec,
+    )
     from rsrv_bundle.weights import load_weights
 else:
 
@@ -26,7 +35,16 @@ else:
 _HOMES = {
     "errors": ("BundleError",),
     "reader": ("find_bundles", "read_bundle"),
-    "spec": ("Bundle", "GenerateSpec", "Kind", "Manifest", "StateSpec", "TensorSpec", "WeightSpec"),
+    "spec": (
+        "Bundle",
+        "GenerateSpec",
+        "Kind",
+        "Manifest",
+        "StateSpec",
+        "TaskSpec",
+        "TensorSpec",
+        "WeightSpec",
+    ),
     "weights": ("load_weights",),
 }
 
@@ -37,6 +55,7 @@ __all__ = [
     "Kind",
     "Manifest",
     "StateSpec",
+    "TaskSpec",
     "TensorSpec",
     "WeightSpec",
     "find_bundles",

@@ -17,53 +17,62 @@ _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class Results:
     """Results of a model, flattened."""
 
-    #: None where the model gave no names
-    names: tuple[str, ...] | None
+    names: tuple[str, ...]
     values: tuple[Any, ...]
-    #: The model returned one array, and no container.
-    lone: bool = False
+    #: True if the names are only positions. The user may then give other names.
+    positional: bool = False
 
     @classmethod
     def of(cls, result: Any) -> Results:
-        """Flatten a result. Mappings, dataclasses and named tuples give names, nested ones joined by "_"; None is left out."""
+        """Flatten a result.
+
+        Parts of mappings, dataclasses and named tuples have names. Parts of other tuples and of lists have numbers. Nested
+        names are joined by "_". A lone array is `output`, and the parts of a tuple are `output_0` and so on. None is left out.
+        """
         if isinstance(result, cls):
             return result
         parts = _parts(result)
-        if parts is not None:
-            named = list(_leaves("", parts))
-            return cls(tuple(name for name, _ in named), tuple(value for _, value in named))
-        if isinstance(result, tuple | list):
-            return cls(None, tuple(value for value in result if value is not None))
-        return cls(None, (result,), lone=True)
+        found = list(_leaves("output", result) if parts is None else _inner(parts, ""))
+        return cls(tuple(name for name, _ in found), tuple(value for _, value in found), parts is None)
 
     def convert(self, convert: Callable[[str, Any], Any]) -> Results:
         """Return the results with converted values; `convert` gets the value's name for errors, and the value."""
-        labels = self.names or tuple(map(str, range(len(self.values))))
-        values = (convert(f"outputs: {at}", value) for at, value in zip(labels, self.values, strict=True))
-        return Results(self.names, tuple(values), self.lone)
+        values = (convert(f"outputs: {at}", value) for at, value in zip(self.names, self.values, strict=True))
+        return Results(self.names, tuple(values), self.positional)
 
-    def named(self, given: Sequence[str] | None) -> dict[str, Any]:
-        """Return the values by name, in the order of `given`, if any. Raises BundleError if the names do not fit."""
-        if self.names is not None:
-            twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            if twice:
-                raise BundleError(f"outputs: {', '.join(twice)}: two have this name; rename one")
-            if given is not None and set(given) != set(self.names):
+    def only(self, keep: Callable[[Any], bool]) -> Results:
+        """Return the results whose values `keep` accepts. Raises BundleError if there are none."""
+        kept = [(name, value) for name, value in zip(self.names, self.values, strict=True) if keep(value)]
+        if not kept:
+            found = ", ".join(sorted({type(value).__name__ for value in self.values})) or "nothing"
+            raise BundleError(f"outputs: the model returns no tensor ({found}); return tensors")
+        names, values = zip(*kept, strict=True)
+        return Results(names, values, self.positional)
+
+    def named(self, given: Sequence[str] | None, keep: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the values by name, in the order of `given`, if any. Raises BundleError if the names do not fit.
+
+        given: names for the parts of a tuple, or the order of the model's own names.
+        keep: names of the values to return; default: all.
+        """
+        names: Sequence[str] = self.names
+        if given is not None and self.positional:
+            if len(given) != len(self.values) or len(set(given)) != len(given):
                 raise BundleError(
-                    f"outputs: fn returns {sorted(self.names)}, output_names says {sorted(given)}"
+                    f"outputs: the model returns {len(self.values)} arrays, output_names are {list(given)}"
                 )
-            found = dict(zip(self.names, self.values, strict=True))
-            return {name: found[name] for name in given or self.names}
-        names = given
-        if names is None:
-            if not self.lone:
-                raise BundleError("outputs: fn returns a tuple; name its parts with output_names")
-            names = ("output",)
-        if len(names) != len(self.values) or len(set(names)) != len(names):
+            names = given
+        twice = sorted({name for name in names if list(names).count(name) > 1})
+        if twice:
+            raise BundleError(f"outputs: {', '.join(twice)}: two have this name; rename one")
+        if given is not None and set(given) != set(names):
             raise BundleError(
-                f"outputs: fn returns {len(self.values)} arrays, output_names are {list(names)}"
+                f"outputs: the model returns {sorted(names)}, output_names says {sorted(given)}"
             )
-        return dict(zip(names, self.values, strict=True))
+        found = dict(zip(names, self.values, strict=True))
+        if unknown := [name for name in keep or () if name not in found]:
+            raise BundleError(f"outputs: {unknown[0]}: the model returns {', '.join(found)}")
+        return {name: found[name] for name in keep or given or names}
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
@@ -77,15 +86,19 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _leaves(prefix: str, parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    parts = _parts(value)
+    if parts is None and isinstance(value, tuple | list):
+        parts = [(str(index), part) for index, part in enumerate(value)]
+    if parts is not None:
+        yield from _inner(parts, f"{name}_")
+    elif value is not None:
+        yield name, value
+
+
+def _inner(parts: list[tuple[str, Any]], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in parts:
-        inner = _parts(value)
-        if inner is None and isinstance(value, tuple | list):
-            inner = [(str(index), part) for index, part in enumerate(value)]
-        if inner is not None:
-            yield from _leaves(f"{prefix}{name}_", inner)
-        elif value is not None:
-            yield prefix + name, value
+        yield from _leaves(prefix + name, value)
 
 
 def caller(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,32 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     files removed.
     """
     try:
-        with _sigterm_as_exit():
-            arguments = parser().parse(argv)
-            return COMMANDS[arguments.command](arguments)
+        arguments = parser().parse(argv)
+        return COMMANDS[arguments.command](arguments)
     except SystemExit as e:
-        # From argparse, which has printed an error or the help; or from SIGTERM.
+        # argparse has printed an error or the help.
         return int(e.code or 0)
     except UsageError as e:
         print(f"rsrv-bundle: {e}", file=sys.stderr)
         return 2
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that temporary directories, with all weights, are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class UsageError(Exception):
@@ -71,7 +50,8 @@ def parser() -> CommandParser:
     _add_check(commands)
     _add_show(commands)
     _add_diff(commands)
-    _add_upgrade(commands)
+    _add_convert(commands)
+    _add_narrow(commands)
     return top
 
 
@@ -80,11 +60,16 @@ def _add_export(commands: Any) -> None:
         "export",
         help="write a bundle from a model",
         epilog="TARGET is package.module:factory: a function without arguments that returns the model, or the model and"
-        " example inputs by name; or the model itself. Modules in the working directory count.",
+        " example inputs by name; or the model itself. Modules in the working directory count. FILE is the path of an ONNX"
+        " file, which describes its inputs itself.",
     )
     what = export.add_mutually_exclusive_group(required=True)
     for kind, takes in KINDS.items():
-        what.add_argument(f"--{kind}", metavar="TARGET", help=takes)
+        what.add_argument(f"--{kind}", metavar="FILE" if kind == "onnx" else "TARGET", help=takes)
+    what.add_argument(
+        "--hf", metavar="DIR", type=Path, help="a directory of Hugging Face, as save_pretrained writes it"
+    )
+    _add_hf(export)
     export.add_argument(
         "-o",
         "--out-dir",
@@ -113,15 +98,52 @@ def _add_export(commands: Any) -> None:
         metavar="LETTER=SIZE,...",
         action="append",
         default=[],
-        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224",
+        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224; of an ONNX file, by their names there",
+    )
+    export.add_argument(
+        "--pad",
+        metavar="LETTER=VALUE,mask=INPUT",
+        default="",
+        help="requests may have any length along this axis: the server pads them, and the export proves that no answer"
+        " changes, e.g. t=0,mask=attention_mask",
+    )
+    export.add_argument(
+        "--batch-axis",
+        metavar="NAME=AXIS",
+        type=_pair,
+        action="append",
+        default=[],
+        help="of an ONNX file: the axis of an input that is the batch, if it is not the first, e.g. state=1",
+    )
+    export.add_argument(
+        "--bind",
+        metavar="NAME=VALUE",
+        type=_pair,
+        action="append",
+        default=[],
+        help="of an ONNX file: fix an input at this value, e.g. sr=16000",
     )
     export.add_argument("--output-names", metavar="NAME,NAME", help="if the model returns a tuple, its parts")
+    export.add_argument(
+        "--outputs",
+        metavar="NAME,NAME",
+        help="keep only these outputs; of an ONNX file, any values of its graph, which is cut behind them",
+    )
     export.add_argument("--hooks", metavar="FILE", type=Path, help="to store as model.py")
+    export.add_argument(
+        "--files",
+        metavar="PATH",
+        type=Path,
+        nargs="+",
+        default=(),
+        help="files and folders that the hooks import or read; they are copied into the bundle",
+    )
     export.add_argument("--description", metavar="TEXT", default="", help="for the manifest")
     export.add_argument(
         "--platform", default="cpu", help="what to lower for: cpu (default), cuda, rocm or tpu"
     )
-    _add_tolerance(export)
+    _add_weights(export)
+    _add_tolerance(export, _bound)
     export.add_argument(
         "--working-tree-patch",
         action="store_true",
@@ -130,10 +152,60 @@ def _add_export(commands: Any) -> None:
     export.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
+def _add_hf(export: Any) -> None:
+    """Add the options of --hf. They are None if they are not given."""
+    group = export.add_argument_group("with --hf")
+    group.add_argument(
+        "--task", metavar="TASK", help="default: the task that config.json names, such as text-ranking"
+    )
+    group.add_argument(
+        "--lengths",
+        metavar="N,N",
+        type=_whole_numbers,
+        help="tokens in a row to compile for; by default 32,128,512, as far as the model reads",
+    )
+    group.add_argument(
+        "--pooling",
+        choices=("mean", "cls", "last"),
+        help="how to make one vector of the token vectors, if modules.json does not say it",
+    )
+    group.add_argument(
+        "--too-long", choices=("cut", "refuse"), help="what happens to a text with more tokens"
+    )
+    group.add_argument(
+        "--context",
+        metavar="N",
+        type=int,
+        help="most tokens of a generation, prompt and answer; by default 1024",
+    )
+    group.add_argument(
+        "--slots", metavar="N", type=int, help="generations on the device at once; by default 8"
+    )
+    group.add_argument(
+        "--image-size",
+        metavar="H,W",
+        type=_whole_numbers,
+        help="resize all pictures to this, if preprocessor_config.json keeps their proportions",
+    )
+    group.add_argument(
+        "--dimensions",
+        metavar="N,N",
+        type=_whole_numbers,
+        help="lengths to which clients may cut an embedding",
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.rpartition("=")
+    if not name or not value:
+        raise argparse.ArgumentTypeError(f"'{text}': write NAME=VALUE")
+    return name, value
+
+
 def _whole_numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"'{text}' must be whole numbers, e.g. 1,8,32")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of whole numbers from 1 on, such as 1,8,32")
     return tuple(map(int, parts))
 
 
@@ -147,6 +219,9 @@ def _add_check(commands: Any) -> None:
     check.add_argument(
         "--numerics", action="store_true", help="run the modules and compare their answers, which needs jax"
     )
+    check.add_argument(
+        "--run", action="store_true", help="import model.py with the Python that the server uses for hooks"
+    )
     numerics = check.add_argument_group("with --numerics")
     source = numerics.add_mutually_exclusive_group()
     source.add_argument(
@@ -155,13 +230,12 @@ def _add_check(commands: Any) -> None:
         help="compare with this function, too: it takes the executable inputs by name, as numpy arrays",
     )
     for kind, takes in KINDS.items():
-        source.add_argument(f"--{kind}", metavar="TARGET", help=f"compare with {takes}, as export takes it")
-    numerics.add_argument(
-        "--samples",
-        metavar="FILE.npz",
-        type=Path,
-        help="compare on these, too: one array per input, whose first axis counts samples",
-    )
+        source.add_argument(
+            f"--{kind}",
+            metavar="FILE" if kind == "onnx" else "TARGET",
+            help=f"compare with {takes}, as export takes it",
+        )
+    _add_samples(numerics)
     _add_tolerance(numerics)
     numerics.add_argument("--store", action="store_true", help="write the measured errors into the manifest")
 
@@ -192,29 +266,102 @@ def _add_diff(commands: Any) -> None:
     _add_json(diff)
 
 
-def _add_upgrade(commands: Any) -> None:
-    upgrade = commands.add_parser(
-        "upgrade", help="write a bundle in the present format, for another version of StableHLO"
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert", help="write a bundle for another version of StableHLO, in format 3"
     )
-    upgrade.add_argument("directory", metavar="DIR", help="a bundle's directory")
-    upgrade.add_argument(
+    convert.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    convert.add_argument(
         "-o",
         "--out-dir",
         metavar="OUT",
         required=True,
         help="the new bundle's directory; its name is the model's",
     )
-    upgrade.add_argument(
+    convert.add_argument(
         "--stablehlo-version", metavar="VERSION", help="e.g. 1.9.0; by default the one that jax exports"
     )
-    upgrade.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+    convert.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
 
 
-def _add_tolerance(options: Any) -> None:
+def _add_narrow(commands: Any) -> None:
+    narrow = commands.add_parser(
+        "narrow",
+        help="write a bundle with weights in a narrower type, and compare both",
+        epilog="Nothing is written if the answers differ by more than the bound of the type.",
+    )
+    narrow.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    narrow.add_argument(
+        "-o",
+        "--out-dir",
+        metavar="OUT",
+        required=True,
+        help="the new bundle's directory; its name is the model's",
+    )
+    _add_weights(narrow)
+    _add_samples(narrow)
+    _add_tolerance(narrow, _bound)
+    narrow.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
+
+
+def _add_weights(options: Any) -> None:
+    options.add_argument(
+        "--weights",
+        metavar="TYPE[,PATTERN=TYPE]",
+        type=_types,
+        help="store weights as bf16, f16, f8_e4m3 or i8; a pattern chooses another type for some, or keeps them: i8,*head*=keep",
+    )
+
+    options.add_argument(
+        "--compute",
+        choices=("bf16", "f16"),
+        help="compute products in this type; norms, softmax and sums stay in f32",
+    )
+
+
+def _types(text: str) -> str:
+    from rsrv_bundle.narrowing import WeightTypes
+
+    try:
+        return WeightTypes.parse(text).text
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _add_samples(options: Any) -> None:
+    options.add_argument(
+        "--samples",
+        metavar="FILE.npz",
+        type=Path,
+        help="also compare on these samples: one array per input, whose first axis counts samples",
+    )
+
+
+def _samples(arguments: argparse.Namespace) -> Any:
+    """Return the arrays of `--samples`, by name; None without the flag."""
+    from rsrv_bundle.commands.samples import read_samples
+
+    try:
+        return None if arguments.samples is None else read_samples(arguments.samples)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--samples {arguments.samples}: {e}") from e
+
+
+def _bound(text: str) -> tuple[str, float]:
+    """Parse a tolerance of narrow bundles, which may also name a figure of a task."""
+    from rsrv_bundle.narrowing import TASK_BOUNDS
+
+    figure, _, number = text.partition("=")
+    if figure not in TASK_BOUNDS:
+        return _tolerance(text)
+    return figure, _tolerance(f"f32={number}")[1]
+
+
+def _add_tolerance(options: Any, kind: Callable[[str], tuple[str, float]] | None = None) -> None:
     options.add_argument(
         "--tolerance",
         metavar="TYPE=ERROR",
-        type=_tolerance,
+        type=kind or _tolerance,
         action="append",
         default=[],
         help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-3",
@@ -236,7 +383,21 @@ def _tolerance(text: str) -> tuple[str, float]:
     return dtype, error
 
 
+#: Packages that --hf needs; all are of the extra export-hf.
+_HF_PACKAGES = ("jax", "torch", "torchax", "transformers", "sentence_transformers", "tokenizers", "PIL")
+
+
 def _export(arguments: argparse.Namespace) -> int:
+    if arguments.hf is not None:
+        from importlib.util import find_spec
+
+        if missing := [package for package in _HF_PACKAGES if find_spec(package) is None]:
+            raise UsageError(
+                f"{missing[0]} is not installed for {sys.executable}; run {install_command('export-hf')}"
+            )
+        from rsrv_bundle.commands import exporting
+
+        return exporting.export_directory(arguments)
     _need_jax(_target(arguments)[0])
     from rsrv_bundle.commands import exporting
 
@@ -257,19 +418,19 @@ def _check(arguments: argparse.Namespace) -> int:
         )
     _directories(*arguments.directories)
     return checking.check(
-        arguments.directories, signatures=not arguments.no_signatures, json=arguments.json, numerics=wanted
+        arguments.directories,
+        signatures=not arguments.no_signatures,
+        json=arguments.json,
+        numerics=wanted,
+        run=arguments.run,
     )
 
 
 def _wanted(arguments: argparse.Namespace) -> Comparison:
     _need_jax(_target(arguments)[0])
     from rsrv_bundle.commands.agreement import Comparison
-    from rsrv_bundle.commands.samples import read_samples
 
-    try:
-        samples = None if arguments.samples is None else read_samples(arguments.samples)
-    except (OSError, ValueError) as e:
-        raise UsageError(f"--samples {arguments.samples}: {e}") from e
+    samples = _samples(arguments)
     source, examples = _source(*_target(arguments))
     return Comparison(source, samples, examples, dict(arguments.tolerance), arguments.store)
 
@@ -330,12 +491,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     return printing.diff(arguments.a, arguments.b, json=arguments.json)
 
 
-def _upgrade(arguments: argparse.Namespace) -> int:
+def _convert(arguments: argparse.Namespace) -> int:
     _need_jax()
     from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)
-    return printing.upgrade(
+    return printing.convert(
         arguments.directory,
         arguments.out_dir,
         stablehlo=arguments.stablehlo_version,
@@ -343,7 +504,33 @@ def _upgrade(arguments: argparse.Namespace) -> int:
     )
 
 
-COMMANDS = {"export": _export, "check": _check, "show": _show, "diff": _diff, "upgrade": _upgrade}
+def _narrow(arguments: argparse.Namespace) -> int:
+    _need_jax()
+    from rsrv_bundle.commands import printing
+    from rsrv_bundle.narrowing import KEEP
+
+    if arguments.weights is None and arguments.compute is None:
+        raise UsageError("give --weights, --compute, or both")
+    _directories(arguments.directory)
+    return printing.narrow(
+        arguments.directory,
+        arguments.out_dir,
+        weights=arguments.weights or KEEP,
+        compute=arguments.compute,
+        samples=_samples(arguments),
+        tolerance=dict(arguments.tolerance),
+        overwrite=arguments.overwrite,
+    )
+
+
+COMMANDS = {
+    "export": _export,
+    "check": _check,
+    "show": _show,
+    "diff": _diff,
+    "convert": _convert,
+    "narrow": _narrow,
+}
 
 
 if __name__ == "__main__":

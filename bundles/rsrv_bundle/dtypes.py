@@ -133,3 +133,13 @@ def token_of_numpy(name: str) -> str:
 def token_of_mlir(element_type: str) -> str:
     """Return the token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
     return _BY_MLIR[element_type]
+
+
+def is_whole(token: str) -> bool:
+    """Return whether the values of a type are integers or booleans."""
+    return token == "bool" or token[0] in "iu"
+
+
+def mlir_name(token: str) -> str:
+    """Return the name of an MLIR element type (`f8E4M3FN`). Raises KeyError for an unknown token."""
+    return _TABLE[token].mlir

@@ -57,3 +57,9 @@ class Problems:
         """Raise `BundleError` with all recorded problems, if there are any."""
         if self.lines:
             raise BundleError(self.lines)
+
+
+def summary(error: Exception) -> str:
+    """Return the type of an error and the first line of its message. The traceback has the other lines."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

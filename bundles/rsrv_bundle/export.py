@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,16 @@ from rsrv.progress import steps
 from rsrv_bundle import provenance, writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.hooks import check_hooks, source_of
+from rsrv_bundle.inputs import acceptable
 from rsrv_bundle.interface import InputPlan, Value, plan_inputs, plan_outputs, value_of
-from rsrv_bundle.manifest import CURRENT, WITH_STATE
+from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
-from rsrv_bundle.numerics import TOLERANCE, ModuleRunner, compare
+from rsrv_bundle.narrow import narrow_into
+from rsrv_bundle.narrowing import KEEP
+from rsrv_bundle.numerics import TOLERANCE, Judge, ModuleRunner, compare
+from rsrv_bundle.padding import plan_pad, section_of
+from rsrv_bundle.padding_check import check_padding
 from rsrv_bundle.reader import HOOKS_FILE, read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle, GenerateSpec, StateSpec, TensorSpec
 from rsrv_bundle.state_sections import sections_of
@@ -41,6 +46,8 @@ class Original:
     packages: Sequence[str] = ()
     #: converts such an array to numpy; gets its name for errors, and the array
     to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
+    #: Further facts for the provenance.
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def eager(self, **inputs: Any) -> Results:
         """Run the model on numpy arrays by name; return numpy arrays."""
@@ -78,16 +85,22 @@ def export_bundle(
     batch_axis: int | Mapping[str, int] | None = 0,
     axes: Mapping[str, str] | None = None,
     input_shapes: Sequence[Mapping[str, int]] = (),
+    pad: str = "",
     output_names: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
     hooks: Path | str | None = None,
+    files: Sequence[Path | str] = (),
     client_inputs: Sequence[Mapping[str, Any]] | None = None,
     client_outputs: Sequence[Mapping[str, Any]] | None = None,
+    task: Mapping[str, Any] | None = None,
     description: str = "",
     internal: bool = False,
     platform: str = "cpu",
     exported_at: str | None = None,
     max_constant_bytes: int = 2**20,
     tolerance: Mapping[str, float] | None = None,
+    weights: str | None = None,
+    compute: str | None = None,
     overwrite: bool = False,
     code: Any = None,
     working_tree_patch: bool = False,
@@ -97,8 +110,8 @@ def export_bundle(
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
 
     fn: any function that jax.jit takes. It gets its inputs by name, so a swapped pair cannot go unnoticed, and
-        returns a mapping of arrays, a tuple of arrays (give `output_names`), or one array (named `output`, or by
-        `output_names`).
+        returns a mapping of arrays, a tuple of arrays (named `output_0` and so on, or by `output_names`), or one
+        array (named `output`, or by `output_names`). Nested containers are flattened.
     params: pytree of arrays, the weights. Their names are their paths in the tree, joined by "/".
     example_inputs: input name -> array or jax.ShapeDtypeStruct. The order is the manifest's; the extents of batch
         and variable axes do not matter.
@@ -108,8 +121,14 @@ def export_bundle(
     axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
         named here ignore `batch_axis`; other tensors get letters automatically.
     input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
-    hooks: a file to copy (Path) or the text (str) of model.py.
+    pad: `LETTER=VALUE,mask=INPUT`, such as "t=0,mask=attention_mask": the server takes requests of any length along this
+        axis, and fills them with the value up to a compiled length. `INPUT=VALUE` gives one input another value. The mask
+        gets 0. The export fails if the padding, other rows or (with a mask) the values under the padding change an answer.
+    outputs: names of the outputs to keep, in this order; default: all.
+    hooks: the path of the file to store as model.py, or its text.
+    files: files and folders to copy into the bundle, such as modules that model.py imports, or a vocabulary.
     client_inputs, client_outputs: the clients' tensors if the hooks change them, entries as the manifest writes them.
+    task: what the model is for, as the manifest writes it.
     internal: only meta models may call it; clients get NOT_FOUND.
     platform: cpu, cuda, rocm or tpu.
     exported_at: a date for the provenance; without it, equal exports give equal bytes.
@@ -117,6 +136,9 @@ def export_bundle(
         which no two batch sizes share.
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
+    weights: type in which weights are stored, and types of those that patterns name, such as "i8,*norm*=keep"; see
+        `rsrv_bundle.narrow.narrow_bundle`. The narrow modules are compared with the wide ones.
+    compute: "bf16" or "f16", to compute products in.
     overwrite: replace an existing bundle. Without it that is an error.
     code: function or class; the provenance has the commit of its file. Default: `fn`.
     working_tree_patch: store the uncommitted changes of tracked files around that file as working_tree.patch, unless
@@ -132,12 +154,23 @@ def export_bundle(
     target = writer.free_target(out_dir, overwrite)
     if platform not in PLATFORMS:
         raise BundleError(f"platform: '{platform}' is none of {', '.join(PLATFORMS)}")
+    narrow = weights is not None or compute is not None
+    if narrow and platform != jax.export.default_export_platform():
+        raise BundleError(
+            f"weights, compute: modules for {platform} cannot be compared here; export them, then narrow them there"
+        )
     names, leaves, tree = _weights(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
         examples, batch_sizes=batch_sizes, batch_axis=batch_axis, axes=axes or {}, input_shapes=input_shapes
     )
-    function = _Flat(fn, tuple(examples), tree, output_names, stateful is not None)
+    padding = plan_pad(pad, inputs)
+    if padding is not None and platform != jax.export.default_export_platform():
+        raise BundleError(
+            f"pad: the proof that padding changes no answer runs the modules, which are for {platform}; export for"
+            f" {jax.export.default_export_platform()}"
+        )
+    function = _Flat(fn, tuple(examples), tree, output_names, outputs, stateful is not None)
 
     def structs(variant: int, size: int) -> list[Any]:
         struct: Any = jax.ShapeDtypeStruct
@@ -161,7 +194,7 @@ def export_bundle(
             for name, out in zip(function.output_names, found, strict=stateful is None)
         }
 
-    outputs = plan_outputs(inputs, axes or {}, outputs_at)
+    results = plan_outputs(inputs, axes or {}, outputs_at, padding.axis if padding else None)
     with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         work.mkdir()
@@ -176,14 +209,14 @@ def export_bundle(
                 lowered.step(name)
         if leaves:
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
-        document = _document(inputs, outputs, description, client_inputs, client_outputs)
+        document = _document(inputs, results, description, client_inputs, client_outputs)
         if internal:
             document["internal"] = True
         if stateful is not None:
-            document |= {
-                "format_version": WITH_STATE,
-                **sections_of(stateful.state, stateful.generate),
-            }
+            document |= sections_of(stateful.state, stateful.generate)
+        if task is not None:
+            document["task"] = dict(task)
+        document |= section_of(padding)
         document["sha256"] = sha256_of(sorted(work.iterdir()))
         if stateful is not None:
             stateful.add_files(work)
@@ -193,14 +226,14 @@ def export_bundle(
             platform=platform,
             stablehlo=version,
             exported_at=exported_at,
-        )
+        ) | dict(original.facts if original else {})
         if working_tree_patch and (patch := provenance.working_tree_patch(fn if code is None else code)):
             (work / provenance.PATCH_FILE).write_bytes(patch)
         writer.write_manifest(work / "manifest.yaml", document)
         if hooks is not None:
-            text = hooks if isinstance(hooks, str) else hooks.read_text(encoding="utf-8")
-            (work / HOOKS_FILE).write_text(text, encoding="utf-8")
+            (work / HOOKS_FILE).write_text(source_of(hooks), encoding="utf-8")
             check_hooks(work / HOOKS_FILE, "model")
+        writer.copy_files(files, work)
         written = read_bundle(work, digest=False)
         if platform == jax.export.default_export_platform():
             allowed = {**TOLERANCE, **(tolerance or {})}
@@ -210,11 +243,20 @@ def export_bundle(
             run = ModuleRunner(written)
             with steps(f"compare {target.name}", len(keys)) as compared:
                 if stateful is not None:
+                    arrays = acceptable(written, arrays)
                     document["numerics"] = stateful.compare(run, allowed, arrays, compared.step)
                 else:
                     direct = function.eager(original) if original else function.jitted(leaves)
-                    document["numerics"] = compare(run, direct, allowed, arrays, compared.step)
+                    arrays = acceptable(written, arrays, lambda inputs: direct(*inputs))
+
+                    def further(judge: Judge) -> None:
+                        check_padding(run, judge, arrays, direct)
+
+                    document["numerics"] = compare(run, direct, allowed, arrays, compared.step, further)
             writer.write_manifest(work / "manifest.yaml", document)
+            if narrow:
+                wide, work = run, Path(scratch, "narrowed", target.name)
+                narrow_into(wide, work, weights or KEEP, compute, examples=arrays, tolerance=tolerance or {})
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
 
@@ -241,6 +283,7 @@ class _Flat:
         inputs: tuple[str, ...],
         tree: Any,
         output_names: Sequence[str] | None,
+        keep: Sequence[str] | None,
         stateful: bool,
     ) -> None:
         self.fn = fn
@@ -248,6 +291,7 @@ class _Flat:
         self.inputs = inputs
         self.tree = tree
         self.given = None if output_names is None else tuple(output_names)
+        self.keep = keep
         #: empty before the first call
         self.output_names: tuple[str, ...] = ()
 
@@ -261,7 +305,7 @@ class _Flat:
             result, pools = self.fn(params, rest[self.tree.num_leaves :], slots, **inputs)
         else:
             result = self.fn(self.tree.unflatten(arguments[count:]), **inputs)
-        named = Results.of(result).named(self.given)
+        named = Results.of(result).named(self.given, self.keep)
         self.output_names = tuple(named)
         return (*named.values(), *pools)
 
@@ -285,7 +329,7 @@ class _Flat:
                 ) from e
             # Outside of `try`: a failure here is not the model's.
             converted = Results.of(result).convert(original.to_numpy)
-            return tuple(converted.named(self.output_names).values())
+            return tuple(converted.named(self.given, self.output_names).values())
 
         return direct
 
@@ -342,7 +386,7 @@ def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_
     if total > max_constant_bytes:
         largest = ", ".join(kind for _, kind in module.constants[:3])
         raise BundleError(
-            f"fn: captures {total} bytes of constants (largest: {largest}), the limit is {max_constant_bytes}; pass"
+            f"model: captures {total} bytes of constants (largest: {largest}), the limit is {max_constant_bytes}; pass"
             " these arrays as params (in a PyTorch module, as buffers), so that all batch sizes share one copy"
         )
     return module

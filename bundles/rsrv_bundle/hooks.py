@@ -17,6 +17,16 @@ HOOKS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
 _MAX_BYTES = 1_000_000
 
 
+def source_of(hooks: Path | str) -> str:
+    """Return the text of model.py. A Path, or a str of one line that ends with .py, names a file. Another str is the text.
+
+    Raises OSError if the file cannot be read.
+    """
+    if isinstance(hooks, str) and ("\n" in hooks or not hooks.endswith(".py")):
+        return hooks
+    return Path(hooks).read_text(encoding="utf-8")
+
+
 def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
     """Return the hooks that `file` defines at its top level, by assignment, import or `def`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,23 +16,89 @@ Array = np.ndarray[Any, Any]
 
 
 def random_inputs(
-    bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array] = MappingProxyType({})
+    bundle: Bundle,
+    variant: int,
+    size: int,
+    examples: Mapping[str, Array] = MappingProxyType({}),
+    first: int = 0,
 ) -> list[Array]:
     """Return one array per executable input; equal arguments give equal arrays in every process.
 
-    examples: input name -> array. An integer input takes its values from its example, since integers are often
-    indices, unless the example has only zeros, as one that only gives a shape.
+    examples: input name -> array. The rows of an integer input come from its example, because integers are often indices
+        and depend on each other: the edges of a box, sorted positions, a mark at the end. If more rows are needed, the
+        example's rows are repeated. Each repetition rotates them by one more place along the next axis.
+    first: number of rows to skip, because other calls return them.
     """
     arrays = []
     for index, spec in enumerate(bundle.manifest.inputs):
-        rng = np.random.default_rng(zlib.crc32(f"{spec.name}/{variant}/{size}".encode()))
+        seed = f"{spec.name}/{variant}/{size}" + (f"/{first}" if first else "")
+        rng = np.random.default_rng(zlib.crc32(seed.encode()))
         shape = bundle.input_shape(index, variant, size)
         example = examples.get(spec.name)
-        if example is not None and example.dtype.kind in "iu" and example.any():
+        if example is None or not example.size or example.dtype.kind not in "iu":
+            arrays.append(_random(rng, spec.dtype, shape))
+        elif example.ndim != len(shape):
             arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
         else:
-            arrays.append(_random(rng, spec.dtype, shape))
+            integers = _rotated(example, shape, spec.batch_axis, first)
+            arrays.append(integers.astype(dtypes.numpy_dtype(spec.dtype)))
     return arrays if bundle.manifest.generate is None else _chunk(bundle, arrays)
+
+
+def _rotated(example: Array, shape: tuple[int, ...], batch_axis: int | None, first: int) -> Array:
+    """Return an example's rows in another shape, as `random_inputs` describes."""
+    if batch_axis is None:
+        return repeated(example, shape)
+    rows = np.moveaxis(example, batch_axis, 0)
+    inner = shape[:batch_axis] + shape[batch_axis + 1 :]
+    rotated = []
+    for index in range(first, first + shape[batch_axis]):
+        turns, place = divmod(index, len(rows))
+        row = repeated(rows[place], inner)
+        rotated.append(np.roll(row, -turns, 0) if row.ndim else row)
+    return np.stack(rotated, batch_axis)
+
+
+def acceptable(
+    bundle: Bundle, examples: Mapping[str, Array], run: Callable[[list[Array]], Any] | None = None
+) -> dict[str, Array]:
+    """Return the examples without integer arrays of zeros, because such an array often stands only for a shape.
+
+    run: runs the model at the first variant and the smallest batch size. With it, an array of zeros is replaced by one
+        with the widest range that the model takes: 0 to 99, 0 to 9, 0 and 1, or only 0.
+    """
+    found = dict(examples)
+    blank = [name for name, array in found.items() if array.dtype.kind in "iu" and not array.any()]
+    if run is None:
+        return {name: array for name, array in found.items() if name not in blank}
+    key = min(bundle.modules)
+
+    def runs() -> bool:
+        try:
+            run(random_inputs(bundle, *key, found))
+        except Exception:  # noqa: BLE001 - the model's own
+            return False
+        return True
+
+    for name in blank:
+        zeros = found.pop(name)
+        for limit in (10, 2, 1):
+            if runs():
+                break
+            found[name] = np.arange(zeros.size).reshape(zeros.shape) % limit
+    return found
+
+
+def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[str, Array]:
+    """Return the integer inputs of samples as examples: they are often indices.
+
+    samples: variant -> one array per input, whose first axis counts rows.
+    """
+    return {
+        spec.name: rows[0] if spec.batch_axis is None else np.moveaxis(rows, 0, spec.batch_axis)
+        for spec, rows in zip(bundle.manifest.inputs, next(iter(samples.values()), ()), strict=False)
+        if spec.dtype[0] in "iu"
+    }
 
 
 def _chunk(bundle: Bundle, arrays: list[Array]) -> list[Array]:
@@ -58,12 +124,13 @@ def example_inputs(
     """
     fitting = _fitting(bundle, examples)
     if not any(
-        _is_float(bundle.manifest.inputs[index].dtype) and _speaks(fitting[index]) for index in fitting
+        not dtypes.is_whole(bundle.manifest.inputs[index].dtype) and _speaks(fitting[index])
+        for index in fitting
     ):
         return None
     arrays = random_inputs(bundle, variant, size, examples)
     return [
-        _repeated(fitting[index], array.shape).astype(array.dtype) if index in fitting else array
+        repeated(fitting[index], array.shape).astype(array.dtype) if index in fitting else array
         for index, array in enumerate(arrays)
     ]
 
@@ -90,16 +157,13 @@ def _fitting(bundle: Bundle, examples: Mapping[str, Array]) -> dict[int, Array]:
     }
 
 
-def _is_float(token: str) -> bool:
-    return token != "bool" and token[0] not in "iu"
-
-
 def _speaks(example: Array) -> bool:
     first = example.reshape(-1)[0]
     return bool((example != first).any() if example.size > 1 else first != 0)
 
 
-def _repeated(array: Array, shape: tuple[int, ...]) -> Array:
+def repeated(array: Array, shape: tuple[int, ...]) -> Array:
+    """Return an array, repeated or cut to a shape with the same number of axes."""
     for axis, size in enumerate(shape):
         array = array.take(np.arange(size) % array.shape[axis], axis)
     return array

@@ -44,6 +44,12 @@ class InputPlan:
             for size in self.batch_sizes or (1,):
                 yield variant, size
 
+    def describe(self, variant: int, size: int) -> str:
+        """Return a module's sizes in words, such as `h=224, w=320, batch size 8`; empty if there is one module."""
+        sizes = self.input_shapes[variant] if self.input_shapes else {}
+        named = [f"{letter}={value}" for letter, value in sizes.items()]
+        return ", ".join([*named, *([f"batch size {size}"] if self.batched else [])])
+
     def shapes(self, variant: int, size: int) -> list[tuple[int, ...]]:
         """Return the concrete shapes of all inputs."""
         sizes = self.input_shapes[variant] if self.input_shapes else {}
@@ -100,10 +106,15 @@ def plan_inputs(
     return inputs
 
 
-def plan_outputs(inputs: InputPlan, axes: Mapping[str, str], outputs_at: OutputsAt) -> tuple[TensorSpec, ...]:
+def plan_outputs(
+    inputs: InputPlan, axes: Mapping[str, str], outputs_at: OutputsAt, padded: str | None = None
+) -> tuple[TensorSpec, ...]:
     """Derive the outputs' specs by comparing their shapes across batch sizes and variants.
 
-    Raises BundleError when an axis is neither fixed, nor the batch, nor decided by the variant alone.
+    padded: the letter of the axis that a server pads.
+
+    Raises BundleError when an axis is neither fixed, nor the batch, nor decided by the variant alone; or if an output has an
+    axis that grows with the padded one, and is not as long.
     """
     keys = list(inputs.keys())
     seen = {key: outputs_at(*key) for key in keys}
@@ -122,13 +133,17 @@ def plan_outputs(inputs: InputPlan, axes: Mapping[str, str], outputs_at: Outputs
     if any(at.keys() != first.keys() for at in probes.values()):
         raise BundleError("outputs: their names depend on the input shapes; return the same for all")
     return tuple(
-        _output_spec(name, {key: at[name] for key, at in probes.items()}, inputs, axes.get(name))
+        _output_spec(name, {key: at[name] for key, at in probes.items()}, inputs, axes.get(name), padded)
         for name in first
     )
 
 
 def _output_spec(
-    name: str, values: Mapping[tuple[int, int], Value], inputs: InputPlan, letters: str | None
+    name: str,
+    values: Mapping[tuple[int, int], Value],
+    inputs: InputPlan,
+    letters: str | None,
+    padded: str | None,
 ) -> TensorSpec:
     (dtype, shape), *_ = values.values()
     if len({len(at[1]) for at in values.values()}) > 1:
@@ -155,14 +170,33 @@ def _output_spec(
     if inputs.batched and len(batch) != 1:
         raise BundleError(
             f"outputs: {name}: has {len(batch)} axes that grow with the batch, needs one; "
-            "the rows of a batch are different requests"
+            "the rows of a batch are different requests; keep other outputs with outputs= or --outputs"
         )
     batch_axis = batch[0] if batch else None
+    cut = [axis for axis, extent in enumerate(dims) if padded and extent == -1 and axis not in batch]
+    for axis in cut:
+        longer = [
+            at[1][axis]
+            for (variant, _), at in values.items()
+            if at[1][axis] != inputs.input_shapes[variant][padded or ""]
+        ]
+        if longer or len(cut) > 1:
+            raise BundleError(
+                f"outputs: {name}: padding cannot be cut from its shape, such as {shape}: one axis at most may grow with"
+                f" '{padded}', and has the same length; keep other outputs with outputs= or --outputs, or leave pad out"
+            )
     if letters is None:
         letters = _auto_letters(name, len(dims), batch_axis)
+        for axis in cut:
+            letters = letters.replace(padded or "", LETTERS[-1])
+            letters = f"{letters[:axis]}{padded}{letters[axis + 1 :]}"
     elif len(letters) != len(dims) or [i for i, letter in enumerate(letters) if letter in "nb"] != batch:
         raise BundleError(
             f"axes: {name}: '{letters}' does not fit the output's shape {shape}, batch axis {axis}"
+        )
+    elif any(letters[axis] != padded for axis in cut):
+        raise BundleError(
+            f"axes: {name}: '{letters}' must call the axis that grows with '{padded}' by that letter"
         )
     return TensorSpec(name, dtype, tuple(dims), batch_axis, letters)
 

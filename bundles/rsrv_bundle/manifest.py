@@ -2,13 +2,10 @@
 
 Format versions:
 
-- "2.0" is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys
-  are ignored. Of our own keys it may have `internal`, `meta.external` and
-  `meta.restartable`.
-- "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
-  known.
-- "3.1" is 3.0 with `sha256`, the checksums of the weights and of every module.
-- "3.2" is 3.1 with `state` and `generate`.
+- 3 is ours. Shapes are written row-major, and `sha256` has the checksums of the weights and of every module. An unknown
+  key is refused, and the error suggests the nearest known key. So a server that is too old for a key names that key.
+- 2.0 is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys are
+  ignored. The only keys of ours that it may have are `internal`, `meta.external` and `meta.restartable`.
 """
 
 from __future__ import annotations
@@ -22,15 +19,17 @@ from typing import Any
 from rsrv.text import nearest
 from rsrv_bundle import dtypes, yaml12
 from rsrv_bundle.errors import Problems
+from rsrv_bundle.padding import parse_pad
 from rsrv_bundle.spec import Kind, Manifest, TensorSpec
 from rsrv_bundle.state_sections import check_state, parse_generate, parse_state
+from rsrv_bundle.task_section import parse_task
 from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
 
 FILE = "manifest.yaml"
-#: format version of written bundles, without and with state: older servers read the first
-CURRENT, WITH_STATE = "3.1", "3.2"
+#: Format version of written bundles.
+CURRENT = 3
 
-_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0", "3.1": "3.1", "3.2": "3.2"}
+_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3", "3.0": "3"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # More than any model needs, and few enough that comparing each with each costs nothing.
 _MAX_TENSORS = 1000
@@ -40,21 +39,24 @@ _MAX_CALLS = 1000
 _MAX_SUMS = 1000
 _MAX_UNKNOWN = 20
 _SECTIONS = ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs")
-_KEYS_20 = (
+_KEYS = (
     "format_version",
     "name",
     "description",
     "kind",
     "meta",
     "internal",
-    "public",
     *_SECTIONS,
     "batching",
     "input_shapes",
     "provenance",
+    "numerics",
+    "sha256",
+    "state",
+    "generate",
+    "task",
+    "pad",
 )
-_KEYS_30 = (*_KEYS_20, "numerics")
-_KEYS = {"3.0": _KEYS_30, "3.1": (*_KEYS_30, "sha256"), "3.2": (*_KEYS_30, "sha256", "state", "generate")}
 
 
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
@@ -80,14 +82,12 @@ def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problem
 
 def _version(document: Mapping[str, Any], problems: Problems) -> str | None:
     if "format_version" not in document:
-        problems.add(FILE, "format_version", f'is missing; write format_version: "{CURRENT}"')
+        problems.add(FILE, "format_version", f"is missing; write format_version: {CURRENT}")
         return None
     text = str(document["format_version"])
     version = _VERSIONS.get(text)
     if version is None:
-        problems.add(
-            FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0, 3.0, 3.1 and 3.2"
-        )
+        problems.add(FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0 and 3")
     return version
 
 
@@ -110,7 +110,7 @@ class _Parser:
 
     def parse(self) -> Manifest:
         if self.strict:
-            self.known_keys("", self.document, _KEYS[self.version])
+            self.known_keys("", self.document, _KEYS)
         kind = self.kind()
         self.text("name")
         sections = {key: self.tensors(key) for key in _SECTIONS}
@@ -133,14 +133,14 @@ class _Parser:
             internal=self.internal(kind),
             provenance=self.mapping("provenance", lenient=not self.strict),
             numerics=self.numerics() if self.strict else {},
-            sha256=self.sha256() if self.version in ("3.1", "3.2") else {},
+            sha256=self.sha256() if self.strict else {},
         )
         self.executable_rules(manifest)
         self.client_rules(manifest)
-        return self.with_state(manifest) if self.version == "3.2" else manifest
+        return self.with_options(manifest) if self.strict else manifest
 
-    def with_state(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with its sections `state` and `generate`."""
+    def with_options(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with its sections `state`, `generate`, `task` and `pad`."""
         if (state := self.document.get("state")) is not None:
             manifest = replace(manifest, state=parse_state(state, self.bad))
             check_state(manifest, self.bad)
@@ -149,6 +149,10 @@ class _Parser:
                 self.bad("generate", "needs the section state: a generation is a sequence with a slot")
             spec = parse_generate(generate, manifest, self.has_hooks, self.bad)
             manifest = replace(manifest, generate=spec)
+        if (task := self.document.get("task")) is not None:
+            manifest = replace(manifest, task=parse_task(task, manifest, self.bad))
+        if (pad := self.document.get("pad")) is not None:
+            manifest = replace(manifest, pad=parse_pad(pad, manifest, self.bad))
         return manifest
 
     # Values of one key.
@@ -159,7 +163,7 @@ class _Parser:
         return len(values) > most
 
     def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
-        """Report an unknown key: from format 3.0 on, it is probably a typing error."""
+        """Report an unknown key. In format 3, such a key is misspelt, or newer than this reader."""
         known = tuple(known)
         for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
             self.bad(f"{where}.{key}" if where else key, f"unknown key{nearest(key, known)}")
@@ -234,7 +238,7 @@ class _Parser:
             for i, entry in enumerate(value):
                 if isinstance(entry, dict):
                     self.known_keys(f"{section}[{i}]", entry, ("name", "dtype", "shape", "dims"))
-        specs = parse_tensors(value, section, self.bad, reverse=self.version == "2.0")
+        specs = parse_tensors(value, section, self.bad, reverse=not self.strict)
         for name, count in Counter(spec.name for spec in specs).items():
             if count > 1:
                 self.bad(f"{section}.{name}", "names must be unique in a section; rename one of the tensors")
@@ -313,16 +317,16 @@ class _Parser:
         return tuple(counts)
 
     def internal(self, kind: Kind) -> bool:
-        # `public` was the opposite, in bundles that were written before models were public by default.
-        for key in ("internal", "public"):
-            value = self.document.get(key)
-            # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
-            if self.strict and value is not None:
-                if not isinstance(value, bool):
-                    self.bad(key, f"must be true or false, not {value!r:.40}")
-                elif kind == "meta":
-                    self.bad(key, "only a bundle of kind 'model' has it, a meta model is public; remove it")
-        return kind == "model" and self.document.get("internal") is True
+        value = self.document.get("internal")
+        # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
+        if self.strict and value is not None:
+            if not isinstance(value, bool):
+                self.bad("internal", f"must be true or false, not {value!r:.40}")
+            elif kind == "meta":
+                self.bad(
+                    "internal", "only a bundle of kind 'model' has it, a meta model is public; remove it"
+                )
+        return kind == "model" and value is True
 
     # input_shapes: one set of sizes for each variant.
 

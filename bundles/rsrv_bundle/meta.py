@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv_bundle import manifest, writer
-from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.hooks import check_hooks, source_of
 from rsrv_bundle.reader import HOOKS_FILE, read_bundle
 from rsrv_bundle.spec import Bundle
 
@@ -21,16 +21,18 @@ def write_meta_bundle(
     client_outputs: Sequence[Mapping[str, Any]],
     out_dir: str | os.PathLike[str],
     files: Mapping[str, str] | None = None,
+    task: Mapping[str, Any] | None = None,
     description: str = "",
     overwrite: bool = False,
 ) -> Bundle:
     """Write the bundle `out_dir` of a meta model, check it, and return it as read back.
 
-    run: a file to copy (Path) or the text (str) of model.py; it is not run.
+    run: the path of the file to store as model.py, or its text; it is not run.
     calls: names of the models that it may call.
     client_inputs, client_outputs: the clients' tensors, entries as the manifest writes them.
     out_dir: the bundle's directory; its last part is the model's name.
     files: name -> text of files beside model.py.
+    task: what the model is for, as the manifest writes it.
     overwrite: replace an existing bundle. Without it that is an error.
 
     Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
@@ -43,11 +45,12 @@ def write_meta_bundle(
     document["client_inputs"] = [dict(entry) for entry in client_inputs]
     document["client_outputs"] = [dict(entry) for entry in client_outputs]
     document["meta"] = {"calls": list(calls)}
+    if task is not None:
+        document["task"] = dict(task)
     with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         work.mkdir()
-        text = run if isinstance(run, str) else run.read_text(encoding="utf-8")
-        for name, content in {**(files or {}), HOOKS_FILE: text}.items():
+        for name, content in {**(files or {}), HOOKS_FILE: source_of(run)}.items():
             (work / name).write_text(content, encoding="utf-8")
         writer.write_manifest(work / manifest.FILE, document)
         check_hooks(work / HOOKS_FILE, "meta")

@@ -221,7 +221,7 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
         if state is not None and size > state.slots:
             problems.add(file.name, "", f"takes {size} rows, but only {state.slots} sequences have a slot")
         _check_arguments(bundle, variant, size, signature, file.name, problems)
-        _check_results(bundle, size, signature, file.name, problems)
+        _check_results(bundle, variant, size, signature, file.name, problems)
         signatures[variant, size] = dataclasses.replace(signature, donated=len(_pools(bundle)))
     problems.raise_if_any()
     return signatures
@@ -261,7 +261,9 @@ def _check_arguments(
             problems.add(file, key, f"argument {i} of main is {_text(found)}, expected {_text(wanted)}")
 
 
-def _check_results(bundle: Bundle, size: int, signature: Signature, file: str, problems: Problems) -> None:
+def _check_results(
+    bundle: Bundle, variant: int, size: int, signature: Signature, file: str, problems: Problems
+) -> None:
     specs = bundle.manifest.outputs
     pools = _pools(bundle)
     if pools and len(signature.outputs) != len(specs) + len(pools):
@@ -278,6 +280,10 @@ def _check_results(bundle: Bundle, size: int, signature: Signature, file: str, p
             file, "", f"main returns {len(signature.outputs)} results, but the manifest lists {len(specs)}"
         )
     for i, (spec, found) in enumerate(zip(specs, signature.outputs, strict=False)):
+        padded = bundle.manifest.padded_axis(spec)
+        if padded is not None:
+            [length] = bundle.manifest.input_shapes[variant][:1]
+            spec = dataclasses.replace(spec, dims=(*spec.dims[:padded], length, *spec.dims[padded + 1 :]))
         if not _fits(spec, size, found):
             dims = [size if axis == spec.batch_axis else d for axis, d in enumerate(spec.dims)]
             wanted = f"{spec.dtype} [{', '.join('any' if d == -1 else str(d) for d in dims)}]"

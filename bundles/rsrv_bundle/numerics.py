@@ -37,8 +37,8 @@ Rows = Sequence[Array]
 #: module, by its file's name without ".mlir" -> the largest relative error found there
 Errors = dict[str, float]
 
-#: largest error allowed, relative to the largest magnitude of an output; other element types must be equal, unless the
-#: user gives a tolerance for them
+#: Largest error allowed, relative to the largest magnitude of an output. Other element types must be equal, unless the
+#: user gives a tolerance for them.
 TOLERANCE: Mapping[str, float] = {
     "f64": 1e-9,
     "f32": 1e-4,
@@ -47,6 +47,11 @@ TOLERANCE: Mapping[str, float] = {
     "f8_e4m3": 0.15,
     "f8_e5m2": 0.3,
 }
+
+#: Element types whose rounding errors are as large as outputs that happen to be near zero.
+_NARROW = frozenset({"f16", "bf16", "f8_e4m3", "f8_e5m2"})
+#: Number of rows over which an output is unlikely to be near zero everywhere.
+_ROWS = 8
 
 
 class ModuleRunner:
@@ -177,7 +182,7 @@ def compare(
     one of which nothing finite was compared.
     """
     bundle = run.bundle
-    judge = Judge(bundle, tolerance)
+    judge = Judge(bundle, tolerance, magnitudes=magnitudes(run, examples))
     for key in run.keys():  # noqa: SIM118 - not a mapping
         for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
             if inputs is not None:
@@ -190,15 +195,39 @@ def compare(
     return judge.numerics()
 
 
+def magnitudes(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[str, float]:
+    """Return the largest magnitude of each 16-bit or 8-bit output over several random rows.
+
+    One row of such an output can be near zero by chance, but its rounding errors are as large as in other rows.
+    """
+    bundle = run.bundle
+    outputs = {index: spec for index, spec in enumerate(bundle.manifest.outputs) if spec.dtype in _NARROW}
+    largest = dict.fromkeys((spec.name for spec in outputs.values()), 0.0)
+    key = (0, run.sizes(0)[-1])
+    for first in range(0, _ROWS, key[1]) if outputs else ():
+        answers = run(key, random_inputs(bundle, *key, examples, first))
+        for index, spec in outputs.items():
+            values = np.abs(answers[index].astype(np.float64))
+            largest[spec.name] = max(largest[spec.name], float(values[np.isfinite(values)].max(initial=0.0)))
+    return largest
+
+
 class Judge:
     """Largest errors of a comparison, with a line for each that exceeds its tolerance."""
 
-    def __init__(self, bundle: Bundle, tolerance: Mapping[str, float], source: str = "fn") -> None:
-        """Take the name of the original model in the lines as `source`."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        tolerance: Mapping[str, float],
+        source: str = "the original model",
+        magnitudes: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`source` names the original model in the lines. `magnitudes` are the results of the function `magnitudes`."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
         self.called = source
+        self.magnitudes = magnitudes
         self._absolute = self._relative = 0.0
         #: kind of comparison -> errors
         self.errors: dict[str, Errors] = {}
@@ -218,7 +247,7 @@ class Judge:
 
     def neighbours(self, key: Key, found: Rows, expected: Rows) -> None:
         """Compare rows beside zeros with the same rows beside others."""
-        because = f"the rows of a batch are different requests, so {self.called} must treat them apart"
+        because = "the rows of a batch are different requests, so the model must compute each row from that row alone"
         self._compare(
             "rows", key, found, expected, "its first row changes when the other rows do, by", because
         )
@@ -231,6 +260,18 @@ class Judge:
         """Compare a sequence in chunks with all of it at once."""
         self._compare(
             "chunks", key, found, expected, f"in chunks differs from {self.called} for the whole by"
+        )
+
+    def padding(self, key: Key, found: Rows, expected: Rows, length: str, *, noise: bool) -> None:
+        """Compare a padded row with the same row alone. `noise`: the padding is random, and the mask must hide it."""
+        because = (
+            "the mask must hide it"
+            if noise
+            else "if the model has a mask, name it with mask=; otherwise leave pad out"
+        )
+        filled = "random values" if noise else "padding"
+        self._compare(
+            "padding", key, found, expected, f"a row of {length} changes with {filled} behind it, by", because
         )
 
     def raise_if_any(self) -> None:
@@ -266,7 +307,7 @@ class Judge:
         both = []
         for spec, got, want in zip(self.bundle.manifest.outputs, found, expected, strict=True):
             got, want = np.asarray(got), np.asarray(want)
-            absolute, relative = difference(got, want)
+            absolute, relative = difference(got, want, self.magnitudes.get(spec.name, 0.0))
             place = (key[0], spec.name)
             if relative or not want.size or np.isfinite(want.astype(np.float64)).any():
                 self._hollow[place] = None
@@ -362,7 +403,7 @@ def in_batches(bundle: Bundle, size: int, rows: Rows, ask: Callable[[list[Array]
         chunk = [array[start : start + step] for array in rows]
         found = ask([_batch(spec, array, step) for spec, array in zip(inputs, chunk, strict=True)])
         for part, spec, value in zip(parts, outputs, found, strict=True):
-            part.append(_rows_of(spec, np.asarray(value), min(step, count - start)))
+            part.append(rows_of_output(spec, np.asarray(value), min(step, count - start)))
     return [np.concatenate(part) for part in parts]
 
 
@@ -374,7 +415,8 @@ def _filled(rows: Array, size: int) -> Array:
     return np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-def _rows_of(spec: TensorSpec, value: Array, count: int) -> Array:
+def rows_of_output(spec: TensorSpec, value: Array, count: int) -> Array:
+    """Return the first rows of an output of a module."""
     if spec.batch_axis is None:
         return np.broadcast_to(value, (count, *value.shape))
     return np.moveaxis(value, spec.batch_axis, 0)[:count]
@@ -390,7 +432,9 @@ def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyT
     examples: as `random_inputs` takes them.
     """
     return {
-        variant: _as_rows(run.bundle, random_inputs(run.bundle, variant, run.sizes(variant)[-1], examples))
+        variant: rows_of_inputs(
+            run.bundle, random_inputs(run.bundle, variant, run.sizes(variant)[-1], examples)
+        )
         for variant in range(run.bundle.variants)
     }
 
@@ -404,21 +448,25 @@ def example_rows(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[int, 
     for variant in range(run.bundle.variants):
         inputs = example_inputs(run.bundle, variant, run.sizes(variant)[-1], examples)
         if inputs is not None:
-            pools[variant] = _cut(_as_rows(run.bundle, inputs), row_count(run.bundle, examples))
+            pools[variant] = _cut(rows_of_inputs(run.bundle, inputs), row_count(run.bundle, examples))
     return pools
 
 
-def _as_rows(bundle: Bundle, inputs: Sequence[Array]) -> Rows:
+def rows_of_inputs(bundle: Bundle, inputs: Sequence[Array]) -> Rows:
+    """Return executable inputs as rows."""
     return [
         array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
         for spec, array in zip(bundle.manifest.inputs, inputs, strict=True)
     ]
 
 
-def difference(got: Array, want: Array) -> tuple[float, float]:
-    """Return the largest absolute difference, and the same relative to the largest magnitude of `want`.
+def difference(got: Array, want: Array, magnitude: float = 0.0) -> tuple[float, float]:
+    """Return the largest absolute difference, and this difference relative to the largest magnitude of `want`.
 
-    Infinite if only one of two values is finite, or if their infinities or NaNs differ. Unequal integers never give 0.
+    Both are infinite if only one of two values is finite, or if their infinities or NaNs differ. They are never 0 for
+    unequal integers.
+
+    magnitude: largest magnitude of other values of the same output. It is used if it exceeds the magnitude of `want`.
     """
     if got.size == 0:
         return 0.0, 0.0
@@ -434,5 +482,5 @@ def difference(got: Array, want: Array) -> tuple[float, float]:
     if got.dtype.kind in "iub" and not np.array_equal(got, want):
         # Neighbours among large 64-bit integers are equal as floats.
         absolute = max(1.0, absolute)
-    scale = float(np.abs(b[finite]).max())
+    scale = max(float(np.abs(b[finite]).max()), magnitude)
     return absolute, absolute / scale if scale else absolute

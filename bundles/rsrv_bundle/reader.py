@@ -124,7 +124,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
             problems.add(
                 weights_file.FILE, "", "is missing; format 2.0 needs it even when it holds no tensor"
             )
-    if manifest.summed:
+    if manifest.format_version != "2.0":
         _check_listed(
             manifest, {path.name for path in (*modules.values(), *([file] if file else []))}, problems
         )
@@ -321,8 +321,9 @@ def _find_modules(
 def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
     """Report missing and superfluous checksums: the weights and every module have one, and no other file."""
     for name in sorted(names - manifest.sha256.keys()):
-        version = manifest.format_version
-        rule = f"is missing; format {version} has the SHA-256 of the weights and of every module: export the bundle again"
+        rule = (
+            "is missing; format 3 has the SHA-256 of the weights and of every module: export the bundle again"
+        )
         problems.add(manifest_file.FILE, f"sha256.{name}", rule)
     for name in sorted(manifest.sha256.keys() - names):
         if name == weights_file.FILE:

@@ -116,13 +116,70 @@ class GenerateSpec:
     tokenizer: str | None
     #: text around the client's, which stands for {text}
     template: str
+    #: The chat template as Jinja under `template`, and texts that it uses, such as `bos_token`; empty if there is none.
+    chat: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def client_inputs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that a client sends, beside the request's parameters."""
+        return (self._pieces("text_input"),)
+
+    @property
+    def client_outputs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that a client gets. Only the last response of an answer has those after the first."""
+        return (self._pieces("text_output"), *_USAGE)
+
+    def _pieces(self, name: str) -> TensorSpec:
+        if self.tokenizer is None:
+            return TensorSpec("tokens", "i32", (-1,), None, "t")
+        return TensorSpec(name, dtypes.BYTES, (1,), None, "k")
+
+
+_USAGE = tuple(
+    TensorSpec(name, dtype, (1,), None, "k")
+    for name, dtype in (
+        ("finish_reason", dtypes.BYTES),
+        ("prompt_tokens", "i32"),
+        ("completion_tokens", "i32"),
+        ("first_token_s", "f32"),
+        ("token_s", "f32"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """Task of a model, and the tensors with which clients ask for it."""
+
+    #: A pipeline tag of the Hugging Face hub, one of `rsrv_bundle.task_section.KINDS`.
+    kind: str
+    #: Role -> name of a tensor that clients send.
+    inputs: Mapping[str, str]
+    #: Role -> name of a tensor that clients get.
+    outputs: Mapping[str, str]
+    #: Names of the columns of `scores`, or of other classes.
+    labels: tuple[str, ...] = ()
+    #: Lengths to which an embedding may be cut, ascending.
+    dimensions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PadSpec:
+    """A variable axis along which a server pads requests: its variants are lengths, ascending."""
+
+    #: Letter of the axis in the inputs, and in the outputs that the server cuts back to a request's length.
+    axis: str
+    #: Padding value of each input with the axis, by the input's name.
+    values: Mapping[str, float]
+    #: Input that tells the model which elements to ignore. There, the other inputs may have any values. None: no such input.
+    mask: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Content of `manifest.yaml`."""
 
-    #: "2.0", "3.0", "3.1" or "3.2".
+    #: Either "3" or "2.0".
     format_version: str
     description: str
     kind: Kind
@@ -140,10 +197,9 @@ class Manifest:
     meta_calls: tuple[str, ...]
     #: free form
     provenance: Mapping[str, Any]
-    #: measurements of the written bundle: max_abs_error and the like, or such numbers by module; from format 3.0 on; may
-    #: be empty
+    #: Measurements of the written bundle: max_abs_error and the like, or such numbers by module. Format 2.0 has none.
     numerics: Mapping[str, float | Mapping[str, float]]
-    #: File name -> SHA-256, hexadecimal, of its content: of the weights and of every module from format 3.1 on, else empty.
+    #: SHA-256, hexadecimal, of the weights and of every module, by file name. Format 2.0 has none.
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
@@ -151,20 +207,20 @@ class Manifest:
     meta_restartable: bool = False
     #: only meta models may call it; clients may not
     internal: bool = False
-    #: from format 3.2 on
     state: StateSpec | None = None
-    #: from format 3.2 on, and only with `state`
+    #: Only with `state`.
     generate: GenerateSpec | None = None
+    task: TaskSpec | None = None
+    pad: PadSpec | None = None
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """Tokens per sequence of each variant of a generation: sizes of its only variable axis."""
         return tuple(sizes[0] for sizes in self.input_shapes if sizes)
 
-    @property
-    def summed(self) -> bool:
-        """True if the format has checksums."""
-        return self.format_version in ("3.1", "3.2")
+    def padded_axis(self, spec: TensorSpec) -> int | None:
+        """Return the axis of an executable tensor that a server pads, or cuts back; None: it has none."""
+        return spec.variable_axes[0] if self.pad is not None and spec.variable_axes else None
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:
@@ -180,6 +236,13 @@ class Manifest:
     def rows_first(self) -> bool:
         """True if every client tensor has its batch axis first: then Triton can gather requests."""
         return all(spec.batch_axis == 0 for spec in (*self.wire_inputs, *self.wire_outputs))
+
+    @property
+    def coalesces(self) -> bool:
+        """True if every tensor of the modules has rows, so that requests may share an execution, or have several."""
+        return bool(self.inputs) and all(
+            spec.batch_axis is not None for spec in (*self.inputs, *self.outputs)
+        )
 
     @property
     def variable_axes(self) -> tuple[tuple[int, int], ...]:
@@ -215,7 +278,7 @@ class Bundle:
 
     @property
     def summed_files(self) -> tuple[Path, ...]:
-        """Files with checksums from format 3.1 on: the weights and every module."""
+        """Names of the files that have checksums in format 3: the weights and every module."""
         weights = () if self.weights_file is None else (self.weights_file,)
         return (*dict.fromkeys(self.modules.values()), *weights)
 

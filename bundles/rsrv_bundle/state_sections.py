@@ -20,7 +20,7 @@ _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
     "sampling": ("f32", (4,), "an executable input, f32 [n, 4]"),
     "token": ("i32", (), "an executable output, i32 [n]"),
 }
-_GENERATE_KEYS = (*_ROLES, "context", "stop", "max_tokens", "tokenizer", "template")
+_GENERATE_KEYS = (*_ROLES, "context", "stop", "max_tokens", "tokenizer", "template", "chat")
 MAX_SLOTS = 65_536
 _IDLE_TIMEOUT_S = 60.0
 _MAX_IDLE_TIMEOUT_S = 7 * 86_400.0
@@ -145,6 +145,7 @@ def parse_generate(section: Any, manifest: Manifest, has_hooks: bool, bad: Repor
         max_tokens=most,
         tokenizer=tokenizer,
         template=template,
+        chat=_chat(section.get("chat"), tokenizer, bad),
     )
 
 
@@ -183,6 +184,18 @@ def _texts(section: Mapping[str, Any], bad: Report) -> tuple[str | None, str]:
     return tokenizer, template
 
 
+def _chat(chat: Any, tokenizer: str | None, bad: Report) -> dict[str, str]:
+    if chat is None:
+        return {}
+    texts = isinstance(chat, dict) and all(
+        isinstance(text, str) and isinstance(name, str) for name, text in chat.items()
+    )
+    if not texts or not chat.get("template") or tokenizer is None:
+        bad("generate.chat", "must be a mapping of texts with the Jinja `template`, and needs a tokenizer")
+        return {}
+    return dict(chat)
+
+
 def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[str, dict[str, Any]]:
     """Return the sections `state` and `generate`, where there are such, as a manifest writes them."""
     sections: dict[str, dict[str, Any]] = {}
@@ -196,6 +209,8 @@ def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[
     if generate is not None:
         keys = _GENERATE_KEYS if generate.tokenizer else (*_ROLES, "context", "stop", "max_tokens")
         sections["generate"] = {key: getattr(generate, key) for key in keys} | {"stop": list(generate.stop)}
+        if not generate.chat:
+            sections["generate"].pop("chat", None)
     return sections
 
 

@@ -68,7 +68,8 @@ def export_stateful(
             state = jax.tree.map(np.asarray, pooled.first(params, len(next(iter(inputs.values())))))
         outputs, state = rows(state, **inputs) if original else rows(params, state, **inputs)
         convert = original.to_numpy if original else lambda _, value: np.asarray(value)
-        return Results.of(outputs).convert(convert).named(options.get("output_names")), state
+        names = options.get("output_names"), options.get("outputs")
+        return Results.of(outputs).convert(convert).named(*names), state
 
     parts = StatefulParts(
         StateSpec(slots, pooled.tensors, idle_timeout_s, when_full),
@@ -90,6 +91,7 @@ def export_generative(
     chunks: Sequence[int] = (1, 16, 128),
     tokenizer: Path | str | None = None,
     template: str = "{text}",
+    chat: Mapping[str, str] | None = None,
     in_place: bool = False,
     **options: Any,
 ) -> Bundle:
@@ -99,7 +101,7 @@ def export_generative(
         sequence, of which the first `lengths`, i32 [n], count; `position`, i32 [n], counts the tokens before it. `logits`,
         [n, vocabulary], are those behind the last token that counts. It must work for every `t`.
     in_place: `step(params, pools, slots, begins, position, tokens, lengths) -> (logits, pools)`, as for `export_stateful`.
-    context, max_tokens, stop, template: as the manifest has them.
+    context, max_tokens, stop, template, chat: as the manifest has them.
     chunks: lengths to compile, among them 1, the step behind the prompt.
     tokenizer: file to copy, of the package `tokenizers`; then clients send and get text.
     init, slots, options: as for `export_stateful`.
@@ -112,6 +114,12 @@ def export_generative(
     logits = jax.jit(pooled.logits)
     file = None if tokenizer is None else Path(tokenizer)
     names = {name: name for name in ("tokens", "lengths", "sampling", "token")}
+    text = file is not None
+    task = {
+        "kind": "text-generation",
+        "inputs": {"text": "text_input"} if text else {"ids": "tokens"},
+        "outputs": {"text": "text_output"} if text else {"ids": "tokens"},
+    }
     parts = StatefulParts(
         replace(StateSpec(slots, pooled.tensors, 60.0, "wait"), **state),
         lambda run, tolerance, _, done: compare_answers(
@@ -129,6 +137,7 @@ def export_generative(
             max_tokens=max_tokens,
             tokenizer=None if file is None else file.name,
             template=template,
+            chat=dict(chat or {}),
         ),
         (lambda folder: None) if file is None else (lambda folder: shutil.copy(file, folder)),
     )
@@ -140,7 +149,7 @@ def export_generative(
     }
     axes = {"tokens": "nt", "lengths": "n", "sampling": "ns"}
     fixed = {"axes": axes, "input_shapes": [{"t": chunk} for chunk in sorted(set(chunks))]}
-    options = {"code": step, **options, **fixed}
+    options = {"code": step, "task": task, **options, **fixed}
     return export_bundle(pooled, params, inputs, stateful=parts, **options)
 
 

@@ -59,6 +59,7 @@ class TensorKey(NamedTuple):
 class _Stored:
     """Checked entry of the header."""
 
+    #: element type's token; empty: no weight has this type
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -84,17 +85,20 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
         metadata = {}
     start = len(raw)
     buffer = size - start
-    stored = {}
+    order = Problems()
+    names = _argument_order(metadata, header, order)
+    listed, stored = frozenset(names), {}
     for name, entry in header.items():
-        checked = _entry(name, entry, buffer, own)
+        checked = _entry(name, entry, buffer, own, listed=name in listed)
         if checked is not None:
             stored[name] = checked
     if not own.lines:
         _check_coverage(stored, buffer, own)
     if not own.lines:
         _second_opinion(raw, size, own)
+    own.lines += order.lines
     weights = []
-    for name in _argument_order(metadata, header, own):
+    for name in names:
         found = stored.get(name)
         if found is not None:
             shape = found.shape[::-1] if reverse else found.shape
@@ -146,7 +150,9 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _entry(name: str, entry: Any, buffer: int, problems: Problems) -> _Stored | None:
+def _entry(name: str, entry: Any, buffer: int, problems: Problems, *, listed: bool) -> _Stored | None:
+    """Check a tensor's entry. `listed`: it is a weight. Other tensors may have any type that the library accepts."""
+
     def bad(rule: str) -> None:
         problems.add(FILE, name, rule)
 
@@ -156,12 +162,13 @@ def _entry(name: str, entry: Any, buffer: int, problems: Problems) -> _Stored | 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         bad("must have dtype, shape and data_offsets, and nothing else")
         return None
-    shape, offsets = entry["shape"], entry["data_offsets"]
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], ""
     try:
         dtype = dtypes.token_of_safetensors(str(entry["dtype"]))
     except KeyError:
-        bad(f"unsupported dtype {entry['dtype']!r:.40}")
-        return None
+        if listed:
+            bad(f"unsupported dtype {entry['dtype']!r:.40}")
+            return None
     if not _are_counts(shape):
         bad("shape must be a list of whole numbers from 0 on")
         return None
@@ -175,7 +182,7 @@ def _entry(name: str, entry: Any, buffer: int, problems: Problems) -> _Stored | 
     if not begin <= end <= buffer:
         bad(f"data_offsets [{begin}, {end}] leave the file's {buffer} bytes of tensor data")
         return None
-    needed = math.prod(shape) * dtypes.itemsize(dtype)
+    needed = math.prod(shape) * dtypes.itemsize(dtype) if dtype else end - begin
     if needed != end - begin:
         bad(f"data_offsets span {end - begin} bytes, but {dtype} with shape {shape} needs {needed}")
         return None
@@ -317,7 +324,9 @@ class WeightsFile:
         when the iteration has ended; until the next step it must not be changed. Raises BundleError if the file does not
         match the manifest, or was written to since it was opened.
         """
-        order = sorted(range(len(self._weights)), key=lambda index: self._weights[index].offset)
+        # An empty weight may have the same offset as another weight. It is read first, because the hash runs only forward.
+        weights = self._weights
+        order = sorted(range(len(weights)), key=lambda index: (weights[index].offset, weights[index].nbytes))
         if self._sum is None or self._fd < 0:
             for index in order:
                 yield index, self._read(index, new)

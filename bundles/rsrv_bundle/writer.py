@@ -8,18 +8,22 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rsrv.text import naming
 from rsrv_bundle import dtypes, yaml12
-from rsrv_bundle.errors import TargetError
-from rsrv_bundle.manifest import CURRENT, WITH_STATE
+from rsrv_bundle.errors import BundleError, TargetError
+from rsrv_bundle.manifest import CURRENT
+from rsrv_bundle.padding import section_of
 from rsrv_bundle.reader import NAME_RULE, may_be_name
 from rsrv_bundle.spec import Manifest, TensorSpec
 from rsrv_bundle.state_sections import sections_of
+from rsrv_bundle.task_section import task_entry
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
@@ -27,9 +31,23 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(yaml12.dump(dict(document)), encoding="utf-8")
 
 
+def copy_files(files: Sequence[Path | str], work: Path) -> None:
+    """Copy files and folders into a bundle. Raises OSError, and BundleError if the bundle already has a file of that name."""
+    for file in map(Path, files):
+        target = work / file.name
+        if target.exists():
+            raise BundleError(
+                f"files: {file}: the bundle already has a file named {file.name}; rename {file}"
+            )
+        if file.is_dir():
+            shutil.copytree(file, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(file, target)
+
+
 def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
     """Return a manifest as a document of the present format, with the checksums `sha256`."""
-    document: dict[str, Any] = {"format_version": WITH_STATE if manifest.state else CURRENT}
+    document: dict[str, Any] = {"format_version": CURRENT}
     if manifest.description:
         document["description"] = manifest.description
     if manifest.kind == "meta":
@@ -56,7 +74,9 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
             document["meta"]["restartable"] = True
     if manifest.internal:
         document["internal"] = True
-    document |= sections_of(manifest.state, manifest.generate)
+    document |= sections_of(manifest.state, manifest.generate) | section_of(manifest.pad)
+    if manifest.task is not None:
+        document["task"] = task_entry(manifest.task)
     if sha256:
         document["sha256"] = dict(sha256)
     document["provenance"] = dict(manifest.provenance)
@@ -69,10 +89,10 @@ def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]
 
 
 def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
-    """Put measured numbers into a manifest of format 3.0 or later; the text of other keys, comments included, stays.
+    """Put measured numbers into a manifest of format 3, and keep the text of other keys with their comments.
 
-    A manifest in another form, as JSON, is written again whole. The manifest is replaced atomically: no reader sees half
-    of it. Raises OSError.
+    A manifest in another form, such as JSON, is rewritten as a whole. The manifest is replaced atomically, so that no
+    reader sees half of it. Raises OSError.
     """
     old = path.read_text(encoding="utf-8")
     document = yaml12.parse(old)
@@ -145,18 +165,22 @@ def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
     return target
 
 
-def scratch_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder beside a bundle to write, so that the last step is a rename.
+@contextmanager
+def scratch_beside(target: Path) -> Iterator[str]:
+    """Yield a temporary folder beside a bundle to write, so that the last step is a rename.
 
-    The folder is hidden, so that no server takes it for a bundle. Raises OSError that names the bundle.
+    The folder is hidden, so that no server takes it for a bundle. An OSError that the block raises names the bundle if it
+    names no other file, for example when the disk is full.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
+        folder = tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent)
     except OSError as error:
         raise OSError(
             error.errno, f"{error.strerror}; name a folder that you can write", str(target)
         ) from None
+    with folder as path, naming(target):
+        yield path
 
 
 def put_in_place(work: Path, target: Path, aside: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import example_bundles
 from examples import detector_run as steps
 from examples import detector_training
+from examples.build import DETECTOR
 from examples.detector import Direct, held_out
 from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, recall_and_precision, scenes
 from rsrv.hooks.boxes import iou
@@ -141,9 +142,10 @@ class Detector:
 @pytest.fixture(scope="module")
 def detector() -> Detector:
     """Return the built example."""
-    return Detector(example_bundles.ensure())
+    return Detector(example_bundles.ensure(DETECTOR))
 
 
+@pytest.mark.long
 def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
     """In 200 unseen images, at least nine of ten shapes are found, and as many reports are right."""
     unseen = held_out()
@@ -152,6 +154,7 @@ def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
     assert precision >= 0.88
 
 
+@pytest.mark.long
 def test_an_image_without_anything_calls_no_second_network(detector: Detector) -> None:
     """An even image causes no call of the head and an empty answer."""
     found = detector(np.full((2, SIDE, SIDE, 3), 90, np.uint8))
@@ -160,6 +163,7 @@ def test_an_image_without_anything_calls_no_second_network(detector: Detector) -
     assert (found["classes"] == -1).all()
 
 
+@pytest.mark.long
 def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None:
     """A batch of twelve images, one empty, gets the answers of its single images."""
     images = scenes(12, seed=21, fewest=5).images

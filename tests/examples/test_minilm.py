@@ -20,12 +20,15 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import example_bundles
+from examples.build import MINILM
 from rsrv.hooks.text import as_text
 from rsrv_bundle import read_bundle
 from tests.examples.built import Model
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
+
+pytestmark = pytest.mark.long
 
 CLS, SEP, UNKNOWN = 101, 102, 100
 WEATHER = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
@@ -88,7 +91,7 @@ class Pipeline:
 @pytest.fixture(scope="module")
 def root() -> Path:
     """Return the built examples."""
-    return example_bundles.ensure()
+    return example_bundles.ensure(MINILM)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +167,6 @@ def direct(root: Path) -> Direct:
     return Direct(root)
 
 
-@pytest.mark.long
 def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
     minilm: Pipeline, direct: Direct
 ) -> None:
@@ -255,7 +257,6 @@ def test_rows_are_as_short_as_the_longest_sentence_allows(
     assert unexecuted.calls[0][1]["input_ids"].shape == (2, length)
 
 
-@pytest.mark.long
 @settings(max_examples=10)
 @given(
     st.text(max_size=60) | st.sampled_from([*WEATHER, *ODD, LONG]),

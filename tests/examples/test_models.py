@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def root() -> Path:
     """Return the built examples."""
-    return example_bundles.ensure()
+    return example_bundles.ensure(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from examples.smollm2 import network
+from examples.smollm2.network import NETWORK
 from examples.smollm2.published import fetched
 from rsrv_bundle.stateful import export_generative
 
@@ -22,11 +22,11 @@ def make(out_dir: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder, "tokenizer.json")).write_text(published.tokenizer, encoding="utf-8")
         export_generative(
-            network.apply,
-            network.state(),
+            NETWORK.apply,
+            NETWORK.state(),
             published.weights,
             slots=SLOTS,
-            context=network.CONTEXT,
+            context=NETWORK.context,
             max_tokens=128,
             stop=[published.stop],
             chunks=CHUNKS,

@@ -27,7 +27,7 @@ _CONTROL = 3
 class Published:
     """Contents of the file for the bundle."""
 
-    #: f32, by the published names; a linear layer's weight is [out, in].
+    #: f32, by the names of transformers; a linear layer's weight is [out, in].
     weights: dict[str, Array]
     #: What tokenizers.Tokenizer.from_str reads.
     tokenizer: str
@@ -59,11 +59,33 @@ def _read(path: Path) -> Published:
     question = [{"role": "user", "content": "{text}"}]
     template = jinja2.Template(fields["tokenizer.chat_template"], keep_trailing_newline=True)
     return Published(
-        weights={tensor.name: _weight(tensor) for tensor in content.tensors},
+        weights={_name(tensor.name): _weight(tensor) for tensor in content.tensors},
         tokenizer=_tokenizer(fields),
         template=template.render(messages=question, add_generation_prompt=True),
         stop=int(fields["tokenizer.ggml.eos_token_id"]),
     )
+
+
+#: Names of GGUF and of transformers.
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _name(name: str) -> str:
+    *block, part, kind = name.split(".")
+    layer = f"layers.{block[1]}." if block else ""
+    return f"model.{layer}{_NAMES[part]}.{kind}"
 
 
 def _weight(tensor: Any) -> Array:

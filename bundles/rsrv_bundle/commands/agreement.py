@@ -14,6 +14,7 @@ from rsrv_bundle import writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.commands.samples import rows_of
 from rsrv_bundle.errors import BundleError
+from rsrv_bundle.inputs import acceptable, integers_of
 from rsrv_bundle.modules import Look
 from rsrv_bundle.numerics import (
     TOLERANCE,
@@ -25,8 +26,10 @@ from rsrv_bundle.numerics import (
     check_source,
     example_rows,
     label,
+    magnitudes,
     random_rows,
 )
+from rsrv_bundle.padding_check import check_padding
 from rsrv_bundle.spec import Bundle
 
 #: takes executable inputs by name, of any batch size that was compiled, and returns the outputs as `Results.of` takes them
@@ -47,7 +50,7 @@ class Comparison:
     #: executable input -> array or the like, for `numerics.example_inputs`; without samples, random integers take its
     #: values
     examples: Mapping[str, Any] = field(default_factory=dict)
-    #: replaces entries of TOLERANCE
+    #: Tolerances that replace entries of TOLERANCE, and bounds of a narrow bundle.
     tolerance: Mapping[str, float] = field(default_factory=dict)
     #: write the measured errors into the manifest
     store: bool = False
@@ -63,28 +66,28 @@ def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
         return ["has no modules of its own"]
     if wanted.store and bundle.manifest.format_version == "2.0":
         raise BundleError(
-            "manifest.yaml: format 2.0 has no place for numerics; use rsrv-bundle upgrade first"
+            "manifest.yaml: format 2.0 has no place for numerics; run `rsrv-bundle convert` first"
         )
     run = ModuleRunner(bundle, look)
-    judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
     given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
     examples = _arrays(wanted.examples)
-    values = dict(examples)
-    if given:
-        # Integers are often indices.
-        values |= {
-            spec.name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
-            for index, spec in enumerate(bundle.manifest.inputs)
-            if spec.dtype[0] in "iu"
-        }
+    # An ONNX file has inputs and outputs that a bundle may lack, and the bundle says which.
+    adapt = getattr(wanted.source, "of", None)
+    original = wanted.source if adapt is None else adapt(bundle.manifest.provenance)
+    source = None if original is None else _by_name(bundle, original)
+    values = acceptable(bundle, examples, source) | integers_of(bundle, given)
+    narrowed = bundle.manifest.numerics.get("narrowed_tolerance")
+    tolerance = {**TOLERANCE, **(narrowed if isinstance(narrowed, Mapping) else {}), **wanted.tolerance}
+    judge = Judge(bundle, tolerance, "its source", magnitudes(run, values))
     pools: list[Mapping[int, Rows]] = [random_rows(run, values), example_rows(run, examples), given]
     asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
-    comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
+    comparisons = int(bundle.manifest.batched) + int(source is not None)
     with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
         for rows in pools:
             check_buckets(run, rows, judge, progress.step)
-            if wanted.source is not None:
-                check_source(run, _by_name(bundle, wanted.source), rows, judge, progress.step)
+            if source is not None:
+                check_source(run, source, rows, judge, progress.step)
+        check_padding(run, judge, values)
     judge.raise_if_any()
     if wanted.store:
         writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())
@@ -105,6 +108,7 @@ _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",
     "source": "from its source",
+    "padding": "from unpadded rows",
 }
 
 
@@ -135,7 +139,10 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             )
             raise SourceError(f"the source raised {type(e).__name__}: {e}{cure}") from e
         try:
-            named = Results.of(found).named(outputs)
+            results = Results.of(found)
+            # A positional result gets the names that the bundle's author gave, unless the bundle uses the positional names.
+            renamed = results.positional and not set(outputs) <= set(results.names)
+            named = results.named(outputs if renamed else None, outputs)
         except BundleError as e:
             raise SourceError(f"the source: {e}") from e
         answers = [np.asarray(value) for value in named.values()]

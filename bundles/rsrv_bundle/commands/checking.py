@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from json import dumps
+from pathlib import Path
 from typing import Any
 
 from rsrv.extras import install_command
 from rsrv.text import os_error
+from rsrv.triton_install import Installation, default_folder
 from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
@@ -19,14 +23,25 @@ from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
+#: Program that imports a bundle's model.py as its stub does: sys.argv has the path and the name of the loader's function.
+_IMPORT = "import sys; from pathlib import Path; from rsrv.hooks import loader; getattr(loader, sys.argv[2])(Path(sys.argv[1]))"
+#: Seconds that the import may take.
+_IMPORT_S = 120.0
+
 
 def check(
-    directories: Sequence[str], *, signatures: bool, json: bool = False, numerics: Comparison | None = None
+    directories: Sequence[str],
+    *,
+    signatures: bool,
+    json: bool = False,
+    numerics: Comparison | None = None,
+    run: bool = False,
 ) -> int:
     """Print a line per bundle, or per broken rule; return the exit status, as `cli.main`.
 
     json: print one list with an object per bundle instead: `directory`, `ok`, `lines`.
     numerics: comparison that runs the modules, if any.
+    run: also import each bundle's model.py with the Python of the stubs.
     """
     if signatures and find_spec("jaxlib") is None:
         message = f"jaxlib is not installed; run {install_command('export')}, or pass --no-signatures"
@@ -47,6 +62,8 @@ def check(
             try:
                 bundle = read_bundle(directory)
                 say(directory, True, _check_one(bundle, inspector if signatures else None))
+                if run and bundle.hooks is not None:
+                    say(directory, True, _import_hooks(bundle, bundle.hooks))
                 if numerics is not None:
                     for line in agree(bundle, numerics, inspector):
                         say(directory, True, line)
@@ -61,6 +78,30 @@ def check(
     if json:
         print(dumps(report, indent=2))
     return 0 if all(one["ok"] for one in report) else 1
+
+
+def _import_hooks(bundle: Bundle, hooks: Path) -> str:
+    """Import model.py in a process of its own, with the Python of the stubs. Return a line for the user.
+
+    Raises BundleError with the last line that the import wrote, and OSError if that Python cannot be started.
+    """
+    installed = Installation.at(default_folder()).stub_python
+    # In a container, Triton's stubs run on the first python3 of the server's PATH.
+    python = str(installed) if installed.exists() else shutil.which("python3") or sys.executable
+    load = "load_run" if bundle.manifest.kind == "meta" else "load_hooks"
+    command = [python, "-c", _IMPORT, str(hooks.absolute()), load]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        raise BundleError([f"model.py: its import takes longer than {_IMPORT_S:.0f} s"]) from None
+    if done.returncode == 0:
+        return f"model.py is imported by {python}"
+    *_, last = done.stderr.strip().splitlines() or [f"the import ended with status {done.returncode}"]
+    if last == "ModuleNotFoundError: No module named 'rsrv'":
+        last = (
+            f"{python} runs hooks, but has no rsrv. Run `rsrv triton install`, which makes a Python with rsrv"
+        )
+    raise BundleError([f"model.py: {last.removeprefix('rsrv.hooks.loader.HookError: model.py: ')}"])
 
 
 def _check_one(bundle: Bundle, look: Look | None) -> str:

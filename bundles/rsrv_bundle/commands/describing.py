@@ -13,9 +13,12 @@ from rsrv_bundle.errors import Problems
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatures, module_file, read_module
+from rsrv_bundle.narrowing import bytes_before
+from rsrv_bundle.padding import section_of
 from rsrv_bundle.reader import HOOKS_FILE, list_files
 from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
 from rsrv_bundle.state_sections import sections_of
+from rsrv_bundle.task_section import task_entry
 
 #: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
 #: its memory; "none": no count
@@ -57,10 +60,14 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         signatures = check_signatures(bundle, look)
         found["modules"] = [_module(bundle, key, signature, costs) for key, signature in signatures.items()]
         found["weights"] = _weights(bundle.weights)
-        found |= sections_of(manifest.state, manifest.generate)
+        if (before := bytes_before(manifest)) is not None:
+            found["weights"]["bytes_before"] = before
+        found |= sections_of(manifest.state, manifest.generate) | section_of(manifest.pad)
         if manifest.state is not None:
             sizes = {"slot_bytes": manifest.state.slot_bytes, "pool_bytes": manifest.state.pool_bytes}
             found["state"] |= sizes
+    if manifest.task is not None:
+        found["task"] = task_entry(manifest.task)
     found["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
     found["files"] = _other_files(bundle)
     found["numerics"] = dict(manifest.numerics)

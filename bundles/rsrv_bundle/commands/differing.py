@@ -10,9 +10,11 @@ from typing import Any
 
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.manifest import FILE
+from rsrv_bundle.padding import section_of
 from rsrv_bundle.reader import list_files
 from rsrv_bundle.spec import Bundle, Manifest, TensorSpec
 from rsrv_bundle.state_sections import sections_of
+from rsrv_bundle.task_section import task_entry
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
 
@@ -99,12 +101,17 @@ def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
         )
         if one != other
     ]
-    sections = [sections_of(one.state, one.generate) for one in (a, b)]
+    sections = [
+        sections_of(one.state, one.generate)
+        | section_of(one.pad)
+        | ({} if one.task is None else {"task": task_entry(one.task)})
+        for one in (a, b)
+    ]
     return [
         *lines,
         *(
             line
-            for key in ("state", "generate")
+            for key in ("state", "generate", "pad", "task")
             for line in _mapping(key, *(one.get(key, {}) for one in sections))
         ),
         *_mapping("provenance", a.provenance, b.provenance),

@@ -16,10 +16,12 @@ import numpy as np
 
 from rsrv.text import os_error
 from rsrv_bundle import dtypes
-from rsrv_bundle.commands.sources import KINDS, LoadError, load
+from rsrv_bundle.commands.sources import KINDS, LoadedModel, LoadError, load
 from rsrv_bundle.errors import BundleError, TargetError
 from rsrv_bundle.interface import LETTERS
+from rsrv_bundle.narrowing import bytes_before
 from rsrv_bundle.reader import find_bundles
+from rsrv_bundle.spec import Bundle
 from rsrv_bundle.writer import free_target
 
 _INPUT = re.compile(r"(?P<name>[^=]+)=(?P<dtype>\w+)\[(?P<sizes>[^\]]*)\]")
@@ -30,22 +32,15 @@ def export(arguments: argparse.Namespace) -> int:
     """Write the bundle and print a line, or one per problem; return the exit status, as `cli.main`."""
     [(kind, target)] = [(kind, text) for kind in KINDS if (text := getattr(arguments, kind)) is not None]
     try:
-        inputs = parse_inputs(arguments.input, arguments.input_shape, batched=bool(arguments.batch_sizes))
-        source = load(kind, target)
-        if arguments.input and source.examples:
-            raise ValueError(f"--input: {target} gives example inputs; leave one of the two out")
-        if not arguments.input and not source.examples:
-            raise ValueError(
-                f"--input: {target} gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"
-            )
-        if arguments.input_shape and source.examples:
-            named = ", ".join(source.examples)
-            raise ValueError(
-                f"--input-shape: the example inputs of {target} ({named}) name no axes; let it return the model alone, and"
-                " describe each input with letters for the axes that vary: --input 'NAME=f32[3,h,w]'"
-            )
+        for option in HF_OPTIONS:
+            if getattr(arguments, option) is not None:
+                raise ValueError(f"--{option.replace('_', '-')}: belongs to --hf; leave it out")
+        source, examples, described = _described(kind, target, arguments)
         if arguments.hooks is not None and not arguments.hooks.is_file():
             raise ValueError(f"--hooks {arguments.hooks}: is no file")
+        for file in arguments.files:
+            if not file.exists():
+                raise ValueError(f"--files {file}: does not exist")
         if arguments.out_dir.exists() and not arguments.overwrite:
             raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
         free_target(arguments.out_dir, arguments.overwrite)
@@ -57,18 +52,19 @@ def export(arguments: argparse.Namespace) -> int:
         return _trouble(str(e))
     try:
         bundle = source.export(
-            source.examples or inputs.examples,
+            *examples,
+            **described,
             batch_sizes=arguments.batch_sizes,
             out_dir=arguments.out_dir,
-            batch_axis=0 if arguments.batch_sizes else None,
-            axes=inputs.axes,
-            input_shapes=inputs.input_shapes,
-            output_names=arguments.output_names.split(",") if arguments.output_names else None,
+            outputs=arguments.outputs.split(",") if arguments.outputs else None,
+            pad=arguments.pad,
             hooks=arguments.hooks,
+            files=arguments.files,
             description=arguments.description,
             platform=arguments.platform,
             tolerance=dict(arguments.tolerance),
-            working_tree_patch=arguments.working_tree_patch,
+            weights=arguments.weights,
+            compute=arguments.compute,
             overwrite=arguments.overwrite,
         )
     except BundleError as e:
@@ -76,21 +72,163 @@ def export(arguments: argparse.Namespace) -> int:
             print(f"{target}: {problem}", file=sys.stderr)
         return 1
     except OSError as e:
-        return _trouble(os_error(e))
+        _trouble(os_error(e))
+        return 1
     except Exception:  # noqa: BLE001 - the model's own: its traceback says the most
         traceback.print_exc()
         print(f"{target}: cannot be traced; see the last lines above", file=sys.stderr)
         return 1
-    error = bundle.manifest.numerics.get("max_rel_error")
-    close = "not run here" if error is None else f"at most {error:.3g} from the model"
-    print(
-        f"ok {arguments.out_dir}: {len(bundle.modules)} modules, {len(bundle.weights)} weights,"
-        f" {bundle.weight_bytes} bytes, {close}"
-    )
+    _done(bundle, arguments.out_dir)
     if not arguments.batch_sizes:
         print("no batch axis: requests run one at a time; --batch-sizes 1,8,32 lets rsrv coalesce them")
     print(f"next: rsrv serve {shlex.quote(_served(arguments.out_dir))}")
     return 0
+
+
+def _done(bundle: Bundle, out_dir: Path) -> None:
+    error = bundle.manifest.numerics.get("max_rel_error")
+    close = "not run here" if error is None else f"at most {error:.3g} from the model"
+    print(
+        f"ok {out_dir}: {len(bundle.modules)} modules, {len(bundle.weights)} weights,"
+        f" {bundle.weight_bytes} bytes, {close}"
+    )
+    errors = bundle.manifest.numerics.get("narrowed")
+    if isinstance(errors, Mapping):
+        before = bytes_before(bundle.manifest)
+        print(f"narrowed from {before} bytes, at most {max(errors.values()):.3g} from the wide modules")
+
+
+#: Options of the command line that only a directory of Hugging Face has.
+HF_OPTIONS = ("task", "lengths", "pooling", "too_long", "dimensions", "image_size", "context", "slots")
+#: Options about what such a directory says itself, and their values if they are not given.
+_DESCRIBED: Mapping[str, Any] = {
+    "input": [],
+    "input_shape": [],
+    "batch_axis": [],
+    "bind": [],
+    "pad": "",
+    "output_names": None,
+    "outputs": None,
+}
+
+
+def export_directory(arguments: argparse.Namespace) -> int:
+    """Write the bundle of a directory of Hugging Face; print and return as `export` does."""
+    from rsrv_bundle.hf.export import export_hf
+    from rsrv_bundle.hf.recipe import HubOptions
+
+    try:
+        for option, unset in {**_DESCRIBED, "hooks": None, "files": (), "working_tree_patch": False}.items():
+            if getattr(arguments, option) != unset:
+                raise ValueError(f"--{option.replace('_', '-')}: the directory decides it; leave it out")
+        if arguments.out_dir.exists() and not arguments.overwrite:
+            raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
+        free_target(arguments.out_dir, arguments.overwrite)
+    except (ValueError, TargetError) as e:
+        return _trouble(str(e))
+    given = {option: getattr(arguments, option) for option in HF_OPTIONS}
+    try:
+        bundle = export_hf(
+            arguments.hf,
+            out_dir=arguments.out_dir,
+            options=HubOptions(
+                **{option: value for option, value in given.items() if value is not None},
+                batch_sizes=arguments.batch_sizes,
+            ),
+            description=arguments.description,
+            platform=arguments.platform,
+            tolerance=dict(arguments.tolerance),
+            weights=arguments.weights,
+            overwrite=arguments.overwrite,
+        )
+    except BundleError as e:
+        for problem in e.problems:
+            print(f"{arguments.hf}: {problem}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        _trouble(os_error(e))
+        return 1
+    _done(bundle, arguments.out_dir)
+    answers = bundle.manifest.numerics["answers"]
+    if isinstance(answers, Mapping) and bundle.manifest.task:
+        worst = max(answers.values())
+        print(f"{bundle.manifest.task.kind}: whole answers are at most {worst:.3g} from the framework's")
+    print(f"next: rsrv serve {shlex.quote(_served(arguments.out_dir))}")
+    return 0
+
+
+def _described(
+    kind: str, target: str, arguments: argparse.Namespace
+) -> tuple[LoadedModel, list[Mapping[str, Any]], dict[str, Any]]:
+    """Return the model, its example inputs if its exporter takes some, and the exporter's options about its inputs.
+
+    Raises ValueError, LoadError.
+    """
+    if kind == "onnx":
+        for flag, given in (
+            ("--input", arguments.input),
+            ("--output-names", arguments.output_names),
+            ("--working-tree-patch", arguments.working_tree_patch),
+        ):
+            if given:
+                raise ValueError(f"{flag}: an ONNX file describes itself; leave it out")
+        return (
+            load(kind, target),
+            [],
+            {
+                "batch_axis": {
+                    name: _number("--batch-axis", name, text, int) for name, text in arguments.batch_axis
+                },
+                "bind": {name: _number("--bind", name, text, float) for name, text in arguments.bind},
+                "input_shapes": [_named_sizes(text) for text in arguments.input_shape],
+            },
+        )
+    for flag, given in (("--batch-axis", arguments.batch_axis), ("--bind", arguments.bind)):
+        if given:
+            raise ValueError(f"{flag}: is for ONNX files; describe the inputs with --input")
+    inputs = parse_inputs(arguments.input, arguments.input_shape, batched=bool(arguments.batch_sizes))
+    source = load(kind, target)
+    if arguments.input and source.examples:
+        raise ValueError(f"--input: {target} gives example inputs; leave one of the two out")
+    if not arguments.input and not source.examples:
+        raise ValueError(
+            f"--input: {target} gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"
+        )
+    if arguments.input_shape and source.examples:
+        named = ", ".join(source.examples)
+        raise ValueError(
+            f"--input-shape: the example inputs of {target} ({named}) name no axes; let it return the model alone, and"
+            " describe each input with letters for the axes that vary: --input 'NAME=f32[3,h,w]'"
+        )
+    return (
+        source,
+        [source.examples or inputs.examples],
+        {
+            "batch_axis": 0 if arguments.batch_sizes else None,
+            "axes": inputs.axes,
+            "input_shapes": inputs.input_shapes,
+            "output_names": arguments.output_names.split(",") if arguments.output_names else None,
+            "working_tree_patch": arguments.working_tree_patch,
+        },
+    )
+
+
+def _number(flag: str, name: str, text: str, kind: type[int | float]) -> Any:
+    try:
+        return int(text) if text.lstrip("-").isdigit() else kind(text)
+    except ValueError:
+        raise ValueError(f"{flag} {name}={text}: '{text}' is no number") from None
+
+
+def _named_sizes(text: str) -> dict[str, int]:
+    """Parse the sizes of axes by their names in the file."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.rpartition("=")
+        if not name or not size.isdigit() or int(size) == 0:
+            raise ValueError(f"--input-shape {text}: write NAME=SIZE,NAME=SIZE, e.g. height=224,width=224")
+        sizes[name] = int(size)
+    return sizes
 
 
 def _served(bundle: Path) -> str:

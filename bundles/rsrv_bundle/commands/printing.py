@@ -1,11 +1,12 @@
-"""`rsrv-bundle show`, `diff` and `upgrade`, with their output."""
+"""`rsrv-bundle show`, `diff`, `convert` and `narrow`, with their output."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rsrv.text import amount, one_line, os_error
 from rsrv_bundle.commands import showing
@@ -103,11 +104,11 @@ def _text(tensor: Tensor) -> str:
     return f"{name}: {key.dtype} {list(key.shape)}, {amount(nbytes)}"
 
 
-def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: bool) -> int:
-    """Write a bundle in the present format and print a line; return the exit status, as `cli.main`."""
+def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: bool) -> int:
+    """Write a bundle in format 3 and print a line; return the exit status, as `cli.main`."""
 
     def work() -> int:
-        from rsrv_bundle.commands.upgrading import upgrade as write
+        from rsrv_bundle.commands.converting import convert as write
 
         if Path(out_dir).exists() and not overwrite:
             raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
@@ -121,9 +122,44 @@ def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
             new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, look=look)
         what = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
         print(
-            f"{out_dir}: format {new.manifest.format_version}, was {old.manifest.format_version}; "
+            f"{out_dir}: format {new.manifest.format_version}, from {old.manifest.format_version}; "
             f"{what if new.modules else 'no modules'}; sha256 {new.digest[:12]}"
         )
+        return 0
+
+    return _told(work, broken=1)
+
+
+def narrow(
+    directory: str,
+    out_dir: str,
+    *,
+    weights: str,
+    compute: str | None,
+    samples: Mapping[str, Any] | None,
+    tolerance: Mapping[str, float],
+    overwrite: bool,
+) -> int:
+    """Write a bundle with narrow weights and print what changed; return the exit status, as `cli.main`."""
+
+    def work() -> int:
+        from rsrv_bundle.commands.samples import rows_of
+        from rsrv_bundle.narrow import narrow_bundle
+
+        if Path(out_dir).exists() and not overwrite:
+            raise TargetError(f"{out_dir} exists; pass --overwrite to replace it")
+        with closing(Inspector()) as look, _about(directory):
+            report = narrow_bundle(
+                directory,
+                out_dir,
+                weights=weights,
+                compute=compute,
+                samples=lambda bundle: {} if samples is None else rows_of(bundle, samples),
+                tolerance=tolerance,
+                overwrite=overwrite,
+                look=look,
+            )
+        print(f"ok {out_dir}: {report}")
         return 0
 
     return _told(work, broken=1)

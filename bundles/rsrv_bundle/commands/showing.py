@@ -46,12 +46,14 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         if found["executable_outputs"] != found["client_outputs"]:
             yield from _section("Modules return", _tensors(found["executable_outputs"]))
         yield from _section("Variants", _variants(found["variants"]))
+        yield from _section("Padded axis", list(_flat(found.get("pad", {}))))
         yield from _section("Modules", _modules(found["modules"]), head=True)
         yield from (f"  {line}" for line in _COUNTED[found["costs"]].splitlines())
         yield from _weights(found["weights"])
         if state := found.get("state"):
             yield from _state(state)
         yield from _section("Generates", list(_flat(found.get("generate", {}))))
+    yield from _section("Task", list(_flat(found.get("task", {}))))
     yield from _section("Hooks", [(name,) for name in found["hooks"]])
     yield from _section("Other files", [(name, amount(size)) for name, size in found["files"].items()])
     yield from _section("Numerics", list(_flat(found["numerics"])))
@@ -126,7 +128,10 @@ def _weights(weights: Mapping[str, Any]) -> Iterator[str]:
         f"{one['count']} {dtype} ({amount(one['bytes'])})" for dtype, one in weights["dtypes"].items()
     )
     yield ""
-    yield f"Weights: {weights['count']}, {amount(weights['bytes'])}" + (f": {by_dtype}" if by_dtype else "")
+    before = f", {amount(weights['bytes_before'])} before narrowing" if "bytes_before" in weights else ""
+    yield f"Weights: {weights['count']}, {amount(weights['bytes'])}{before}" + (
+        f": {by_dtype}" if by_dtype else ""
+    )
     largest = weights["largest"]
     if largest and weights["count"] > len(largest):
         yield f"  the {len(largest)} largest:"

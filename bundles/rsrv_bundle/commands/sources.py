@@ -24,6 +24,7 @@ KINDS: Mapping[str, str] = {
     "nnx": "a Flax NNX module",
     "equinox": "an Equinox module",
     "torch": "a PyTorch module",
+    "onnx": "an ONNX file",
 }
 
 #: missing package -> extra that installs it
@@ -33,6 +34,8 @@ _EXTRAS = {
     "equinox": "export-equinox",
     "torch": "export-torch",
     "torchax": "export-torch",
+    "onnx": "export-onnx",
+    "onnxruntime": "export-onnx",
 }
 
 #: kind of model -> what a factory returns, as a sample
@@ -66,11 +69,17 @@ class LoadedModel:
 
 
 def load(kind: str, target: str) -> LoadedModel:
-    """Load the model that `target`, `package.module:name`, names: a model, or a function without arguments that makes it.
+    """Load the model that `target` names.
 
-    kind: one of KINDS. With `jax` the model is a pair of function and parameters. A tuple may have the example
-    inputs, by name, as its last part. Modules in the working directory count, as with `python -m`. Raises LoadError.
+    `target` is `package.module:name` and names a model, or a function without arguments that returns the model. With the
+    kind `onnx`, `target` is the path of a file. With the kind `jax`, the model is a pair of a function and parameters. The
+    model may also be in a tuple whose last part is the example inputs by name. Modules in the working directory can be
+    imported, as with `python -m`. Raises LoadError.
+
+    kind: one of KINDS.
     """
+    if kind == "onnx":
+        return _onnx(target)
     found = named(target)
     try:
         made = found if _is_model(kind, found) or _is_linen(found) or not callable(found) else found()
@@ -105,6 +114,16 @@ def load(kind: str, target: str) -> LoadedModel:
         else import_module(target.partition(":")[0])
     )
     return LoadedModel(eager, partial(export, code=code), dict(rest[0]) if rest else {})
+
+
+def _onnx(target: str) -> LoadedModel:
+    if not Path(target).is_file():
+        raise LoadError(f"{target}: there is no such file; --onnx takes the path of an ONNX file")
+    try:
+        from rsrv_bundle.from_onnx import eager_onnx, export_onnx
+    except ModuleNotFoundError as e:
+        raise _missing(target, e) from None
+    return LoadedModel(eager_onnx(target), partial(export_onnx, target), {})
 
 
 def named(target: str) -> Any:

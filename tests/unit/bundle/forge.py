@@ -13,13 +13,13 @@ from typing import Any
 from rsrv_bundle import BundleError, read_bundle, yaml12
 
 GOOD: Mapping[str, Any] = {
-    "format_version": "3.0",
+    "format_version": 3,
     "executable_inputs": [{"name": "x", "dtype": "f32", "shape": "nchw", "dims": {"c": 3, "h": 4, "w": 5}}],
     "executable_outputs": [{"name": "y", "dtype": "f32", "shape": "nk", "dims": {"k": 2}}],
     "batching": {"compiled_batch_sizes": [1, 4]},
 }
 META: Mapping[str, Any] = {
-    "format_version": "3.0",
+    "format_version": 3,
     "kind": "meta",
     "meta": {"calls": ["first", "second"]},
     "client_inputs": [{"name": "text", "dtype": "u8", "shape": "nc", "dims": {"c": -1}}],
@@ -53,7 +53,7 @@ def tensor(name: str = "x", dtype: Any = "f32", shape: Any = "nc", **dims: Any) 
 
 HIDDEN: Mapping[str, Any] = {"name": "hidden", "dtype": "f32", "dims": [8]}
 STATE: Mapping[str, Any] = {"slots": 4, "tensors": [HIDDEN, {"name": "position", "dtype": "i32", "dims": []}]}
-COUNTER: Mapping[str, Any] = {**GOOD, "format_version": "3.2", "state": STATE}
+COUNTER: Mapping[str, Any] = {**GOOD, "state": STATE}
 GENERATE: Mapping[str, Any] = {"context": 64, "max_tokens": 16, "stop": [2, 0]}
 WRITER: Mapping[str, Any] = {
     **COUNTER,
@@ -100,7 +100,10 @@ def make_bundle(
     hooks: str | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a bundle; module contents are junk unless they are given."""
+    """Write a bundle; module contents are junk unless they are given.
+
+    A mapping of format 3 without `sha256` gets the checksums of the modules and the weights.
+    """
     directory = parent / name
     directory.mkdir(parents=True)
     path = directory / "manifest.yaml"
@@ -108,9 +111,13 @@ def make_bundle(
         path.write_bytes(manifest)
     elif isinstance(manifest, str):
         path.write_text(manifest)
-    else:
-        path.write_text(yaml12.dump(dict(manifest)))
     contents = modules if isinstance(modules, Mapping) else dict.fromkeys(modules, b"junk")
+    if isinstance(manifest, Mapping):
+        document = dict(manifest)
+        if document.get("format_version") in (3, "3") and document.get("kind") != "meta":
+            summed = contents if weights is None else {**contents, "weights.safetensors": weights}
+            document.setdefault("sha256", {name: hashlib.sha256(summed[name]).hexdigest() for name in summed})
+        path.write_text(yaml12.dump(document))
     for module, content in contents.items():
         (directory / module).write_bytes(content)
     if weights is not None:
@@ -122,21 +129,20 @@ def make_bundle(
     return directory
 
 
-def sealed(manifest: bytes, sums: Mapping[str, str], version: str = "3.1") -> bytes:
-    """Return a manifest in a format from 3.1 on, with these checksums."""
-    document = {**yaml12.load(manifest), "format_version": version, "sha256": dict(sums)}
-    return json.dumps(document).encode()
+def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
+    """Return a manifest of format 3 with these checksums."""
+    return json.dumps({**yaml12.load(manifest), "format_version": 3, "sha256": dict(sums)}).encode()
 
 
-def seal(directory: Path, version: str = "3.1") -> Path:
-    """Convert the bundle in a directory to format 3.1 or later, with the checksums of its present files."""
+def seal(directory: Path) -> Path:
+    """Convert the bundle in a directory to format 3, with the checksums of its present files."""
     sums = {}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".mlir", ".safetensors"):
             with path.open("rb") as file:
                 sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     manifest = directory / "manifest.yaml"
-    manifest.write_bytes(sealed(manifest.read_bytes(), sums, version))
+    manifest.write_bytes(sealed(manifest.read_bytes(), sums))
     return directory
 
 

@@ -76,7 +76,7 @@ def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
     """Each line gives the difference of a batch size from the smallest one, which has no reference itself."""
     assert cli.main(["check", "--numerics", str(exported)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"ok {exported}: format 3.1")
+    assert first.startswith(f"ok {exported}: format 3")
     number = r"\d[\d.e-]*"
     for size, line in zip((2, 4), lines, strict=True):
         pattern = f"model.b{size}: {number} from the smallest batch size, {number} among rows and places"
@@ -165,8 +165,8 @@ def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
     ("source", "problem"),
     [
         (lambda x: x, "returns 'y' as [4, 3], the bundle as [-1, 2]"),
-        (lambda x: {"z": x}, "the source: outputs: fn returns ['z'], output_names says ['y']"),
-        (lambda x: (), "the source: outputs: fn returns 0 arrays, output_names are ['y']"),
+        (lambda x: {"z": x}, "the source: outputs: y: the model returns z"),
+        (lambda x: (), "the source: outputs: the model returns 0 arrays, output_names are ['y']"),
         (lambda z: z, "raised TypeError: "),
     ],
 )
@@ -292,11 +292,11 @@ def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
 
 
 def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
-    """Numbers cannot be stored in format 2; the message names the upgrade command."""
+    """Numbers cannot be stored in format 2; the message names the command convert."""
     bundle = read_bundle(
         make_bundle(tmp_path, changed(GOOD, format_version="2.0"), weights=b"\2\0\0\0\0\0\0\0{}")
     )
-    with pytest.raises(BundleError, match="rsrv-bundle upgrade"):
+    with pytest.raises(BundleError, match="rsrv-bundle convert"):
         lines_of(bundle, Comparison(store=True))
 
 
@@ -456,3 +456,22 @@ def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None
         assert {array.shape for array in asked} == {(3, size)}
         assert len(asked) == -(-5 // size)
     assert asked[0][:, 5:].tolist() == [[0, 0, 0]] * 3
+
+
+def test_a_source_may_return_more_than_the_bundle_keeps(tmp_path: Path) -> None:
+    """A bundle that was exported with some of the outputs is compared on these, whether the model names them or not."""
+    example = {"x": np.ones((1, 2), np.float32)}
+    for name, model, kept in (
+        ("named", lambda x: {"a": x, "b": 2 * x}, "b"),
+        ("numbered", lambda x: (x, 2 * x), "output_1"),
+    ):
+        bundle = export_bundle(
+            lambda _, x, model=model: model(x),
+            {},
+            example,
+            batch_sizes=[1],
+            out_dir=tmp_path / name,
+            outputs=[kept],
+        )
+        assert [spec.name for spec in bundle.manifest.outputs] == [kept]
+        assert len(lines_of(bundle, Comparison(model))) == 1

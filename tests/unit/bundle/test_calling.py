@@ -34,10 +34,19 @@ class Found:
         (Pair(1, {"x": 2}), {"left": 1, "right_x": 2}),
         (Found(1), {"score": 1}),
         ({0: Found(1, 2)}, {"0_score": 1, "0_box": 2}),
+        (
+            (1, None, {"boxes": 2, "levels": [3, 4]}),
+            {
+                "output_0": 1,
+                "output_2_boxes": 2,
+                "output_2_levels_0": 3,
+                "output_2_levels_1": 4,
+            },
+        ),
     ],
 )
 def test_containers_that_have_names_name_their_parts(result: Any, named: dict[str, Any]) -> None:
-    """A result's containers name their parts; a lone array is `output`, and None is left out."""
+    """Containers name or number their parts; a lone array is `output`, and None is left out without moving a number."""
     assert list(Results.of(result).named(None).items()) == list(named.items())
 
 
@@ -47,17 +56,18 @@ def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
     assert Results.of((1, None, 2)).named(["x", "y"]) == {"x": 1, "y": 2}
     assert Results.of(3).named(["z"]) == {"z": 3}
     assert Results.of((1, 2)).convert(lambda label, value: (label, value)).values == (
-        ("outputs: 0", 1),
-        ("outputs: 1", 2),
+        ("outputs: output_0", 1),
+        ("outputs: output_1", 2),
     )
+    assert Results.of((1, (2, 3))).named(["x", "y", "z"], ["z", "x"]) == {"z": 3, "x": 1}
+    assert list(Results.of({"a": 1, "b": 2, "c": 3}).named(None, ["c", "a"])) == ["c", "a"]
 
 
 @pytest.mark.parametrize(
     ("result", "given", "message"),
     [
-        ((1,), None, "outputs: fn returns a tuple; name its parts with output_names"),
-        ((1, 2), ["a"], "outputs: fn returns 2 arrays, output_names are ['a']"),
-        ({"a": 1}, ["b"], "outputs: fn returns ['a'], output_names says ['b']"),
+        ((1, 2), ["a"], "outputs: the model returns 2 arrays, output_names are ['a']"),
+        ({"a": 1}, ["b"], "outputs: the model returns ['a'], output_names says ['b']"),
         ({"a": (1,), "a_0": 2}, None, "outputs: a_0: two have this name; rename one"),
     ],
 )

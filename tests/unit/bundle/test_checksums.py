@@ -1,4 +1,4 @@
-"""The checksums of format 3.1: a file that differs from its export is refused by name."""
+"""The checksums of format 3: a file that differs from its export is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import BundleError, cli, load_weights, read_bundle, yaml12
-from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.commands.converting import convert
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import check_signatures, known_version
 from rsrv_bundle.weights import tensor_keys
@@ -70,7 +70,7 @@ def tear(file: Path) -> None:
 def test_the_exporter_writes_the_checksums_of_modules_and_weights(exported: Path) -> None:
     """The exporter writes the same checksums as `sha256sum`, and storing numerics keeps them."""
     manifest = read_bundle(exported).manifest
-    assert manifest.format_version == "3.1"
+    assert manifest.format_version == "3"
     assert set(manifest.sha256) == {"model.b1.mlir", "model.b4.mlir", "weights.safetensors"}
     assert manifest.sha256 == sums(exported)
     assert cli.main(["check", "--numerics", "--store", str(exported)]) == 0
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
         for i, name in enumerate("abcde")
     }
     header = {"__metadata__": {"argument_order": '["d", "b"]', "note": "0"}, **entries}
-    made = seal(make_bundle(tmp_path, weights=safetensors_bytes(header, bytes(range(40)))))
+    made = make_bundle(tmp_path, weights=safetensors_bytes(header, bytes(range(40))))
     bundle = read_bundle(made, verify=False)
     assert [array.tolist() for array in load_weights(bundle)] == [list(range(24, 32)), list(range(8, 16))]
     file = made / "weights.safetensors"
@@ -129,17 +129,12 @@ def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
 def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path) -> None:
     """The digest of a bundle is the same with and without reading the files that have checksums."""
     assert read_bundle(exported, verify=False).digest == read_bundle(exported).digest
-    document = yaml12.load((exported / "manifest.yaml").read_bytes())
-    document["format_version"] = "3.0"
-    del document["sha256"]
-    (exported / "manifest.yaml").write_text(json.dumps(document))
-    assert read_bundle(exported, verify=False).digest == read_bundle(exported).digest
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"sha256": None}, "manifest.yaml: sha256.model.b1.mlir: is missing; format 3.1 has the SHA-256"),
+        ({"sha256": None}, "manifest.yaml: sha256.model.b1.mlir: is missing; format 3 has the SHA-256"),
         ({"sha256": []}, "manifest.yaml: sha256: must be a mapping"),
         ({"sha256": {"model.b1.mlir": "abc"}}, "sha256.model.b1.mlir: must be text of 64 digits"),
         ({"sha256": {"model.b1.mlir": 5}}, "sha256.model.b1.mlir: must be text of 64 digits"),
@@ -148,14 +143,13 @@ def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path
             "sha256.model.b8.mlir: is neither a module nor the weights",
         ),
         ({"sha256": {f"m{i}": "" for i in range(1001)}}, "sha256: has 1001 entries; 1000 are allowed"),
-        ({"format_version": "3.0"}, "manifest.yaml: sha256: unknown key"),
     ],
 )
 def test_checksums_are_those_of_the_weights_and_of_every_module(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
-    """A manifest needs checksums of exactly the weights and all modules; older formats have none."""
-    made = seal(make_bundle(tmp_path, weights=one_weight()))
+    """A manifest needs checksums of exactly the weights and all modules."""
+    made = make_bundle(tmp_path, weights=one_weight())
     document = yaml12.load((made / "manifest.yaml").read_bytes())
     (made / "manifest.yaml").write_text(json.dumps(changed(document, **change)))
     assert any(problem in line for line in problems_of(made))
@@ -173,14 +167,14 @@ def test_checksums_are_those_of_the_weights_and_of_every_module(
 )
 def test_a_file_that_is_missing_is_named_once(tmp_path: Path, file: str, problem: str) -> None:
     """A missing file causes one problem, which names the file; its checksum adds no second one."""
-    made = seal(make_bundle(tmp_path, weights=one_weight()))
+    made = make_bundle(tmp_path, weights=one_weight())
     (made / file).unlink()
     assert problems_of(made) == (problem,)
 
 
 @pytest.mark.parametrize("manifest", [GOOD, VARIANTS, META])
 def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
-    """Format 3.1 fits every kind of bundle; without weights there is no checksum of weights."""
+    """Format 3 fits every kind of bundle; without weights there is no checksum of weights."""
     names = ["model.v0.b1.mlir", "model.v0.b4.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir"]
     modules = (
         []
@@ -190,15 +184,15 @@ def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: d
         else [name[:5] + name[8:] for name in names[:2]]
     )
     hooks = "def run(inputs, call): ..." if manifest is META else None
-    made = seal(make_bundle(tmp_path, manifest, modules=modules, hooks=hooks))
+    made = make_bundle(tmp_path, manifest, modules=modules, hooks=hooks)
     assert set(read_bundle(made).manifest.sha256) == set(modules)
 
 
-def test_an_upgrade_writes_the_checksums(exported: Path, tmp_path: Path) -> None:
-    """An upgrade writes the checksums of the modules that it writes."""
+def test_a_conversion_writes_the_checksums(exported: Path, tmp_path: Path) -> None:
+    """A conversion writes the checksums of the modules that it writes."""
     before = sums(exported)
-    new = upgrade(exported, tmp_path / "new", stablehlo="1.0.0")
-    assert new.manifest.format_version == "3.1"
+    new = convert(exported, tmp_path / "new", stablehlo="1.0.0")
+    assert new.manifest.format_version == "3"
     assert new.manifest.sha256 == sums(tmp_path / "new") != before
-    back = upgrade(tmp_path / "new", tmp_path / "back", stablehlo=known_version(None))
+    back = convert(tmp_path / "new", tmp_path / "back", stablehlo=known_version(None))
     assert back.manifest.sha256 == sums(tmp_path / "back")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +34,9 @@ def test_good_bundles_print_one_line_each_and_exit_0(
     )
     assert cli.main(["check", str(tmp_path / "m"), str(meta), str(mixed)]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"ok {tmp_path / 'm'}: format 3.1, batch sizes 1 2, 1 weights, 4 bytes, sha256 ")
-    assert second.startswith(f"ok {meta}: format 3.0, meta model of 2 calls, hooks, sha256 ")
-    assert third.startswith(f"ok {mixed}: format 3.0, meta model of 1 calls and 1 external, hooks, sha256 ")
+    assert first.startswith(f"ok {tmp_path / 'm'}: format 3, batch sizes 1 2, 1 weights, 4 bytes, sha256 ")
+    assert second.startswith(f"ok {meta}: format 3, meta model of 2 calls, hooks, sha256 ")
+    assert third.startswith(f"ok {mixed}: format 3, meta model of 1 calls and 1 external, hooks, sha256 ")
 
 
 def test_broken_bundles_print_one_line_per_problem_and_exit_1(
@@ -54,7 +56,7 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
     ]
 
 
-@pytest.mark.parametrize("command", [["check"], ["show"], ["diff", "."], ["upgrade", "-o", "new"]])
+@pytest.mark.parametrize("command", [["check"], ["show"], ["diff", "."], ["convert", "-o", "new"]])
 def test_a_directory_that_is_not_there_is_wrong_usage(
     command: list[str],
     tmp_path: Path,
@@ -67,7 +69,7 @@ def test_a_directory_that_is_not_there_is_wrong_usage(
     assert capsys.readouterr().err == "rsrv-bundle: none: there is no such file or directory\n"
 
 
-@pytest.mark.parametrize("command", [["show"], ["diff"], ["upgrade", "-o", "new"]])
+@pytest.mark.parametrize("command", [["show"], ["diff"], ["convert", "-o", "new"]])
 def test_problems_say_whose_they_are(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,3 +143,50 @@ def test_checks_and_differences_for_programs(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["b"]["directory"]) == (False, str(other))
     assert any("description" in line for line in found["differences"])
+
+
+def test_check_imports_model_py_where_hooks_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --run, a missing module, a missing file and a mistake are problems, and a good file is named with its Python."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    end = "def postprocess(outputs): return outputs\n"
+    texts = {
+        "good": end,
+        "package": f"import no_such_package\n{end}",
+        "file": f"open('no_such_file.txt')\n{end}",
+        "mistake": f"1 / 0\n{end}",
+    }
+    bundles = {name: str(_exported(tmp_path / name, hooks=hooks)) for name, hooks in texts.items()}
+    assert cli.main(["check", bundles["good"]]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", "--run", "--no-signatures", *bundles.values()]) == 1
+    problems = {line.partition(": ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "is imported by" in problems[f"ok {bundles['good']}"]
+    assert "no_such_package" in problems[bundles["package"]]
+    assert "rsrv triton pip install PACKAGE" in problems[bundles["package"]]
+    assert "no_such_file.txt" in problems[bundles["file"]]
+    assert "ZeroDivisionError" in problems[bundles["mistake"]]
+
+
+@pytest.mark.parametrize("hooks", [Path, str, Path.read_text], ids=["path", "name", "text"])
+def test_hooks_are_a_path_or_a_text(tmp_path: Path, hooks: Callable[[Path], Path | str]) -> None:
+    """A name without a line break is a path, as users expect of a string."""
+    file = tmp_path / "hooks.py"
+    file.write_text("def postprocess(outputs):\n    return outputs\n")
+    made = _exported(tmp_path / "m", hooks=hooks(file))
+    assert (made / "model.py").read_text() == file.read_text()
+
+
+def _exported(folder: Path, hooks: Path | str) -> Path:
+    """Write a small bundle with these hooks, and return its folder."""
+    export_bundle(
+        lambda p, x: x * p,
+        np.float32(2),
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1],
+        hooks=hooks,
+        out_dir=folder,
+    )
+    return folder

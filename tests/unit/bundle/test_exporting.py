@@ -184,7 +184,12 @@ def test_an_export_that_is_ended_leaves_nothing_behind(
         (["--jax", ":pair"], 2, "gives no example inputs; describe the inputs, such as --input 'x=f32[8]'"),
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
-        (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),
+        (["--jax", ":pair", *INPUT, "--files", "none.txt"], 2, "--files none.txt: does not exist"),
+        (
+            ["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"],
+            2,
+            "'1,0' is not a list of whole numbers from 1 on",
+        ),
         (
             ["--jax", ":pair", *INPUT, "--tolerance", "foo=1"],
             2,

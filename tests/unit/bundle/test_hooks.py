@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rsrv_bundle import BundleError, Kind
-from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.hooks import check_hooks, source_of
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,13 @@ def test_python_without_end_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(BundleError, match=r"model\.py: is not valid Python"):
         check_hooks(file, "model")
+
+
+def test_hooks_are_given_as_a_file_or_as_their_text(tmp_path: Path) -> None:
+    """One line that ends with .py names a file; text of several lines may end so, and one line may be the text."""
+    file = tmp_path / "model.py"
+    file.write_text("the file")
+
+    assert source_of(file) == source_of(str(file)) == "the file"
+    for text in ("from helpers import preprocess", "def preprocess(inputs): ...\n# as in old.py"):
+        assert source_of(text) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_a_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named_with_what_to_do() -> None:
     """The message has the bundle's own path, not that of the hidden folder beside it."""
-    with pytest.raises(OSError, match="name a folder that you can write") as raised:
-        scratch_beside(Path("/proc/rsrv/one"))
+    with (
+        pytest.raises(OSError, match="name a folder that you can write") as raised,
+        scratch_beside(Path("/proc/rsrv/one")),
+    ):
+        pass
     assert raised.value.filename == "/proc/rsrv/one"
+
+
+def test_a_full_disk_is_named_with_the_bundle(tmp_path: Path) -> None:
+    """The system's error has no file, so a reader could not tell which disk is full."""
+    with pytest.raises(OSError, match="No space left on device") as raised, scratch_beside(tmp_path / "one"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert raised.value.filename == str(tmp_path / "one")
+    assert [*tmp_path.iterdir()] == []

@@ -338,7 +338,7 @@ def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
 SLOTS, POOLS = ("i32", (4,)), ((F32, (4, 8)), ("i32", (4,)))
 STATEFUL = changed(
     GOOD,
-    format_version="3.2",
+    format_version=3,
     batching=None,
     sha256={},
     state={
@@ -351,7 +351,7 @@ STATEFUL = changed(
 def stateful(parent: Path, blob: bytes) -> Bundle:
     """Write a bundle with state of 3 slots, one weight and this module."""
     made = make_bundle(parent, STATEFUL, modules={"model.mlir": blob}, weights=one_weight())
-    return read_bundle(seal(made, "3.2"))
+    return read_bundle(seal(made))
 
 
 def test_a_module_with_state_takes_slots_and_pools(tmp_path: Path) -> None:

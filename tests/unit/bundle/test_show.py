@@ -42,7 +42,7 @@ def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == "dense: model, format 3.1"
+    assert lines[0] == "dense: model, format 3"
     assert lines[1] == "One ?[31mlayer."
     sections = [line for line in lines if line and not line.startswith(" ")][3:]
     assert sections == [
@@ -114,7 +114,7 @@ def test_a_meta_model_shows_its_callees(tmp_path: Path, capsys: pytest.CaptureFi
     meta = make_bundle(tmp_path, changed(META, meta=calls), modules=(), hooks="def run(inputs, call): ...\n")
     assert cli.main(["show", str(meta)]) == 0
     out = capsys.readouterr().out
-    assert ": meta, format 3.0, restartable\n" in out
+    assert ": meta, format 3, restartable\n" in out
     assert "Calls\n  first\n\nCalls outside of rsrv\n  resnet\n\nHooks\n  run\n" in out
     assert "Modules" not in out
 

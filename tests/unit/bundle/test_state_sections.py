@@ -42,7 +42,6 @@ def generating(**entry: Any) -> dict[str, Any]:
 
 
 BAD_STATE: list[tuple[str, dict[str, Any], str]] = [
-    ("old format", changed(COUNTER, format_version="3.1"), "state: unknown key"),
     ("type", changed(COUNTER, state=[4]), "state: must be a mapping with slots"),
     ("unknown", with_state(slot=4), "state.slot: unknown key; did you mean 'slots'?"),
     ("no slots", with_state(slots=None), "state.slots: must be a whole number from 1 to 65536, not None"),
@@ -149,7 +148,7 @@ BAD_GENERATE: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("manifest", "fragment"), [b[1:] for b in BAD_STATE], ids=[b[0] for b in BAD_STATE])
 def test_a_broken_rule_of_state_is_named(tmp_path: Path, manifest: dict[str, Any], fragment: str) -> None:
     """A broken rule of the section `state` is named with its key."""
-    lines = problems_of(seal(make_bundle(tmp_path, manifest), manifest["format_version"]))
+    lines = problems_of(make_bundle(tmp_path, manifest))
     assert [line for line in lines if line.startswith(f"manifest.yaml: {fragment}")], lines
 
 
@@ -158,7 +157,7 @@ def test_a_broken_rule_of_state_is_named(tmp_path: Path, manifest: dict[str, Any
 )
 def test_a_broken_rule_of_generate_is_named(tmp_path: Path, manifest: dict[str, Any], fragment: str) -> None:
     """A broken rule of the section `generate` is named with its key."""
-    lines = problems_of(seal(make_bundle(tmp_path, manifest, modules=CHUNKS), "3.2"))
+    lines = problems_of(make_bundle(tmp_path, manifest, modules=CHUNKS))
     assert [line for line in lines if line.startswith(f"manifest.yaml: {fragment}")], lines
 
 
@@ -171,13 +170,13 @@ def test_a_meta_model_has_no_state(tmp_path: Path) -> None:
 
 def test_a_generation_has_no_hooks(tmp_path: Path) -> None:
     """Hooks beside a generation are refused: its clients send what the stub translates."""
-    made = seal(make_bundle(tmp_path, WRITER, modules=CHUNKS, hooks="def preprocess(inputs): ..."), "3.2")
+    made = seal(make_bundle(tmp_path, WRITER, modules=CHUNKS, hooks="def preprocess(inputs): ..."))
     assert any("remove model.py" in line for line in problems_of(made))
 
 
 def test_state_is_read_with_its_sizes(tmp_path: Path) -> None:
     """State has defaults for its policy, and counts the bytes of a slot and of all slots."""
-    manifest = read_bundle(seal(make_bundle(tmp_path, COUNTER), "3.2")).manifest
+    manifest = read_bundle(make_bundle(tmp_path, COUNTER)).manifest
     tensors = (StateTensor("hidden", "f32", (8,)), StateTensor("position", "i32", ()))
     assert manifest.state == StateSpec(4, tensors, 60.0, "wait")
     assert (manifest.state.slot_bytes, manifest.state.pool_bytes) == (36, 144)
@@ -188,7 +187,7 @@ def test_a_generation_is_read_with_its_chunks(tmp_path: Path) -> None:
     """A generation names its tensors, by default as its roles are called, and has the lengths of its variants."""
     text = generating(tokenizer="tokenizer.json", template="Q: {text}\nA: ")
     made = make_bundle(tmp_path, text, modules=CHUNKS, files={"tokenizer.json": b"{}"})
-    manifest = read_bundle(seal(made, "3.2")).manifest
+    manifest = read_bundle(seal(made)).manifest
     names = ("tokens", "lengths", "sampling", "token")
     assert manifest.generate == GenerateSpec(*names, 64, (2, 0), 16, "tokenizer.json", "Q: {text}\nA: ")
     assert manifest.chunks == (1, 16)
@@ -196,10 +195,10 @@ def test_a_generation_is_read_with_its_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("manifest", [COUNTER, WRITER], ids=["state", "generate"])
 def test_what_is_written_again_is_equal(tmp_path: Path, manifest: dict[str, Any]) -> None:
-    """A manifest with state that is written again has format 3.2 and the same content."""
+    """A manifest with state that is written again has the same content."""
     modules = MODULES if manifest is COUNTER else CHUNKS
-    made = seal(make_bundle(tmp_path, manifest, modules=modules), "3.2")
+    made = make_bundle(tmp_path, manifest, modules=modules)
     before = read_bundle(made).manifest
     writer.write_manifest(made / "manifest.yaml", writer.document_of(before, before.sha256))
     assert read_bundle(made).manifest == before
-    assert yaml12.load((made / "manifest.yaml").read_bytes())["format_version"] == "3.2"
+    assert yaml12.load((made / "manifest.yaml").read_bytes())["format_version"] == 3

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import Bundle, BundleError, cli, numerics, read_bundle
-from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.commands.converting import convert
 from rsrv_bundle.modules import check_signatures, known_version
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.stateful import export_generative, export_stateful
@@ -43,7 +43,7 @@ def test_a_bundle_keeps_the_state_of_each_sequence(tmp_path: Path) -> None:
     """A step continues its rows' slots, begins others, and leaves the rest alone; padding writes nothing."""
     bundle = export(tmp_path / "sums", when_full="host", idle_timeout_s=5, description="Sums.")
     manifest = bundle.manifest
-    assert manifest.format_version == "3.2"
+    assert manifest.format_version == "3"
     assert manifest.state is not None
     assert [(one.name, one.dtype, one.dims) for one in manifest.state.tensors] == [
         ("steps", "i32", ()),
@@ -112,7 +112,7 @@ def test_chunks_are_compared_with_the_whole_sequence(tmp_path: Path) -> None:
         outputs, after = run(params, state, x)
         return outputs, {"sum": after["sum"] if x.shape[1] == 1 else state["sum"]}
 
-    with pytest.raises(BundleError, match="in chunks differs from fn for the whole by"):
+    with pytest.raises(BundleError, match="in chunks differs from the original model for the whole by"):
         export(tmp_path / "bad", forgetful, **options)
     assert not (tmp_path / "bad").exists()
 
@@ -284,7 +284,7 @@ def test_a_step_that_reads_what_an_earlier_sequence_left_is_refused(tmp_path: Pa
         total = before + x * params["scale"]
         return {"total": total}, {"sum": pools["sum"].at[slots].set(total, mode="drop")}
 
-    with pytest.raises(BundleError, match="output 'total': differs from fn by inf"):
+    with pytest.raises(BundleError, match="output 'total': differs from the original model by inf"):
         export(tmp_path / "m", stale, {"sum": ZEROS["sum"]}, in_place=True, batch_sizes=[1])
 
 
@@ -321,12 +321,12 @@ def test_the_tools_know_state_and_generation(
 
 
 @pytest.mark.long
-def test_a_bundle_with_state_is_upgraded(model: Path, tmp_path: Path) -> None:
-    """`rsrv-bundle upgrade` keeps state and generation, and compares the first steps."""
-    new = upgrade(model, tmp_path / "model", stablehlo=known_version("1.9.0"))
+def test_a_bundle_with_state_is_converted(model: Path, tmp_path: Path) -> None:
+    """`rsrv-bundle convert` keeps state and generation, and compares the first steps."""
+    new = convert(model, tmp_path / "model", stablehlo=known_version("1.9.0"))
     old = read_bundle(model).manifest
     assert (new.manifest.state, new.manifest.generate) == (old.state, old.generate)
-    assert new.manifest.format_version == "3.2"
+    assert new.manifest.format_version == "3"
 
 
 @pytest.mark.long

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +105,36 @@ def test_a_hostile_file_is_refused_before_a_tensor_is_read(
     assert any(line.startswith("weights.safetensors: ") and fragment in line for line in lines), lines
 
 
+def test_a_file_that_only_the_safetensors_library_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs that read the file could not."""
+    monkeypatch.setattr(safetensors, "safe_open", Mock(side_effect=safetensors.SafetensorError("a new rule")))
+
+    (line,) = problems_of(make_bundle(tmp_path, weights=one_weight()))
+
+    assert line.endswith("the safetensors library refuses it: a new rule")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("F8_E8M0", [8]), ("C64", [1]), ("F4", [16]), ("F6_E2M3", [4, 4]), ("F6_E3M2", [16])],
+)
+def test_an_extra_tensor_may_have_a_type_that_no_weight_has(
+    tmp_path: Path, dtype: str, shape: list[int]
+) -> None:
+    """Tensors that are no weights are ignored, whatever types the safetensors library knows."""
+    nbytes = 12 if dtype.startswith("F6") else 8
+    extra = {"dtype": dtype, "shape": shape, "data_offsets": [8, 8 + nbytes]}
+    header = {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["a"]'}, "b": extra}
+    bundle = read_bundle(make_bundle(tmp_path, weights=safetensors_bytes(header, bytes(8 + nbytes))))
+    assert [weight.name for weight in bundle.weights] == ["a"]
+
+    header["__metadata__"] = {"argument_order": '["a", "b"]'}
+    lines = problems_of(make_bundle(tmp_path / "b", weights=safetensors_bytes(header, bytes(8 + nbytes))))
+    assert any(f"b: unsupported dtype '{dtype}'" in line for line in lines), lines
+
+
 def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> None:
     """`argument_order` selects the weights; it may be absent if there are no tensors."""
     extra = safetensors_bytes(
@@ -116,15 +149,15 @@ def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> 
 def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Path) -> None:
     """A 2.0 file records [2, 3] for a tensor that a module takes as [3, 2]: its transpose, not a reshape."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
-    loaded = {}
-    for version in ("2.0", "3.0"):
+    loaded: dict[Any, Any] = {}
+    for version in ("2.0", 3):
         made = make_bundle(
             tmp_path, changed(GOOD, format_version=version), name=f"v{version}", weights=content
         )
         bundle = read_bundle(made)
         (loaded[version],) = load_weights(bundle)
         assert bundle.weights[0].shape == loaded[version].shape
-    assert loaded["3.0"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert loaded[3].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert loaded["2.0"].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert all(array.flags.c_contiguous and not array.flags.writeable for array in loaded.values())
 
@@ -182,9 +215,9 @@ def test_elements_that_the_file_misaligns_are_aligned_in_memory(tmp_path: Path) 
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("version", ["2.0", "3.0"])
+@pytest.mark.parametrize("version", ["2.0", 3])
 def test_a_weight_that_comes_in_pieces_is_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: Any
 ) -> None:
     """A weight is read whole even if each read returns only a part of it."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
@@ -248,3 +281,15 @@ def test_element_types_have_five_consistent_names() -> None:
             assert dtypes.triton_type(token) == f"TYPE_{name}"
     with pytest.raises(KeyError):
         dtypes.token_of(np.complex64)
+
+
+def test_a_file_that_was_just_written_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another write of the same moment would leave the same times. Programs that copy can set the time of the last write."""
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"content")
+    os.utime(path, (1.0, 1.0))
+    assert WeightsFile.version_of(str(path)) is None
+
+    settled = time.time_ns() + 3_000_000_000
+    monkeypatch.setattr("rsrv_bundle.weights.time.time_ns", lambda: settled)
+    assert WeightsFile.version_of(str(path)) is not None

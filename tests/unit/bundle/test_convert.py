@@ -1,4 +1,4 @@
-"""`rsrv-bundle upgrade`: another format or StableHLO version with the same answers."""
+"""`rsrv-bundle convert`: another format or StableHLO version with the same answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from examples import v2_affine
 from rsrv_bundle import BundleError, cli, load_weights, read_bundle
-from rsrv_bundle.commands import upgrading
-from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.commands import converting
+from rsrv_bundle.commands.converting import convert
 from rsrv_bundle.modules import artifact_version, known_version, rewritten
 from tests.unit.bundle.forge import META, changed, make_bundle
 from tests.unit.bundle.test_modules import X4, Y4, W, returning
@@ -31,12 +31,12 @@ def test_an_old_bundle_becomes_a_new_one(
     """An old bundle is rewritten with axes and weights in the modules' order; other files are copied."""
     out = tmp_path / "new" / "affine"
     (old / "notes.txt").write_text("kept")
-    assert cli.main(["upgrade", str(old), "-o", str(out)]) == 0
+    assert cli.main(["convert", str(old), "-o", str(out)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     new = read_bundle(out)
     version = known_version(None)
     assert line == (
-        f"{out}: format 3.1, was 2.0; 2 modules of StableHLO {version}, whose answers are the same bit by bit; sha256"
+        f"{out}: format 3, from 2.0; 2 modules of StableHLO {version}, whose answers are the same bit by bit; sha256"
         f" {new.digest[:12]}"
     )
     before = read_bundle(old)
@@ -48,14 +48,14 @@ def test_an_old_bundle_becomes_a_new_one(
         np.testing.assert_array_equal(one, other)
     assert (out / "notes.txt").read_text() == "kept"
     assert new.manifest.provenance["written_by"] == "hand"
-    assert new.manifest.provenance["upgraded_from"]["format"] == "2.0"
+    assert new.manifest.provenance["converted_from"]["format"] == "2.0"
     assert [path.name for path in out.parent.iterdir()] == ["affine"]
 
 
 def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_path: Path) -> None:
     """Modules are written for the requested StableHLO version, and converting back restores them."""
-    upgrade(old, tmp_path / "a", stablehlo="1.0.0")
-    back = upgrade(tmp_path / "a", tmp_path / "b", stablehlo=known_version(None))
+    convert(old, tmp_path / "a", stablehlo="1.0.0")
+    back = convert(tmp_path / "a", tmp_path / "b", stablehlo=known_version(None))
     versions = {artifact_version(file.read_bytes()) for file in read_bundle(tmp_path / "a").modules.values()}
     assert versions == {(1, 0, 0)}
     assert {key: file.read_bytes() for key, file in back.modules.items()} == {
@@ -65,46 +65,46 @@ def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_pa
 
 
 def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written if the upgraded answers differ by one bit, here through a weight."""
+    """Nothing is written if the converted modules' answers differ by one bit, here through a weight."""
 
     def changed_weights(bundle: Any) -> list[Any]:
         return [np.nextafter(array, np.float32(np.inf)) for array in load_weights(bundle)]
 
-    monkeypatch.setattr(upgrading, "load_weights", changed_weights)
+    monkeypatch.setattr(converting, "load_weights", changed_weights)
     with pytest.raises(BundleError, match=r"model\.b1\.mlir: output 'y': is not the same, bit by bit"):
-        upgrade(old, tmp_path / "new", stablehlo=known_version(None))
+        convert(old, tmp_path / "new", stablehlo=known_version(None))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An existing bundle is replaced only with `--overwrite`, also if it is the source itself."""
-    upgrade(old, tmp_path / "m", stablehlo="1.0.0")
+    convert(old, tmp_path / "m", stablehlo="1.0.0")
     digest = read_bundle(tmp_path / "m").digest
-    assert cli.main(["upgrade", str(old), "-o", str(tmp_path / "m")]) == 2
+    assert cli.main(["convert", str(old), "-o", str(tmp_path / "m")]) == 2
     assert "m exists; pass --overwrite to replace it" in capsys.readouterr().err
     assert read_bundle(tmp_path / "m").digest == digest
-    assert cli.main(["upgrade", str(tmp_path / "m"), "-o", str(tmp_path / "m"), "--overwrite"]) == 0
+    assert cli.main(["convert", str(tmp_path / "m"), "-o", str(tmp_path / "m"), "--overwrite"]) == 0
     assert read_bundle(tmp_path / "m").digest != digest
 
 
 def test_a_bundle_is_not_written_into_itself(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An upgrade into the bundle itself, or into a link to it, is refused."""
+    """A conversion into the bundle itself, or into a link to it, is refused."""
     (tmp_path / "link").symlink_to(old)
     before = sorted(old.rglob("*"))
     for out in (old / "inside", old / "a" / "b", tmp_path / "link" / "inside"):
-        assert cli.main(["upgrade", str(old), "-o", str(out)]) == 2
+        assert cli.main(["convert", str(old), "-o", str(out)]) == 2
         assert f"{out}: is inside {old}" in capsys.readouterr().err
     assert sorted(old.rglob("*")) == before
 
 
-def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
-    """The upgrade of a meta model rewrites only its manifest."""
+def test_a_meta_model_has_only_a_manifest_to_convert(tmp_path: Path) -> None:
+    """The conversion of a meta model rewrites only its manifest."""
     calls = {"calls": ["first"], "external": ["resnet"], "restartable": True}
     document = changed(META, format_version="2.0", meta=calls, description="Two.", made_up=1)
     old = make_bundle(tmp_path, document, modules=(), hooks="def run(inputs, call): ...\n")
-    new = upgrade(old, tmp_path / "new", stablehlo="1.0.0").manifest
+    new = convert(old, tmp_path / "new", stablehlo="1.0.0").manifest
     before = read_bundle(old).manifest
     for key in (
         "kind",
@@ -128,13 +128,13 @@ def test_a_version_that_cannot_be_written_is_wrong_usage(
 ) -> None:
     """An unknown StableHLO version is refused with the versions that can be written."""
     flags = ["--stablehlo-version", version, "-o", str(tmp_path / "new")]
-    assert cli.main(["upgrade", str(tmp_path), *flags]) == 2
+    assert cli.main(["convert", str(tmp_path), *flags]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_a_broken_bundle_is_not_upgraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A broken bundle is not upgraded, and its problems are printed."""
-    assert cli.main(["upgrade", str(make_bundle(tmp_path)), "-o", str(tmp_path / "new")]) == 1
+def test_a_broken_bundle_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken bundle is not converted, and its problems are printed."""
+    assert cli.main(["convert", str(make_bundle(tmp_path)), "-o", str(tmp_path / "new")]) == 1
     assert "model.b1.mlir: is not a StableHLO portable artifact" in capsys.readouterr().err
 
 

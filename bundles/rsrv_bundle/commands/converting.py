@@ -1,4 +1,4 @@
-"""`rsrv-bundle upgrade`: a bundle in the present format, with its modules for another version of StableHLO."""
+"""`rsrv-bundle convert`: a bundle with its modules for another version of StableHLO, in format 3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import load_weights
 
 
-def upgrade(
+def convert(
     directory: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
@@ -31,13 +31,13 @@ def upgrade(
     overwrite: bool = False,
     look: Look = signature_of,
 ) -> Bundle:
-    """Write the bundle in `directory` as `out_dir`, in the present format and for `stablehlo`, and return it as read back.
+    """Write the bundle in `directory` to `out_dir`, in format 3 and for `stablehlo`. Read it back and return it.
 
     stablehlo: version of the portable artifacts, e.g. "1.9.0".
     overwrite: replace an existing bundle. Without it that is an error.
     look: reads each module, old and new, before it is compiled.
 
-    Every module is run on random inputs before and after, and the results must be equal bit by bit. Tensors that
+    Every module is run on random inputs before and after the conversion, and the results must be equal bit by bit. Tensors that
     `argument_order` does not list, and keys of the manifest that this format does not know, are dropped. Nothing
     appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError, TargetError if one directory is
     inside the other.
@@ -61,7 +61,7 @@ def upgrade(
 
 
 def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
-    """Rewrite the modules, the weights and the manifest of a copy of the bundle in the present format."""
+    """Rewrite the modules, the weights and the manifest of a copy of the bundle in format 3."""
     versions = set()
     for file in set(old.modules.values()):
         blob = file.read_bytes()
@@ -78,11 +78,11 @@ def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
             (work / WEIGHTS_FILE).unlink()
     written = [work / file.name for file in old.summed_files]
     document = writer.document_of(old.manifest, sha256_of(file for file in written if file.exists()))
-    upgraded: dict[str, Any] = {"format": old.manifest.format_version, "rsrv": metadata.version("rsrv")}
+    origin: dict[str, Any] = {"format": old.manifest.format_version, "rsrv": metadata.version("rsrv")}
     if old.modules:
-        upgraded["stablehlo"] = " ".join(sorted(versions))
+        origin["stablehlo"] = " ".join(sorted(versions))
         document["provenance"]["stablehlo"] = stablehlo
-    document["provenance"]["upgraded_from"] = upgraded
+    document["provenance"]["converted_from"] = origin
     writer.write_manifest(work / FILE, document)
 
 
@@ -97,6 +97,6 @@ def _check_equal(before: ModuleRunner, after: ModuleRunner) -> None:
                 problems.add(
                     module_file(before.bundle, key).name,
                     f"output '{spec.name}'",
-                    "is not the same, bit by bit, after the upgrade; nothing was written",
+                    "is not the same, bit by bit, after the conversion; nothing was written",
                 )
     problems.raise_if_any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import tomllib
 from base64 import b64decode
 from typing import Any
@@ -28,18 +29,24 @@ from tests.unit.deploy.manifests import (
     render,
 )
 
-#: the default
-GATEWAY: dict[str, Any] = {}
-ALONE = {"gateway": {"enabled": False}}
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def with_gateway(**values: Any) -> dict[str, Any]:
+    """Return values of a release with a gateway, which has these values of its own."""
+    return {"gateway": {"enabled": True, **values}}
+
+
+GATEWAY = with_gateway()
+#: The default.
+ALONE: dict[str, Any] = {}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cpu": {"gpu": {"perPod": 0}, "tolerations": []},
     "mig": {"gpu": {"perPod": 7, "resource": "nvidia.com/mig-1g.10gb"}},
-    "without-gateway": ALONE,
-    "picker": {"gateway": {"picker": True, "tls": {"secret": "certificate"}}},
-    "tls-and-token": {
-        "gateway": {"tls": {"secret": "certificate", "clients": True}, "tokenSecret": "clients"}
-    },
+    "gateway": GATEWAY,
+    "picker": with_gateway(picker=True, tls={"secret": "certificate"}),
+    "tls-and-token": with_gateway(tls={"secret": "certificate", "clients": True}, tokenSecret="clients"),
     "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
     "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
     "alerts-and-dashboards": {
@@ -49,10 +56,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bundles-in-an-image": {"bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": "bundles"}},
     "own-secrets": {
         "restrict": {"existingSecret": "mine"},
-        "gateway": {"existingSecret": "mine-too"},
+        **with_gateway(existingSecret="mine-too"),
         "serviceAccount": {"name": "somebody"},
     },
     "cache-kept": {"cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}}},
+    "openai": {"openai": {"keysSecret": "keys"}},
     "no-network-policy": {"networkPolicy": {"enabled": False}},
     "everything": {
         **GATEWAY,
@@ -133,7 +141,7 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
                 assert {p["port"] for p in manifest["spec"]["podMetricsEndpoints"]} <= ports
             if manifest["kind"] == "NetworkPolicy":
                 assert {p["port"] for rule in manifest["spec"]["ingress"] for p in rule["ports"]} <= ports
-    given = {("Secret", name) for name in ("mine", "mine-too", "certificate", "clients")}
+    given = {("Secret", name) for name in ("mine", "mine-too", "certificate", "clients", "keys")}
     given.add(("ServiceAccount", "somebody"))
     for pod in pods(manifests):
         spec = pod["spec"]
@@ -181,10 +189,45 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
         "/etc/rsrv/rsrv.yaml",
         "-",
     ]
-    assert options.drain == 30
+    assert (options.drain, options.host) == (30, "0.0.0.0")
     if values is VARIANTS["everything"]:
         assert settings.runtime.memory_fraction == 0.8
         assert flags[-1] == "--log-verbose=1"
+
+
+def test_the_documented_command_makes_pods_of_the_named_image() -> None:
+    """The page sets one image; all pods have it, and the clients' Service leads to pods that it can start."""
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (line,) = [part for part in page.split("```") if "helm install demo" in part]
+    words = shlex.split(line[line.index("helm install") :].replace("\\\n", ""))
+    flags = [words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--set"]
+    values: dict[str, Any] = {}
+    for key, value in flags:
+        *path, last = key.split(".")
+        at = values
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = int(value) if value.isdecimal() else value
+    for chosen in (values, {**values, **GATEWAY}):
+        images = {each["image"] for pod in pods(render(chosen)) for each in pod["spec"]["containers"]}
+        assert images == {f"registry.example/rsrv:{VERSION}"}
+    (selected,) = [
+        pod
+        for pod in pods(render(values))
+        if one(render(values), "Service", "demo-rsrv")["spec"]["selector"].items()
+        <= pod["metadata"]["labels"].items()
+    ]
+    assert selected["spec"]["containers"][0]["name"] == "server"
+
+
+def test_a_gateway_may_have_a_smaller_image() -> None:
+    """Its tag is the servers', unless it has its own; the command is the same in both images."""
+    for image, expected in (({"repository": "small"}, f"small:{VERSION}"), ({"tag": "2"}, "rsrv:2")):
+        manifests = render(with_gateway(image=image))
+        container = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"][
+            "containers"
+        ][0]
+        assert (container["image"], container["command"]) == (expected, ["rsrv-gateway"])
 
 
 def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
@@ -192,7 +235,7 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
     manifests = render(GATEWAY)
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
     assert settings.mode == "lpt_packing"
-    assert settings.admin == "0.0.0.0:8002"
+    assert (settings.http, settings.grpc, settings.admin) == ("0.0.0.0:8000", "0.0.0.0:8001", "0.0.0.0:8002")
     assert settings.workers_dns == "demo-rsrv-workers.prod.svc.cluster.local"
     assert one(manifests, "Service", "demo-rsrv-workers")["spec"]["clusterIP"] == "None"
     ports = {p["name"]: p["containerPort"] for p in server(manifests)["containers"][0]["ports"]}
@@ -207,16 +250,16 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
 def test_a_gateway_that_packs_has_the_servers_placement() -> None:
     """The gateway has the servers' settings of placement and models; servers follow a single one's placement unless told otherwise."""
     shared = {"placement": {"replicas": 2}, "models": {"cats": {"replicas": "all"}}}
-    manifests = render({"settings": shared, "gateway": {"replicas": 1}})
+    manifests = render({"settings": shared, **with_gateway(replicas=1)})
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"])
     assert settings.placement.replicas == 2
     assert settings.models["cats"].replicas == "all"
     assert environment(manifests)["RSRV_PLACEMENT__MODE"] == "external"
     others: tuple[dict[str, Any], ...] = (
         ALONE,
-        {"gateway": {"replicas": 2}},
-        {"gateway": {"replicas": 1, "settings": {"mode": "round_robin"}}},
-        {"gateway": {"replicas": 1}, "settings": {"placement": {"mode": "least_outstanding"}}},
+        with_gateway(replicas=2),
+        with_gateway(replicas=1, settings={"mode": "round_robin"}),
+        {**with_gateway(replicas=1), "settings": {"placement": {"mode": "least_outstanding"}}},
     )
     for values in others:
         assert "RSRV_PLACEMENT__MODE" not in environment(render(values))
@@ -275,11 +318,11 @@ def test_a_picker_is_reached_by_envoy_which_reaches_the_servers() -> None:
 
 def test_a_gateways_memory_holds_its_buffers() -> None:
     """The default limit is enough for the default message; a larger message needs more."""
-    (limit,) = one(render(), "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]["containers"][0][
-        "resources"
-    ]["limits"].values()
+    (limit,) = one(render(GATEWAY), "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"][
+        "containers"
+    ][0]["resources"]["limits"].values()
     assert limit == "3Gi"
-    render({"gateway": {"settings": {"max_message_bytes": 2**30}, "resources": {"limits": {"memory": "6G"}}}})
+    render(with_gateway(settings={"max_message_bytes": 2**30}, resources={"limits": {"memory": "6G"}}))
 
 
 def test_what_only_operators_may_ask_wants_a_key() -> None:
@@ -292,6 +335,16 @@ def test_what_only_operators_may_ask_wants_a_key() -> None:
     ]
     env = server(manifests)["containers"][0]["env"]
     assert [each["name"] for each in env if "valueFrom" in each] == ["RSRV_RESTRICT_KEY"]
+
+
+@pytest.mark.parametrize("apis", [["model-repository"], ["model-repository", "shared-memory"]])
+def test_clients_share_memory_only_if_the_values_say_so(apis: list[str]) -> None:
+    """`rsrv serve` closes the APIs that the chart does not, but for shared memory if it is not listed."""
+    words, flags = command(render({"restrict": {"apis": apis}}))
+    options = parser().parse(words[1:])
+
+    assert options.client_shm is ("shared-memory" not in apis)
+    assert flags[0].startswith(f"--http-restricted-api={','.join(apis)}:")
 
 
 def test_a_gateway_has_the_key() -> None:
@@ -370,14 +423,13 @@ def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
 
 
 def test_queries_are_promql_about_these_pods() -> None:
-    """KEDA's queries parse, select this Deployment's pods only, and leave out Triton's copies."""
+    """KEDA's queries parse, and select this Deployment's pods only."""
     manifests = render({"autoscaling": {"kind": "keda"}}, release="x")
     (scaler,) = [m for m in manifests if m["kind"] == "ScaledObject"]
     queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
     for query in queries:
         promql_parser.parse(query)
         assert query.count("{") == query.count('namespace="prod",pod=~"x-rsrv-server-.+"')
-    assert 'version=""' in queries[1]
     assert [t["metadata"]["threshold"] for t in scaler["spec"]["triggers"]] == ["0.05", "64"]
 
 
@@ -446,19 +498,22 @@ def test_bundles_have_to_be_somewhere() -> None:
             {"settings": {"gateway": {"admin": "0.0.0.0:8002"}}},
             r"settings\.gateway: the servers have no such",
         ),
-        ({"settings": {"node": {"drain_s": 5}}}, r"settings\.node: the servers have no such section"),
         ({"sharedMemory": "64Gi"}, r"sharedMemory: 64Gi counts as memory of the pod, whose limit .*: 32Gi"),
-        ({"gateway": {"settings": {"tls_key": "/a"}}}, r"gateway\.settings\.tls_key: the chart sets"),
-        ({"gateway": {"settings": {"grpc": "0.0.0.0:1"}}}, r"gateway\.settings\.grpc: the chart sets"),
-        ({"gateway": {"settings": {"workers_dns": "a"}}}, r"gateway\.settings\.workers_dns: the chart sets"),
-        ({"gateway": {"settings": {"replicas": 2}}}, r"replicas: .* write settings\.placement\.replicas"),
-        ({"gateway": {"tls": {"clients": True}}}, r"gateway\.tls\.clients: .* need gateway\.tls\.secret"),
+        (with_gateway(settings={"tls_key": "/a"}), r"gateway\.settings\.tls_key: the chart sets"),
+        (with_gateway(settings={"grpc": "0.0.0.0:1"}), r"gateway\.settings\.grpc: the chart sets"),
+        (with_gateway(settings={"workers_dns": "a"}), r"gateway\.settings\.workers_dns: the chart sets"),
+        (with_gateway(settings={"replicas": 2}), r"replicas: .* write settings\.placement\.replicas"),
+        (with_gateway(tls={"clients": True}), r"gateway\.tls\.clients: .* need gateway\.tls\.secret"),
         (
-            {"gateway": {"resources": {"limits": {"memory": "2G"}}}},
+            with_gateway() | {"openai": {"keysSecret": "keys"}},
+            r"openai\.keysSecret: .* run `rsrv openai --server`",
+        ),
+        (
+            with_gateway(resources={"limits": {"memory": "2G"}}),
             r"memory: 2G is less than the 2684354560 bytes",
         ),
         (
-            {"gateway": {"settings": {"max_message_bytes": 2**30}}},
+            with_gateway(settings={"max_message_bytes": 2**30}),
             r"memory: 3Gi is less than the 5905580032 bytes",
         ),
     ],
@@ -494,6 +549,11 @@ def test_what_cannot_work_is_not_rendered(values: dict[str, Any], message: str) 
         {"prometheusRule": {"labels": {"helm.sh/chart": "mine"}}},
         {"podMonitor": {"interval": "1m"}},
         {"podMonitor": {"interval": "31s"}},
+        {"settings": {"runtim": {"memory_fraction": 0.8}}},
+        {"settings": {"runtime": {"memory_fractoin": 0.8}}},
+        {"settings": {"runtime": {"idle": {"devise": "30s"}}}},
+        {"settings": {"models": {"cats": {"weigth": 2}}}},
+        with_gateway(settings={"mod": "round_robin"}),
     ],
     ids=str,
 )
@@ -582,7 +642,6 @@ def test_helm_lints_it() -> None:
 
 def test_versions_are_the_projects() -> None:
     """The chart and its image have the version of the package."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     (chart,) = read((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (version, version)
-    assert f"image: rsrv:{version}" in (ROOT / "deploy/kserve/clusterservingruntime.yaml").read_text()
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    assert f"image: rsrv:{VERSION}" in (ROOT / "deploy/kserve/clusterservingruntime.yaml").read_text()

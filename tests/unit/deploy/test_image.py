@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import native_front
+from rsrv.cli import main as command_line
 from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import ROOT
 
@@ -131,7 +132,7 @@ def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
     assert versions.keys() == {canonicalize_name(requirement.name) for requirement in requirements}
     for requirement in requirements:
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
-    (run,) = values(named("server"), "RUN")
+    run, _ = values(named("server"), "RUN")
     assert "--no-deps --only-binary=:all: --require-hashes -r /requirements-hooks.txt" in run
 
 
@@ -167,8 +168,8 @@ def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
         assert json.loads(start)[0] in PROJECT["project"]["scripts"]
 
 
-def test_both_images_open_their_metrics() -> None:
-    """Both images start with a settings file that opens metrics, live page and probes to other containers."""
+def test_both_images_open_their_ports() -> None:
+    """A container's addresses are not this machine's: clients, metrics, live page and probes come from other containers."""
     for name, file in (("server", "rsrv.yaml"), ("gateway", "gateway.yaml")):
         settings = load_settings((ROOT / "docker" / file).read_text())
         opened = settings.metrics.listen if name == "server" else settings.gateway.admin
@@ -177,6 +178,20 @@ def test_both_images_open_their_metrics() -> None:
         assert any(copy.startswith(f"docker/{file} /etc/rsrv/") for copy in values(stage, "COPY"))
         (start,) = values(stage, "CMD") + values(stage, "ENTRYPOINT")
         assert json.loads(start)[-2:] == ["--config", "/etc/rsrv/rsrv.yaml"]
+        if name == "server":
+            assert settings.openai.keys_file == Path("/etc/rsrv/keys.yaml"), (
+                "callers from other machines need keys"
+            )
+            assert command_line.parser().parse(json.loads(start)[1:]).host == "0.0.0.0"
+        else:
+            assert (settings.gateway.http, settings.gateway.grpc) == ("0.0.0.0:8000", "0.0.0.0:8001")
+
+
+def test_the_build_fails_if_rsrv_does_not_work_with_the_release() -> None:
+    """The check runs after everything is installed, as the user of the container."""
+    instructions = [name for name, _ in named("server")]
+    assert values(named("server"), "RUN")[-1] == "rsrv check-triton"
+    assert instructions[instructions.index("USER") + 1] == "RUN"
 
 
 def test_the_last_stage_is_the_server() -> None:

@@ -54,6 +54,7 @@ def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(each["name"], each["value"])
     options = parser().parse(container["args"][1:])
     assert (options.http_port, options.grpc_port, str(options.log)) == (8080, 9000, "-")
+    assert options.host == "0.0.0.0"
     port = spec["annotations"]["prometheus.kserve.io/port"]
     assert load_settings().metrics.listen == f"0.0.0.0:{port}"
     # KServe sends what a protocol needs to this port.

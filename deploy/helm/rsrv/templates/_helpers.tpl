@@ -111,7 +111,7 @@ capabilities:
 sum(rate(rsrv_queue_wait_seconds_sum{ {{- $pods -}} }[1m])) / (sum(rate(rsrv_queue_wait_seconds_count{ {{- $pods -}} }[1m])) > 0) or vector(0)
 {{- end }}
 
-{{/* How many requests wait. Triton's page shows the same with a version: not those. */}}
+{{/* How many requests wait. */}}
 {{- define "rsrv.queueDepth" -}}
-sum(rsrv_queue_depth{namespace={{ .Release.Namespace | quote }},pod=~"{{ include "rsrv.fullname" . }}-server-.+",version=""})
+sum(rsrv_queue_depth{namespace={{ .Release.Namespace | quote }},pod=~"{{ include "rsrv.fullname" . }}-server-.+"})
 {{- end }}

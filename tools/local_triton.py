@@ -6,38 +6,45 @@ fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia
 `tritonclient` wheel into .triton, and makes the small environment that Triton's stub processes run in. Nothing is done
 twice.
 
-Tests and tools import `TritonServer` from here.
+Tests and tools import `TritonServer` from here. RSRV_TEST_TRITONSERVER=/path/to/tritonserver names another server for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
-import itertools
 import json
 import os
+import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rsrv.serve.triton_install import Installation, InstallError, make_stub_environment
+from rsrv.triton_command_line import ask_flags
+from rsrv.triton_install import Installation, InstallError, make_stub_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 #: what `make` installs
 INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
+#: The tritonserver that RSRV_TEST_TRITONSERVER names, or None. It finds its libraries, its backends and its stubs' Python itself.
+OTHER = Path(named).absolute() if (named := os.environ.get("RSRV_TEST_TRITONSERVER")) else None
+#: The tritonserver that tests and tools start.
+LAUNCHER = OTHER or INSTALLATION.launcher
 LOOPBACK = "127.0.0.1"
 #: Ports for servers. Linux gives ports from 32768 on to connections, and to sockets that ask for any port, so that one of
 #: those may be taken again before a server, which first loads its models, listens on it.
 _PORTS = range(10_000, 32_768)
-# Other processes begin elsewhere.
-_port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
+#: Number of ports that a process reserves at a time.
+_BLOCK = 64
 EXEC_BOUND = ROOT / "triton_backend" / "rsrv" / "serve" / "exec_bound.py"
 
 
@@ -60,14 +67,35 @@ class ServerFailed(Exception):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free loopback ports, each of which this process gets once."""
+    """Return free loopback ports. No other process of this user gets them from here while this one lives."""
     found: list[int] = []
     while len(found) < count:
-        port = _PORTS[next(_port_numbers) % len(_PORTS)]
+        port = next(_reserved_ports)
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind((LOOPBACK, port))
             found.append(port)
     return found
+
+
+def reserve_ports(folder: Path) -> Iterator[int]:
+    """Yield ports that no other process or iterator gets, by locks on files in `folder` that end with this one."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.ExitStack() as locks:
+        for first in random.sample(_PORTS[::_BLOCK], len(_PORTS[::_BLOCK])):
+            lock = os.open(folder / str(first), os.O_CREAT | os.O_RDWR, 0o600)
+            locks.callback(os.close, lock)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield from range(first, min(first + _BLOCK, _PORTS.stop))
+        raise ServerFailed(f"other processes have reserved all ports for servers, see {folder}")
+
+
+_reserved_ports = reserve_ports(Path(tempfile.gettempdir(), f"rsrv-ports-{os.getuid()}"))
+
+
+def path_with_tritonserver() -> str:
+    """Return a PATH on which the tritonserver of the tests comes first."""
+    return f"{LAUNCHER.parent}:{os.environ.get('PATH', os.defpath)}"
 
 
 def no_client_shared_memory() -> list[str]:
@@ -77,6 +105,11 @@ def no_client_shared_memory() -> list[str]:
     """
     only = f"shared-memory:rsrv-shared-memory={secrets.token_hex(16)}"
     return [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
+
+
+def _client_shared_memory() -> list[str]:
+    """Return flags by which clients can register shared memory, which releases from 26.05 on otherwise refuse."""
+    return ["--allow-client-shm=true"] if "allow-client-shm" in ask_flags(str(LAUNCHER)) else []
 
 
 class TritonServer:
@@ -144,10 +177,10 @@ class TritonServer:
 
     def command(self) -> list[str]:
         """Return the command line, with the flags of every local server."""
+        own = [str(self.installation.tritonserver), f"--backend-directory={self.installation.backends}"]
         return [
-            str(self.installation.tritonserver),
+            *(own if OTHER is None else [str(OTHER)]),
             f"--model-repository={self.model_repository}",
-            f"--backend-directory={self.installation.backends}",
             # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
             "--disable-auto-complete-config",
             "--model-load-thread-count=32",
@@ -162,12 +195,14 @@ class TritonServer:
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
-            *(() if self.client_shared_memory else no_client_shared_memory()),
+            *(_client_shared_memory() if self.client_shared_memory else no_client_shared_memory()),
             *self.extra_args,
         ]
 
     def environment(self) -> dict[str, str]:
         """Return the server's environment: ours, its libraries, the stubs' Python first, the runtime's Python by name."""
+        if OTHER is not None:
+            return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **self.env}
         path = f"{self.installation.stub_bin}:{os.environ.get('PATH', os.defpath)}"
         fixed = {"LD_LIBRARY_PATH": self.installation.library_path, "PATH": path}
         return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **fixed, **self.env}
@@ -178,7 +213,11 @@ class TritonServer:
         Raises:
             InstallError: the installation is missing, or of other versions.
         """
-        if not self.installation.is_installed():
+        if OTHER is not None and (OTHER.name != "tritonserver" or not os.access(OTHER, os.X_OK)):
+            raise InstallError(
+                f"RSRV_TEST_TRITONSERVER must name a program called tritonserver, and names {OTHER}"
+            )
+        if OTHER is None and not self.installation.is_installed():
             raise InstallError("tritonserver is not installed here: run python tools/local_triton.py")
         bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
         with contextlib.ExitStack() as files:
@@ -224,6 +263,11 @@ class TritonServer:
         if failed and self.exit_on_error:
             listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
             raise ServerFailed(f"models failed to load:\n{listed}{self._log_tail()}")
+
+    @property
+    def operator_headers(self) -> dict[str, str]:
+        """Headers that APIs for operators need over HTTP."""
+        return {}
 
     def is_ready(self) -> bool:
         """Return whether the HTTP front end is ready (it opens only after the first loads have ended)."""
@@ -280,7 +324,7 @@ class TritonServer:
     def _http(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=5)
         with contextlib.closing(connection):
-            connection.request(method, path, body)
+            connection.request(method, path, body, self.operator_headers)
             response = connection.getresponse()
             return response.status, response.read()
 

@@ -3,9 +3,11 @@
 import argparse
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO
 
 from rsrv.extras import install_command
@@ -27,10 +29,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": _Formatter, **options})
         # The innermost parser of the command line, for errors found later.
         self.set_defaults(parser=self)
+        #: The commands under each headline of the help. If it is empty, all commands are under one headline.
+        self.command_groups: Mapping[str, Sequence[str]] = {}
 
     def add_version(self) -> None:
         """Add --version."""
         self.add_argument(
+            "-V",
             "--version",
             action=_ShowVersion,
             nargs=0,
@@ -52,6 +57,32 @@ class CommandParser(argparse.ArgumentParser):
             known = parser._option_string_actions if rest[0].startswith("-") else ()
             parser.error(f"unknown argument {rest[0]!r}{nearest(rest[0], known)}")
         return options
+
+    def format_help(self) -> str:
+        """Return the help, with the commands in their groups."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            for title, actions in self._sections(group):
+                formatter.start_section(title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _sections(
+        self, group: argparse._ArgumentGroup
+    ) -> Iterator[tuple[str | None, Iterable[argparse.Action]]]:
+        """Yield the headlines of a group of arguments: several for commands in groups."""
+        for action in group._group_actions:
+            if isinstance(action, argparse._SubParsersAction) and self.command_groups:
+                commands = {choice.dest: choice for choice in action._choices_actions}
+                for title, names in self.command_groups.items():
+                    yield title, [commands[name] for name in names]
+                return
+        yield group.title, group._group_actions
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and end with status 2."""
@@ -127,17 +158,27 @@ class _ShowVersion(argparse.Action):
 Main = Callable[[Sequence[str] | None], int]
 
 
-def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]:
-    """Make a command's main function end without a traceback in three cases.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come. A command that finishes its work after Ctrl-C does the same after SIGTERM."""
 
-    They are Ctrl-C, a reader that has closed stdout, and a package of `extra` that is not installed.
+
+def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]:
+    """Make a command's main function end without a traceback in four cases, and able to print every name of a file.
+
+    The cases are Ctrl-C, SIGTERM, a reader that has closed stdout, and a package of `extra` that is not installed.
     """
 
     def wrap(main: Main) -> Callable[..., int]:
         @functools.wraps(main)
         def run(argv: Sequence[str] | None = None) -> int:
             try:
-                return main(argv)
+                if isinstance(sys.stdout, TextIOWrapper):
+                    # A name that is not UTF-8 would end the command. stderr escapes it by default.
+                    sys.stdout.reconfigure(errors="backslashreplace")
+                with _sigterm_raises():
+                    return main(argv)
+            except Terminated:
+                return 128 + signal.SIGTERM
             except KeyboardInterrupt:
                 return 130
             except BrokenPipeError:
@@ -158,6 +199,42 @@ def command(program: str, *, extra: str) -> Callable[[Main], Callable[..., int]]
         return run
 
     return wrap
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Make SIGTERM raise Terminated in the main thread, and restore the handlers of both signals at the end.
+
+    In another thread, which cannot set handlers, this does nothing.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise Terminated
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGTERM, end)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_in_order() -> None:
+    """Make SIGTERM and SIGINT end a starting server with status 0, as they end a serving one.
+
+    Otherwise, the first process of a container would ignore SIGTERM. The server's event loop replaces these handlers.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def put(line: str, stream: TextIO | None = None) -> None:

@@ -1,9 +1,9 @@
 """Histograms of fixed bounds, as Prometheus has them, for values that come many times a second."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add, sub
-from typing import Any
+from typing import Any, Protocol
 
 #: upper bounds of intervals, seconds: of requests and executions, and of compilations
 SECONDS: tuple[float, ...] = (
@@ -32,6 +32,17 @@ ROWS: tuple[float, ...] = tuple(float(2**k) for k in range(13))
 PADDING: tuple[float, ...] = (0.0, *ROWS)
 
 
+class Trimmed(Protocol):
+    """A histogram of control.proto."""
+
+    sum: float
+    first: int
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The counts of `Histogram.trimmed`."""
+
+
 class Histogram:
     """Counts values by interval; not thread-safe. An interval includes its upper bound; one more is above the last bound."""
 
@@ -47,6 +58,12 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
 
     def add(self, other: "Histogram") -> None:
         """Add the counts of another histogram with the same bounds."""
@@ -73,14 +90,26 @@ class Histogram:
             below += self.counts[index]
         return self.bounds[-1]
 
-    def to_json(self) -> list[float]:
-        """Return the sum, the number of empty intervals at the start, and the counts from there to the last non-empty one."""
+    def trimmed(self) -> tuple[int, list[int]]:
+        """Return the number of empty intervals at the start, and the counts from there to the last non-empty one."""
         counts, first, end = self.counts, 0, len(self.counts)
         while end and not counts[end - 1]:
             end -= 1
         while first < end and not counts[first]:
             first += 1
-        return [self.sum, first, *counts[first:end]]
+        return first, counts[first:end]
+
+    def to_json(self) -> list[float]:
+        """Return the sum, and what `trimmed` returns."""
+        first, counts = self.trimmed()
+        return [self.sum, first, *counts]
+
+    @classmethod
+    def of(cls, bounds: Sequence[float], said: Trimmed) -> "Histogram":
+        """Return the histogram with these bounds of a record."""
+        found = cls(bounds, sum=said.sum)
+        found.counts[said.first : said.first + len(said.counts)] = said.counts
+        return found
 
     @classmethod
     def from_json(cls, bounds: Sequence[float], value: Any) -> "Histogram":

@@ -21,6 +21,8 @@ from rsrv.throttle import LineLimit
 Format = Literal["human", "json"]
 
 _NAME = "rsrv"
+#: Words for a request whose client has given it no id.
+NAMELESS = "a request without an id"
 #: lines that wait for a blocked log; seconds that `flush` waits
 _MAX_WAITING, _FLUSH_TIMEOUT_S = 1000, 2.0
 #: characters of a request's id, of a text from outside, and of any message or traceback
@@ -44,6 +46,11 @@ def fields(**values: Any) -> dict[str, Any]:
     """
     kept = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
     return {"fields": kept}
+
+
+def request_name(id: str) -> str:
+    """Return the words for a request in a log line: `request 'ID'` or `a request without an id`."""
+    return f"request {id!r}" if id else NAMELESS
 
 
 def of_request(id: str, **values: Any) -> dict[str, Any]:

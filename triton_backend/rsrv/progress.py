@@ -3,7 +3,6 @@
 Servers log their progress instead.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 from rsrv.command import put
+from rsrv.terminal import obeys_codes
 
 #: seconds between two plain lines, at least; shorter work has none, so that a file is not flooded
 LINE_PERIOD_S = 1.0
@@ -19,8 +19,8 @@ LINE_PERIOD_S = 1.0
 class Steps(Protocol):
     """Work of known or unknown length."""
 
-    def step(self, text: str = "") -> None:
-        """Count a step that is done; `text` names it."""
+    def step(self, text: str = "", count: int = 1) -> None:
+        """Count steps that are done; `text` names the last one."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def steps(
 
 def _bar(title: str, total: int | None, stream: TextIO, clock: Callable[[], float]) -> "_Bar | None":
     """Return a bar, or None if the stream is not a terminal or rich is missing."""
-    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+    if not obeys_codes(stream):
         return None
     try:
         return _Bar(title, total, stream, clock)
@@ -69,8 +69,8 @@ class _Lines:
         self._started = self._printed = clock()
         self._done = 0
 
-    def step(self, text: str = "") -> None:
-        self._done += 1
+    def step(self, text: str = "", count: int = 1) -> None:
+        self._done += count
         now = self._clock()
         last = self._done == self._total and self._printed > self._started
         if now - self._printed < self._every and not last:
@@ -111,5 +111,5 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def step(self, text: str = "") -> None:
-        self._progress.update(self._task, advance=1, text=text)
+    def step(self, text: str = "", count: int = 1) -> None:
+        self._progress.update(self._task, advance=count, text=text)

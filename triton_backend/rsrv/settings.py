@@ -23,9 +23,10 @@ from pydantic_settings import (
 )
 
 from rsrv.explain import YamlError, explain, read_yaml
-from rsrv.scheduler.settings import DisciplineName, Eviction
+from rsrv.scheduler.settings import DisciplineName
 from rsrv.settings_fleet import GatewaySection, PlacedModelSection, PlacementSection, Section
-from rsrv.settings_times import Duration, WeekTime
+from rsrv.settings_times import WeekTime
+from rsrv.settings_units import Bytes, Duration, Microseconds, Milliseconds, Seconds
 from rsrv.text import nearest
 from rsrv_bundle import yaml12
 
@@ -58,11 +59,6 @@ class SchedulerSection(Section):
         le=64,
         description="Concurrent runs of meta models; further runs wait, at most until their deadline. Between its calls a run"
         " holds memory, not the device.",
-    )
-    eviction: Eviction = Field(
-        "lru",
-        description="Which idle weights are evicted. lru: the least recently used; cost: those whose bytes save the least "
-        "loading time, by recent requests.",
     )
 
 
@@ -108,8 +104,8 @@ class RuntimeSection(Section):
     )
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
-        description="Folder with compiled executables, kept for the next start. Write access to it allows running code. null:"
-        " none.",
+        description="Folder with compiled executables, kept for the next start. Write access to it allows running code. If it "
+        "cannot be written, they are kept in the server's own folder until the server ends, up to 256 MB. null: none.",
     )
     numerics: Numerics = Field(
         "auto",
@@ -130,23 +126,25 @@ class RuntimeSection(Section):
         description="When models start. eager: when the server starts; lazy: when they are first asked for, and until then "
         "they cost no compilation and no memory of the runtime.",
     )
-    start_timeout_s: float = Field(
+    start_timeout_s: Seconds = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Requests for a model that starts wait at most this long, and at most until their deadline.",
+        description="Requests for a starting model, also after the death of a runtime, wait at most this long for each step of "
+        "the start (a module compiled, weights read), ten times as long in all, and at most until their deadline. Later they are "
+        "refused (STARTING).",
     )
     idle: IdleSection = Field(
         IdleSection(),
         description="When models that are not asked for leave the device, the host and the runtime.",
     )
-    host_memory_bytes: int | None = Field(
+    host_memory_bytes: Bytes | None = Field(
         None,
         ge=0,
         description="Host bytes for copies of weights, and for state of sequences; beyond them the least recently used leave, "
         "unless requests wait for them. null: what the limit of the container, or the machine's memory, leaves.",
     )
-    weight_budget_bytes: int | None = Field(
+    weight_budget_bytes: Bytes | None = Field(
         None,
         ge=0,
         description="Device bytes for weights; other weights stay on the host and are loaded on demand. null: what the "
@@ -163,7 +161,7 @@ class RuntimeSection(Section):
         description="Keep a process per device that becomes the next runtime when this one dies, which saves the seconds of "
         "starting one. A spare takes 90 MB of memory, and none of the GPU's.",
     )
-    watchdog_s: float | None = Field(
+    watchdog_s: Seconds | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
@@ -214,27 +212,28 @@ class StubSection(Section):
         "models, faster and smaller, except for meta models and models with hooks or state. docs/tuning.md has more. Run "
         "rsrv-gen again after a change.",
     )
-    in_place_ms: float = Field(
+    in_place_ms: Milliseconds = Field(
         4.0,
         ge=0,
         description="A stub waits inside execute() for executions shorter than this, which costs less CPU; other threads "
         "answer longer ones. 0: never wait.",
     )
-    retry_s: float = Field(
+    retry_s: Seconds = Field(
         10.0,
         ge=0,
         allow_inf_nan=False,
         description="Requests whose runtime has died, and those that come while there is none, wait for the next one at "
-        "most this long, at most 1000 of a model; later they are refused (RUNTIME_DOWN). 0: do not wait.",
+        "most this long, at most 1000 of a model; later they are refused (RUNTIME_DOWN). 0: do not wait. Once the next runtime "
+        "builds the model, runtime.start_timeout_s applies instead.",
     )
-    hook_timeout_s: float | None = Field(
+    hook_timeout_s: Seconds | None = Field(
         60.0,
         gt=0,
         allow_inf_nan=False,
         description="Limit of a hook's run. Beyond it all waiting requests of its model get an error, and its process is "
         "replaced. An import of model.py that takes longer than this, and than 60 s, fails its model's load. null: no limit.",
     )
-    memory_limit_bytes: int | None = Field(
+    memory_limit_bytes: Bytes | None = Field(
         None,
         ge=2**26,
         description="Private memory that a stub with hooks may take beyond what it has when its model is ready; a hook that "
@@ -269,10 +268,10 @@ class LifecycleSection(Section):
         default_factory=list,
         description="Folders with the repository's bundles, which are watched. rsrv-gen sets them.",
     )
-    link: Literal["hard", "copy", "symlink"] = Field(
+    link: Literal["hard", "copy"] = Field(
         "hard", description="Links or copies of the bundles' files in the repository: rsrv-gen's --link."
     )
-    look_s: float = Field(
+    look_s: Seconds = Field(
         1.0,
         ge=0.05,
         le=3600,
@@ -326,9 +325,23 @@ class MetricsSection(Section):
         description="File with a secret that lets the live page, here or at the gateway, control the server. null: the page "
         "only shows.",
     )
-    triton: bool = Field(
-        True,
-        description="Add a few figures of each model to Triton's own metrics, where possible.",
+
+
+class OpenaiSection(Section):
+    """Endpoints for clients of OpenAI and Cohere. `rsrv serve` starts their process if a bundle has a task."""
+
+    listen: str | None = Field(
+        "127.0.0.1:8005",
+        description="HOST:PORT of the endpoints. If other machines reach it, keys_file is required. null: none. If the port is "
+        "taken, or the keys cannot be read, the log says so, and the endpoints are off.",
+    )
+    keys_file: Path | None = Field(
+        None,
+        description="File with the callers' keys; docs/openai.md explains it. It is read again when it changes. null: everybody "
+        "who reaches the port may call all models.",
+    )
+    metrics: str | None = Field(
+        None, description="HOST:PORT of GET /metrics with the usage of each key. null: none."
     )
 
 
@@ -373,7 +386,14 @@ class ModelSection(PlacedModelSection):
     max_batch_size: int | None = Field(
         None,
         ge=1,
-        description="Most rows in one execution, and in a request; null: the largest compiled size.",
+        description="Most rows in one execution; null: the largest compiled size.",
+    )
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Most rows in a request. A request that does not fit one execution is executed in parts, unless the model "
+        "has state or a tensor without rows. null: as many rows as fit a 16th of /dev/shm and 64 MiB with their outputs, at "
+        "most 1024, and at least the largest compiled size. Run rsrv-gen again after a change.",
     )
     weight: float = Field(
         1.0,
@@ -389,7 +409,7 @@ class ModelSection(PlacedModelSection):
         "if necessary.",
     )
     front: Front | None = Field(None, description="As stub.front, for this model.")
-    max_delay_us: int = Field(
+    max_delay_us: Microseconds = Field(
         0,
         ge=0,
         le=60_000_000,
@@ -437,30 +457,6 @@ Shares = Annotated[Mapping[str, float | Literal["shadow"]], BeforeValidator(_are
 #: settings of a model that rsrv.yaml does not name
 _NO_SETTINGS: Final = ModelSection()
 
-#: former keys, each with what to do instead
-_FORMER = {
-    "node.gpus": "name the devices of the one server in runtime.devices, as [0, 1], or with `rsrv serve --devices 0,1`",
-    "node.cpu_workers": "name the devices of the one server in runtime.devices, as [cpu, cpu]",
-    "node.directory": "use `rsrv serve --directory DIR`",
-    "node.arguments": "put flags for tritonserver after --, as `rsrv serve bundles/ -- --log-verbose=1`",
-    "node.first_port": "leave it out: there is one server, with the ports of `rsrv serve --http-port` and the like",
-    "node.max_restarts": "leave it out: it is 10 in a row",
-    "node.hang_s": "leave it out: it is 60 s",
-    "node.drain_s": "use `rsrv serve --drain SECONDS`",
-    "gateway.replicas": "use placement.replicas",
-    "gateway.rebalance_device_s": "leave it out, or use `rsrv gateway policy rebalance_device_s=SECONDS`",
-    "gateway.hysteresis": "leave it out, or use `rsrv gateway policy hysteresis=FRACTION`",
-    "gateway.work_basis": "leave it out, or use `rsrv gateway policy work_basis=BASIS`",
-    "gateway.probe_s": "leave it out: it is 0.5 s",
-    "placement.rebalance_device_s": "leave it out: it is 300 s; behind a gateway, `rsrv gateway policy` changes it",
-    "placement.hysteresis": "leave it out: it is 0.1; behind a gateway, `rsrv gateway policy` changes it",
-    "runtime.preallocate": "leave it out; XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment means the same",
-    "scheduler.launch_ahead_ms": "leave it out: it is 2 ms",
-    "scheduler.residency_factor": "leave it out: it is 4",
-    "control.profile_dir": "leave it out: profiles are in $XDG_CACHE_HOME/rsrv/profiles, or ~/.cache/rsrv/profiles",
-    "gateway.models": "use models.NAME.replicas",
-}
-
 
 class _Environment(EnvSettingsSource):
     """Variables of the environment; a text that is not JSON is left to the validation, whose errors name the key."""
@@ -491,6 +487,7 @@ class Settings(BaseSettings):
     lifecycle: LifecycleSection = LifecycleSection()
     control: ControlSection = ControlSection()
     metrics: MetricsSection = MetricsSection()
+    openai: OpenaiSection = OpenaiSection()
     logs: LogsSection = LogsSection()
     traces: TracesSection = TracesSection()
     placement: PlacementSection = PlacementSection()
@@ -568,12 +565,6 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     except YamlError as error:
         raise SettingsError(f"{source}: {error}") from None
     variables = {name.lower(): name for name in os.environ if name.upper().startswith("RSRV_")}
-    for key, instead in _FORMER.items():
-        section, _, name = key.partition(".")
-        inner = raw.get(section)
-        variable = variables.get(f"rsrv_{section}__{name}")
-        if variable or (isinstance(inner, Mapping) and name in inner):
-            raise SettingsError(f"{variable or source}: {key} is gone: {instead}")
     for lower, name in variables.items():
         section, nested, _ = lower.removeprefix("rsrv_").partition("__")
         if nested and section not in Settings.model_fields:
@@ -602,7 +593,15 @@ def _origin(path: Sequence[int | str], variables: Mapping[str, str]) -> str | No
 
 
 def dump_settings(settings: Settings) -> str:
-    """Return rsrv.yaml with every key and its meaning; loading it gives the same settings."""
+    """Return rsrv.yaml with every key and its meaning; loading it gives the same settings.
+
+    Raises SettingsError if the name of a folder cannot be written to a file of text.
+    """
+    for folder in settings.lifecycle.bundles:
+        if any("\udc80" <= character <= "\udcff" for character in str(folder)):
+            raise SettingsError(
+                f"{str(folder)!a} cannot be watched for bundles, because its name is not UTF-8. Rename the folder"
+            )
     out = io.StringIO()
     out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
     by_name = {"models", "aliases"}

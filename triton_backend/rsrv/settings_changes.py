@@ -1,6 +1,6 @@
 """Changes of rsrv.yaml while a server runs: when each setting takes effect, and the settings of a running runtime."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -44,6 +44,7 @@ _KEYS: Final[Mapping[str, Effect]] = {
     "lifecycle.bundles": "at once",
     "placement.mode": "server",
     "models.max_batch_size": "restart",
+    "models.max_rows": "server",
     "models.front": "server",
 }
 
@@ -57,9 +58,10 @@ def _at_once(section: str, model: type[BaseModel]) -> set[str]:
     return {key for key in model.model_fields if effect(section, key) == "at once"}
 
 
-_SCHEDULER: Final = _at_once("scheduler", SchedulerSection)
-_RUNTIME: Final = _at_once("runtime", RuntimeSection)
-_MODEL: Final = _at_once("models", ModelSection)
+#: Keys that take effect at once, in the sections that a runtime follows.
+SCHEDULER_KEYS: Final = _at_once("scheduler", SchedulerSection)
+RUNTIME_KEYS: Final = _at_once("runtime", RuntimeSection)
+MODEL_KEYS: Final = _at_once("models", ModelSection)
 #: keys of the scheduler's section that `rsrv scheduler` changes
 CHANGEABLE: Final = tuple(key for key in SchedulerSection.model_fields if key != "max_queue_depth")
 #: models in one command, which must fit into a frame
@@ -140,53 +142,25 @@ def in_commands(names: Sequence[str]) -> Iterator[Sequence[str]]:
     return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
 
 
-def runtime_commands(
-    settings: Settings,
-    names: Iterable[str],
-    scheduler: Mapping[str, Any],
-    of_operators: Callable[[str], Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """Return the commands that give a runtime the settings that take effect at once.
-
-    Args:
-        settings: Contents of rsrv.yaml.
-        names: Models whose sections are sent, those without a section included.
-        scheduler: Keys of the scheduler's section that operators have set, which take precedence.
-        of_operators: Keys of a model's section that operators have set.
-    """
-    general = {
-        "scheduler": settings.scheduler.model_dump(mode="json", include=_SCHEDULER) | dict(scheduler),
-        "runtime": settings.runtime.model_dump(mode="json", include=_RUNTIME),
-    }
-    commands = [{"command": "settings", **general, "models": {}}]
-    for some in in_commands(sorted(names)):
-        own = {
-            name: settings.models.get(name, ModelSection()).model_dump(
-                mode="json", include=_MODEL, exclude_unset=True
-            )
-            for name in some
-        }
-        sections = {name: {**section, **of_operators(name)} for name, section in own.items()}
-        commands.append({"command": "settings", "models": sections})
-    return commands
-
-
 # --- in the runtime --------------------------------------------------------------------------------------
 
 
 def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with those of one of `runtime_commands`. Raises SettingsError."""
+    """Return the settings with these sections. Raises SettingsError.
+
+    A model's section replaces all its keys that take effect at once.
+    """
     sections: dict[str, Any] = {}
     models = dict(settings.models)
     try:
         for section, model in (("scheduler", SchedulerSection), ("runtime", RuntimeSection)):
             where: tuple[str, ...] = (section,)
-            if given := changes.get(section):
+            if (given := changes.get(section)) is not None:
                 sections[section] = model(**{**getattr(settings, section).model_dump(), **given})
         for name, given in changes.get("models", {}).items():
             where = ("models", name)
             before = models.pop(name, ModelSection())
-            kept = before.model_dump(exclude=_MODEL, exclude_unset=True)
+            kept = before.model_dump(exclude=MODEL_KEYS, exclude_unset=True)
             if merged := {**kept, **given}:
                 models[name] = ModelSection(**merged)
     except (ValidationError, TypeError) as error:
@@ -202,18 +176,20 @@ def _explained(where: tuple[str, ...], error: Exception, raw: object) -> Setting
     return SettingsError("\n".join(explain(one, Settings, raw) for one in errors))
 
 
-def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with changes in the scheduler's section, for a running runtime. Raises SettingsError."""
-    for key in changes:
-        if key in SchedulerSection.model_fields and key not in CHANGEABLE:
-            raise SettingsError(
-                f"scheduler.{key}: cannot be changed while the runtime runs; {', '.join(CHANGEABLE)} can"
-            )
+def check_scheduler(section: Mapping[str, Any]) -> None:
+    """Check a section `scheduler`. Raises SettingsError."""
     try:
-        section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
+        SchedulerSection(**section)
     except ValidationError as error:
-        raise _explained(("scheduler",), error, {"scheduler": dict(changes)}) from None
-    return settings.model_copy(update={"scheduler": section})
+        raise _explained(("scheduler",), error, {"scheduler": section}) from None
+
+
+def check_model(name: str, section: Mapping[str, Any]) -> None:
+    """Check the section of a model. Raises SettingsError."""
+    try:
+        ModelSection(**section)
+    except ValidationError as error:
+        raise _explained(("models", name), error, {"models": {name: section}}) from None
 
 
 def read_shares(name: str, raw: object) -> Shares:
@@ -222,14 +198,3 @@ def read_shares(name: str, raw: object) -> Shares:
         return TypeAdapter(Shares).validate_python(raw)
     except ValidationError as error:
         raise _explained(("aliases", name), error, {"aliases": {name: raw}}) from None
-
-
-def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
-    """Return the settings with changes in one model's section. Raises SettingsError."""
-    own = settings.models.get(name, ModelSection())
-    changed = {**own.model_dump(exclude_unset=True), **changes}
-    try:
-        section = ModelSection(**changed)
-    except ValidationError as error:
-        raise _explained(("models", name), error, {"models": {name: changed}}) from None
-    return settings.model_copy(update={"models": {**settings.models, name: section}})

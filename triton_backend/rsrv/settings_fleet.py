@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rsrv.address import Address, bare, parse_address
+from rsrv.settings_units import Bytes, Seconds
 
 
 class Section(BaseModel):
@@ -95,8 +96,11 @@ class PlacedModelSection(Section):
 class GatewaySection(Section):
     """One endpoint in front of several tritonservers."""
 
-    grpc: str | None = Field("0.0.0.0:8001", description="HOST:PORT for clients' gRPC; null: none.")
-    http: str | None = Field("0.0.0.0:8000", description="HOST:PORT for clients' HTTP; null: none.")
+    grpc: str | None = Field(
+        "127.0.0.1:8001",
+        description="HOST:PORT for clients' gRPC. The HOST 0.0.0.0 means all addresses. null: none.",
+    )
+    http: str | None = Field("127.0.0.1:8000", description="As `grpc`, for clients' HTTP.")
     admin: str | None = Field(
         "127.0.0.1:8002",
         description="HOST:PORT for /metrics, the live page, /healthz and /readyz, of the gateway and all workers. It requires"
@@ -107,15 +111,14 @@ class GatewaySection(Section):
     )
     workers_dns: str | None = Field(
         None,
-        description="DNS name with the addresses of tritonservers or, if it begins with `_`, SRV records; resolved every 5 s.",
+        description="DNS name with the addresses of tritonservers, resolved every 5 s.",
     )
     workers_file: Path | None = Field(
         None, description="YAML file with a list as in `workers`. It is watched."
     )
     workers_ports: WorkerPorts = Field(
         WorkerPorts(),
-        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT. The gRPC port of an SRV "
-        "record moves the others.",
+        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT.",
     )
     mode: GatewayMode = Field(
         "lpt_packing",
@@ -123,13 +126,13 @@ class GatewaySection(Section):
         "least_outstanding: the one with the least outstanding work; lpt_packing: models are packed onto workers "
         "by measured load, and move when it changes.",
     )
-    request_timeout_s: float = Field(
+    request_timeout_s: Seconds = Field(
         60.0, gt=0, le=86400, description="Limit of requests whose client has set no deadline."
     )
-    drain_s: float = Field(
+    drain_s: Seconds = Field(
         30.0, ge=0, le=3600, description="Limit of requests in flight when the gateway stops."
     )
-    max_message_bytes: int = Field(
+    max_message_bytes: Bytes = Field(
         2**31 - 1,
         ge=1,
         le=2**31 - 1,
@@ -155,14 +158,17 @@ class GatewaySection(Section):
     worker_token_file: Path | None = Field(
         None, description="File with the secret of the workers' control services."
     )
-    worker_repository_key: str | None = Field(
-        None,
+    worker_repository_key: str = Field(
+        "rsrv-key",
         pattern="^[a-z0-9_.-]+$",
-        description="KEY, in lower case, if the workers' tritonservers have "
-        "--grpc-restricted-protocol=model-repository:KEY=VALUE, which also hides from the gateway which models "
-        "are ready. null: they have not.",
+        description="KEY, in lower case, of the workers' flag --grpc-restricted-protocol=model-repository:KEY=VALUE. The default "
+        "is that of `rsrv serve`.",
     )
-    worker_repository_value_file: Path | None = Field(None, description="File with the VALUE of that flag.")
+    worker_repository_value_file: Path | None = Field(
+        None,
+        description="File with the VALUE of that flag; for `rsrv serve`, the file operator-key in its directory. Without the "
+        "VALUE, workers with this flag do not report to the gateway which models are ready. null: the workers have no such flag.",
+    )
     control_listen: str | None = Field(
         None,
         description="HOST:PORT of the gateway's control service, beside its Unix socket. It needs tls_client_ca or "
@@ -183,8 +189,9 @@ class GatewaySection(Section):
             raise ValueError(
                 "worker_certificate and worker_key need worker_ca: without it, workers are spoken to without TLS"
             )
-        if (self.worker_repository_key is None) != (self.worker_repository_value_file is None):
-            raise ValueError("worker_repository_key and worker_repository_value_file: both or neither")
+        usual = type(self).model_fields["worker_repository_key"].default
+        if self.worker_repository_key != usual and self.worker_repository_value_file is None:
+            raise ValueError("worker_repository_key needs worker_repository_value_file")
         if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
             raise ValueError(
                 "control_listen needs tls_client_ca or token_file: TLS alone admits every client"

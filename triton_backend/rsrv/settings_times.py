@@ -1,42 +1,17 @@
-"""Times in rsrv.yaml: durations as `10m`, and times of a week as `Mon-Fri 08:55`."""
+"""Times of a week in rsrv.yaml, as `Mon-Fri 08:55`."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
-from math import inf
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Final, Self
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+from pydantic import AfterValidator
 
-#: seconds after a time of the week in which it still counts, if the server was down
+#: Seconds after a time of the week in which it still counts, if the server was down.
 MISSED_S: Final = 600.0
 
-#: seconds; a longer duration never ends
-_FOREVER_S: Final = 1e12
-_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-
-
-def _as_seconds(value: Any) -> float:
-    """Return a duration in seconds, infinity for `never`. Raises ValueError."""
-    if value == "never":
-        return inf
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", value)
-        value = float(found[1]) * _UNITS[found[2]] if found else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError("must be a time above 0 as 600, 90s, 10m, 1h or 2d, or never")
-    # A whole number may be larger than any float.
-    return float(value) if value < _FOREVER_S else inf
-
-
-#: seconds; `never` is infinity
-Duration = Annotated[
-    float,
-    BeforeValidator(_as_seconds),
-    PlainSerializer(lambda seconds: "never" if seconds == inf else seconds, when_used="json"),
-]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ second, all with three digits. A figure that is not known is a dash.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 def amount(count: float | None, unit: str = "B") -> str:
@@ -61,10 +62,27 @@ def one_line(text: str) -> str:
 
 
 def os_error(error: OSError) -> str:
-    """Return the file and the reason, without the number that str() has."""
+    """Return the file and the reason, without the error number of str(). Of several errors, return the first."""
     if error.strerror is None:
+        several = error.args[0] if error.args else None
+        if isinstance(several, list) and several:
+            # shutil.Error has a tuple for each file: its source, its target and the reason as text.
+            _, target, reason = several[0]
+            match = re.match(r"\[Errno -?[0-9]+\] ([^:]+)", reason)
+            return f"{target}: {match[1] if match else reason}"
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Add a file or folder to every OSError of the block that names none, such as the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.strerror is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

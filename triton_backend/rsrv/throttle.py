@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
+#: End of a line that stands for several suppressed lines of the same kind.
+MORE = " (%u more since the last such line)"
 #: loggers of the libraries that read what clients send
 _LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
 #: module of the errors of requests that are not HTTP: aiohttp logs a traceback for each of them
@@ -44,7 +46,7 @@ class Throttle:
 
 def more(left_out: int) -> str:
     """Return the end of a line before which `left_out` of the same kind were left out."""
-    return f" ({left_out} more since the last such line)" if left_out else ""
+    return MORE % left_out if left_out else ""
 
 
 class LineLimit(logging.Filter):

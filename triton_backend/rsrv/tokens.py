@@ -31,8 +31,11 @@ def parse_token(content: bytes, path: Path, key: str) -> bytes:
 
 
 def bears(authorization: str | bytes, token: bytes) -> bool:
-    """Return True if the header `authorization` has the token. Its scheme is in letters of any case (RFC 7235)."""
+    """Return True if the header `authorization` has the token.
+
+    The header's scheme may be in upper or lower case, and any number of blanks may follow it (RFC 9110).
+    """
     # Over HTTP, bytes that are not text arrive as surrogates.
     sent = authorization.encode(errors="surrogateescape") if isinstance(authorization, str) else authorization
     scheme, _, secret = sent.partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(secret, token)
+    return scheme.lower() == b"bearer" and hmac.compare_digest(secret.lstrip(b" "), token)

@@ -1,16 +1,20 @@
 """The tritonserver that `rsrv serve` starts."""
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from local_triton import free_ports
 from rsrv.cli.main import main, parser
 from rsrv.serve import command
 from rsrv.serve.command import find_tritonserver
 from rsrv.serve.plan import ServeError
-from rsrv.serve.triton_install import Installation, default_folder
 from rsrv.serve.view import Line
+from rsrv.triton_install import Installation, default_folder
+from rsrv_gen.write import RepositoryWriter
 from tests.unit.gen.bundles_for_tests import write_bundle
 from tests.unit.serve.test_plan import planned
 
@@ -98,12 +102,43 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
     assert f"rsrv serve: {tmp_path / 'taken' / 'serve.log'} cannot be the log" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system does not say where there is no space."""
+
+    def full(self: RepositoryWriter, name: str, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RepositoryWriter, "put_file", full)
+    write_bundle(tmp_path / "bundles" / "one")
+    ports = [
+        f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    ]
+    words = ["serve", str(tmp_path / "bundles"), "--directory", str(tmp_path / "full"), *ports]
+    assert main([*words, "--tritonserver", put_program(tmp_path / "mine")]) == 1
+    said = capsys.readouterr().err
+    assert f"rsrv serve: {tmp_path / 'full' / 'models'}: No space left on device" in said
+
+
+def test_a_log_that_cannot_be_written_is_named_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk costs lines of the log, but not the server that writes them."""
+    (tmp_path / "log").symlink_to("/dev/full")
+    with command._log_lines(tmp_path / "log") as put:
+        put(b"one\n")
+        put(b"two\n")
+    said = capsys.readouterr().err
+    assert said.count(f"{tmp_path}/log cannot be written: No space left on device") == 1
+
+
 def test_the_terminal_shows_the_endpoints_once_the_server_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Changes before have the seconds since the start, later ones the time of day; the demo has commands to copy."""
     words = ["serve", "--demo", "--directory", str(tmp_path), "--metrics-port", "9002"]
-    terminal = command._Terminal(planned("metrics: {listen: null}"), parser().parse(words))
+    terminal = command._Terminal(planned("metrics: {listen: null}"), parser().parse(words), 1)
     terminal.show(Line("a is ready"))
     terminal.show(Line("Serving 1 of 1 models", "serves"))
     terminal.show(Line("b is ready"))
@@ -116,3 +151,26 @@ def test_the_terminal_shows_the_endpoints_once_the_server_serves(
     assert middle[middle.index("Try:") + 1] == curl
     assert late.endswith("  b is ready")
     assert last == "Stopping."
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_person_who_waits_for_the_first_compilation_sees_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, terminal: bool
+) -> None:
+    """The bar counts models until the server serves. A log file or a script gets none."""
+    steps: list[str] = []
+    bar = Mock(step=steps.append)
+    begun = MagicMock()
+    begun.return_value.__enter__.return_value = bar
+    monkeypatch.setattr(command, "steps", begun)
+    monkeypatch.setattr(command, "obeys_codes", lambda stream: terminal)
+    words = ["serve", "--demo", "--directory", str(tmp_path)]
+
+    with command._Terminal(planned("metrics: {listen: null}"), parser().parse(words), 3) as shown:
+        for line in (Line("a is ready"), Line("b failed: why"), Line("not serving after 10 s", "waits")):
+            shown.show(line)
+        shown.show(Line("Serving 2 of 3 models", "serves"))
+        shown.show(Line("b is ready"))
+
+    assert steps == (["a is ready", "b failed: why"] if terminal else [])
+    assert begun.call_count == begun.return_value.__exit__.call_count == int(terminal)

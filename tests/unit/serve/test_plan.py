@@ -15,10 +15,9 @@ from rsrv.stub.bls import MAX_CALLS
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
-def planned(text: str = "", *arguments: str, **options: Any) -> ServerPlan:
-    return plan(
-        load_settings(text), Path("/here"), "/bin/tritonserver", ports=PORTS, arguments=arguments, **options
-    )
+def planned(text: str = "", *arguments: str, directory: str = "/here", **options: Any) -> ServerPlan:
+    options = {"links": Path("/run/rsrv-0"), "ports": PORTS, "arguments": arguments, **options}
+    return plan(load_settings(text), Path(directory), "/bin/tritonserver", **options)
 
 
 def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
@@ -38,6 +37,34 @@ def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
     assert found.repository == Path("/here/models")
 
 
+@pytest.mark.parametrize(
+    "character", [" ", "'", '"', "$", ";", "&", "(", ")", "|", "<", "`", "\\", "\n", "\u00fc", "\udce9"]
+)
+def test_triton_gets_a_link_to_a_folder_whose_path_it_cannot_use(character: str) -> None:
+    """A shell would split or expand the path of a stub, and the Python of a stub finds nothing in a path beyond ASCII."""
+    found = planned(directory=f"/with{character}one")
+
+    assert found.repository == Path(f"/with{character}one/models")
+    assert found.link is not None
+    assert str(found.link).startswith("/run/rsrv-0/folder-")
+    assert f"--model-repository={found.link}/models" in found.argv
+    assert f"{found.link}\n" in found.describe()
+
+
+@pytest.mark.parametrize("name", ["plain", "a.b-c_d", "#", "%41", "*", "=", ",", "~", "@", "+"])
+def test_triton_gets_the_path_of_a_folder_that_it_can_use(name: str) -> None:
+    """A path is what an operator recognises in the log."""
+    found = planned(directory=f"/{name}")
+
+    assert (found.link, found.argv[1]) == (None, f"--model-repository=/{name}/models")
+
+
+def test_a_folder_is_refused_if_no_link_to_it_would_work() -> None:
+    """The message names the characters and both remedies."""
+    with pytest.raises(ServeError, match=r"characters \[' '\].*--directory.*RSRV_RUNTIME_DIR"):
+        planned(directory="/a b", links=Path("/c d"))
+
+
 def test_a_model_has_few_threads_of_triton_unless_bundles_call_through_it() -> None:
     """Then each call that a stub may have in flight has one, and answers have one more."""
     for calling, threads in ((False, 2), (True, MAX_CALLS + 1)):
@@ -48,9 +75,83 @@ def test_addresses_are_those_of_the_operators_flags() -> None:
     """A flag after -- takes precedence, and what is checked and shown follows it."""
     found = planned("", "--http-port=9000", "--grpc-address", "::1")
 
-    assert [str(found.ports[kind]) for kind in PORTS] == ["0.0.0.0:9000", "[::1]:8001", "0.0.0.0:8002"]
+    assert [str(found.ports[kind]) for kind in PORTS] == [
+        "127.0.0.1:9000",
+        "[::1]:8001",
+        "127.0.0.1:8002",
+    ]
     with pytest.raises(ServeError, match="tritonserver's address for http: "):
         planned("", "--http-port=many")
+
+
+@pytest.mark.parametrize(
+    ("host", "flags"),
+    [
+        ("127.0.0.1", ("127.0.0.1", "127.0.0.1", "127.0.0.1")),
+        ("0.0.0.0", ("0.0.0.0", "0.0.0.0", "0.0.0.0")),
+        # Triton's HTTP front ends would take another IPv6 address for 255.255.255.255.
+        ("::", ("ipv6:::", "[::]", "ipv6:::")),
+        ("fd00::7", ("ipv6:fd00::7", "[fd00::7]", "ipv6:fd00::7")),
+    ],
+)
+def test_all_front_ends_listen_at_the_host(host: str, flags: tuple[str, str, str]) -> None:
+    """HTTP, gRPC and metrics have one address, in the spelling of each, and are shown and checked there."""
+    found = planned(host=host)
+
+    assert {f"--{kind}-address={flag}" for kind, flag in zip(PORTS, flags, strict=True)} <= set(found.argv)
+    assert [address.host for address in found.ports.values()] == [host] * 3
+
+
+def restricted(found: ServerPlan) -> list[str]:
+    return [word for word in found.argv if "restricted" in word]
+
+
+@pytest.mark.parametrize("client_shm", [False, True])
+def test_apis_for_operators_need_the_key(*, client_shm: bool) -> None:
+    """Over both protocols; clients may register shared memory only if the operator says so."""
+    found = planned(client_shm=client_shm).with_key("7f")
+
+    apis = f"model-repository,logging,trace{'' if client_shm else ',shared-memory'}"
+    assert restricted(found) == [
+        f"--http-restricted-api={apis}:rsrv-key=7f",
+        f"--grpc-restricted-protocol={apis}:rsrv-key=7f",
+    ]
+
+
+def test_restrictions_of_the_operator_stay() -> None:
+    """tritonserver refuses an API that is restricted twice, so the key opens the others."""
+    found = planned(
+        "", "--http-restricted-api=model-repository,health:mine=1", "--grpc-restricted-protocol=trace:a=b"
+    )
+
+    assert restricted(found.with_key("7f"))[:2] == [
+        "--http-restricted-api=logging,trace,shared-memory:rsrv-key=7f",
+        "--grpc-restricted-protocol=model-repository,logging,shared-memory:rsrv-key=7f",
+    ]
+
+
+def test_a_plan_does_not_show_the_key() -> None:
+    """The printed command reads it from its file, in a shell."""
+    assert (
+        '--grpc-restricted-protocol=model-repository,logging,trace,shared-memory:rsrv-key="$(cat /here/operator-key)"'
+        in planned().describe()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, False),
+        ({"client_shm": True}, False),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "0.0.0.0", "client_shm": True}, True),
+    ],
+)
+def test_a_server_that_others_can_take_over_warns(options: dict[str, Any], *, warns: bool) -> None:
+    """Shared memory of clients is a way into the server for every machine that reaches it."""
+    warning = planned(**options).warning
+    assert ("register shared memory" in warning) is warns
+    assert ("Leave out --host or --client-shm" in warning) is warns
 
 
 @pytest.mark.parametrize(
@@ -83,13 +184,14 @@ def test_devices_reach_every_process_of_the_server() -> None:
         settings.model_copy(update={"runtime": runtime}),
         Path("/here"),
         "t",
+        links=Path("/run/rsrv-0"),
         ports=PORTS,
-        threads={"NPROC": "3"},
+        variables={"NPROC": "3"},
     )
 
     assert found.environment == {"RSRV_RUNTIME__DEVICES": '["cpu", "cpu"]', "NPROC": "3"}
     assert found.describe().startswith("""env NPROC=3 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]' t --model""")
     assert (
-        "addresses: http 0.0.0.0:8000, grpc 0.0.0.0:8001, metrics 0.0.0.0:8002\nlive page: "
+        "addresses: http 127.0.0.1:8000, grpc 127.0.0.1:8001, metrics 127.0.0.1:8002\nlive page: "
         in found.describe()
     )

@@ -119,21 +119,6 @@ def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tm
     assert line.startswith(f"one serves its earlier version of {day}, because its bundle cannot be served: ")
 
 
-def test_an_earlier_version_that_is_a_link_to_the_broken_bundle_is_not_served(
-    bundles: Path, tmp_path: Path
-) -> None:
-    """With symbolic links the repository has no copy: the earlier version broke with its bundle."""
-    settings = watched(load_settings("lifecycle: {link: symlink}"), [bundles])
-    generate(tmp_path / "models", read_sources([bundles]), settings)
-    (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
-
-    sources = read_sources([bundles])
-    generate(tmp_path / "models", sources, settings)
-
-    assert model_folders(tmp_path / "models") == {"two"}
-    assert complaints(sources, tmp_path / "models") == complaints(sources)
-
-
 @pytest.mark.parametrize("other", ["broken", "empty"])
 def test_models_of_a_folder_that_is_no_longer_given_are_not_served(
     bundles: Path, tmp_path: Path, other: str

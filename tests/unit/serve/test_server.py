@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import stat
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from local_triton import free_ports
 from rsrv.address import Address
 from rsrv.cli.main import main
 from rsrv.serve import server
+from rsrv.serve.operator_key import operator_key
 from rsrv.serve.plan import ServeError
 from rsrv.settings import SettingsError, read_settings
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -35,6 +40,18 @@ def read(**options: Any) -> Any:
     return server.read(Namespace(**{"config": None, "devices": None, "bundles": [], **options}))
 
 
+def test_a_link_to_the_folder_lasts_as_long_as_the_server(tmp_path: Path) -> None:
+    """The link that a killed server left is replaced, because it may lead elsewhere."""
+    found = planned(directory=str(tmp_path / "a b"), links=tmp_path / "links")
+    assert found.link is not None
+    found.link.parent.mkdir(mode=0o700)
+    found.link.symlink_to("/gone")
+
+    with server.linked(found):
+        assert found.link.readlink() == tmp_path / "a b"
+    assert [*found.link.parent.iterdir()] == []
+
+
 def test_a_dry_run_says_what_it_would_run(
     bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,9 +60,80 @@ def test_a_dry_run_says_what_it_would_run(
     assert run(tmp_path, *options, "--", "--log-verbose=1") == 0
 
     said = capfd.readouterr().out
-    assert said.startswith("""env 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]' /bin/true --model-repository=""")
-    assert "--log-verbose=1\naddresses: http 0.0.0.0:8000, grpc 0.0.0.0:9001" in said
+    environment = f"""RSRV_RUNTIME_PYTHON={sys.executable} 'RSRV_RUNTIME__DEVICES=["cpu", "cpu"]'"""
+    assert said.startswith(f"env {environment} /bin/true --model-repository=")
+    assert "--log-verbose=1\naddresses: http 127.0.0.1:8000, grpc 127.0.0.1:9001" in said
     assert not (tmp_path / "here").exists()
+
+
+def test_the_key_is_made_once_and_only_its_user_reads_it(tmp_path: Path) -> None:
+    """A server that starts again, and the programs that have read the file, keep the key."""
+    path = tmp_path / "operator-key"
+    key = operator_key(path)
+
+    assert re.fullmatch("[0-9a-f]{32}", key)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert operator_key(path) == key
+
+
+def test_a_full_disk_leaves_no_key_without_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that cannot write the key fails, and the next one makes it."""
+
+    def fails(_: int) -> str:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "operator-key"
+    with monkeypatch.context() as patch:
+        patch.setattr("rsrv.serve.operator_key.secrets.token_hex", fails)
+        with pytest.raises(OSError, match="No space left"):
+            operator_key(path)
+    assert not list(tmp_path.iterdir())
+    assert operator_key(path)
+
+
+@pytest.mark.parametrize(("content", "mode"), [("key\n", 0o644), ("", 0o600), ("two words", 0o600)])
+def test_a_key_that_is_no_secret_is_refused(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, mode: int
+) -> None:
+    """A file that everybody can read, or without a key, would leave the server open."""
+    (tmp_path / "here").mkdir()
+    path = tmp_path / "here" / "operator-key"
+    path.write_text(content)
+    path.chmod(mode)
+    ports = [
+        f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    ]
+
+    assert run(tmp_path, "--tritonserver", "/bin/true", *ports) == 1
+    assert "rsrv serve: the key of Triton's operator APIs: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("knows", "flags"), [(True, ["--allow-client-shm=true"]), (False, [])])
+def test_clients_may_share_memory_on_each_release(tmp_path: Path, *, knows: bool, flags: list[str]) -> None:
+    """Only releases that know the flag get it, because others refuse to start with it."""
+    program = tmp_path / "tritonserver"
+    program.write_text(
+        f"#!/bin/sh\necho '  --model-repository <string>\n  --{'allow-client-shm' if knows else 'allow-http'} <boolean>'\n"
+    )
+    program.chmod(0o755)
+    options = Namespace(client_shm=True, tritonserver=str(program))
+
+    assert server._client_shm_flags(options) == flags
+    options.client_shm = False
+    assert server._client_shm_flags(options) == []
+
+
+def test_a_folder_of_bundles_whose_name_is_not_utf_8_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings of the server name the folder, and a file of text cannot hold the name."""
+    folder = tmp_path / os.fsdecode(b"latin \xe9")
+    write_bundle(folder / "bundles" / "one")
+
+    assert run(folder, "--tritonserver", "/bin/true", "--dry-run") == 0
+    assert r"latin \udce9" in capsys.readouterr().out
+    assert run(folder, "--tritonserver", "/bin/true") == 1
+    assert r"latin \udce9/bundles' cannot be watched for bundles" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +240,7 @@ def test_a_taken_port_is_all_that_a_second_server_says(
         assert run(tmp_path, "--tritonserver", "/bin/true", "--http-port", str(port)) == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"rsrv serve: 0.0.0.0:{port} cannot be taken for http: ")
+    assert err.startswith(f"rsrv serve: 127.0.0.1:{port} cannot be taken for http: ")
     assert err.count("\n") == 1
 
 
@@ -194,3 +282,18 @@ def test_a_changed_config_becomes_the_servers(tmp_path: Path, caplog: pytest.Log
     server.take_settings(options, tmp_path)
     assert read_settings(config) == settings
     assert "mine.yaml has changed and is not used: " in caplog.text
+
+
+def test_the_last_error_of_a_log_is_kept() -> None:
+    """Errors of Triton and of rsrv count, in both formats of the log; the output of a model does not."""
+    lines: list[bytes] = []
+    log = server.ErrorLines(lines.append)
+    assert log.last == ""
+    for line in (
+        b"E1128 15:43:43.085000 33 model_lifecycle.cc:642] failed to load\nI1128 15:43:44.0 33 x.cc:1] fine\n",
+        b"2026-11-28 15:43:43,078 C rsrv.stub opens: this process ends\n2026-11-28 15:43:43,085 I rsrv: unloaded\n",
+        b'{"time": "2026-11-28T15:43:43.000Z", "level": "error", "logger": "rsrv", "message": "no"}\nEvery day\n',
+    ):
+        log.put(line)
+        assert log.last == line.split(b"\n")[0].decode()
+    assert b"".join(lines).count(b"\n") == 6

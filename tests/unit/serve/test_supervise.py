@@ -45,11 +45,15 @@ class Scene:
         #: set when the server is to be started again
         self.restart_due: asyncio.Future[RestartReason] = asyncio.get_running_loop().create_future()
         self._more = asyncio.Event()
+        #: What unloading the models does: True when they are unloaded, False or an error if they cannot be.
+        self.unloaded: bool | Exception = False
 
     def run(
         self, script: str, rest: Callable[[float], Awaitable[None]] | None = None, **changes: Any
     ) -> asyncio.Task[int]:
-        hooks = SupervisorHooks(self._write, self._started, self._watch, rest or self._rest, 0.2)
+        hooks = SupervisorHooks(
+            self._write, self._started, self._watch, rest or self._rest, 0.2, self._unload, idle_s=0.05
+        )
         server = shell(script.format(fifo=self.fifo), **changes)
         return asyncio.create_task(supervise(server, hooks, self.orders))
 
@@ -73,6 +77,12 @@ class Scene:
 
     async def _rest(self, seconds: float) -> None:
         self.pauses.append(seconds)
+
+    async def _unload(self, terminate: Callable[[], None]) -> bool:
+        if isinstance(self.unloaded, Exception):
+            raise self.unloaded
+        terminate()
+        return self.unloaded
 
     async def _watch(self) -> RestartReason:
         return await self.restart_due
@@ -309,5 +319,66 @@ def test_a_pause_ends_with_a_signal(play: Callable[[Play], None]) -> None:
 
         assert await serving == 0
         assert len(scene.pids) == 1
+
+    play(scenario)
+
+
+def test_shared_memory_of_stubs_that_a_server_leaves_is_removed(
+    play: Callable[[Play], None],
+) -> None:
+    """A server that is stopped while its models load leaves it, and one that is killed with its supervisor leaves all."""
+    prefix = f"rsrv_test_{os.getpid()}_"
+    earlier, region, other = (
+        Path(f"/dev/shm/{name}") for name in (f"{prefix}1", f"{prefix}2", "rsrv_test_other")
+    )
+    earlier.touch()
+    other.touch()
+
+    async def scenario(scene: Scene) -> None:
+        serving = scene.run(f"touch {region}; {POLITE}", regions=prefix)
+        await scene.pid()
+        assert (earlier.exists(), region.exists()) == (False, True)
+        scene.orders.once_more()
+        assert await serving == 0
+        assert not region.exists()
+
+    try:
+        play(scenario)
+        assert other.exists()
+    finally:
+        for path in (earlier, region, other):
+            path.unlink(missing_ok=True)
+
+
+def test_a_server_without_models_is_not_waited_for(
+    play: Callable[[Play], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton waits for connections that clients keep; when its models are unloaded, it has nothing to lose."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.unloaded = True
+        serving = scene.run(STUBBORN, drain_s=3600.0)
+        await scene.pid()
+        scene.orders.once_more()
+        assert await serving == 0
+
+    with caplog.at_level("INFO", logger="rsrv.serve"):
+        play(scenario)
+    assert "all models are unloaded, but clients keep connections open" in caplog.text
+
+
+@pytest.mark.parametrize("unloaded", [True, False, RuntimeError("no models")])
+def test_a_server_that_ends_in_time_is_not_killed(
+    play: Callable[[Play], None], unloaded: bool | Exception
+) -> None:
+    """It may write its last lines, also if unloading its models fails in an unknown way."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.unloaded = unloaded
+        serving = scene.run(POLITE, drain_s=3600.0)
+        await scene.pid()
+        scene.orders.once_more()
+        assert await serving == 0
+        assert scene.lines[-1] == "bye"
 
     play(scenario)

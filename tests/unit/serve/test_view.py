@@ -3,7 +3,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.serve import view
 from rsrv.serve.view import Changes, endpoints
-from rsrv.wire.paths import CONTROL_SOCKET
+from rsrv.wire.paths import CONTROL_SOCKET, FAILURE
 from rsrv_gen.plan import BUNDLE_FOLDER
 from tests.unit.serve.test_plan import planned
 
@@ -44,24 +45,83 @@ def failures(**failed: str) -> pb.WatchStateResponse:
     return pb.WatchStateResponse(failures=pb.Failures(failures=found))
 
 
-def said(changes: Changes, update: pb.WatchStateResponse) -> list[str]:
+def said(changes: Changes, update: pb.WatchStateResponse, **lives: str) -> list[str]:
     """Return the lines that follow from an update, after the look that takes it."""
     changes.take(update)
-    assert list(changes.lines()) == []
-    return list(changes.lines())
+    assert list(changes.lines(lives)) == []
+    return list(changes.lines(lives))
 
 
-def test_models_that_no_runtime_has_are_cold() -> None:
-    """Models of the repository without a version count as cold, and one that falls back is not removed."""
+def counts(changes: Changes, loaded: Collection[str] | None = None, **lives: str) -> tuple[int, int, int]:
+    """Return how many models are ready, failed and cold."""
+    found = changes.counts(lives, loaded)
+    return found["ready"], found["failed"], found["cold"]
+
+
+def test_a_model_that_falls_back_to_cold_is_not_removed() -> None:
+    """A model of the repository that has left the runtimes is cold as soon as the control service says so."""
     models = {"a", "b", "c", "d"}
     changes = Changes({}, lambda: models)
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
-    assert said(changes, change("b@1", pb.STATE_LOADING)) == []
-    assert changes.counts() == (1, 0, 2)
-    assert said(changes, change("a@1", None)) == ["a is cold"]
+    assert said(changes, change("b@1", pb.STATE_LOADING), b="starting, compiling") == []
+    assert counts(changes, b="starting, compiling") == (1, 0, 2)
+    assert said(changes, change("a@1", None)) == []
+    assert [line for _ in range(4) for line in changes.lines({"a": "cold"})] == ["a is cold"]
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
     models.remove("a")
     assert said(changes, change("a@1", None)) == ["a is removed"]
+
+
+def test_a_model_that_cannot_be_loaded_is_never_called_cold() -> None:
+    """Its attempts come and go in the runtime, seconds before the control service knows the reason."""
+    changes = Changes({}, lambda: {"a", "b"})
+    for _ in range(3):
+        assert said(changes, change("a@1", pb.STATE_LOADING), a="starting") == []
+        assert said(changes, change("a@1", None), b="cold") == []
+    assert counts(changes, loaded={"b"}, b="cold") == (0, 1, 1)
+    assert said(changes, failures(a="no module cv2")) == ["a has failed: no module cv2"]
+    assert counts(changes, loaded={"b"}, a="failed", b="cold") == (0, 1, 1)
+
+
+def test_a_model_that_an_operator_unloads_is_not_loaded() -> None:
+    """The control service is not asked about it for ever."""
+    changes = Changes({}, lambda: {"a"})
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    assert said(changes, change("a@1", None)) == []
+    assert [line for _ in range(100) for line in changes.lines()] == ["a is not loaded"]
+    assert not changes.left()
+
+
+@pytest.mark.parametrize("name", ["pets", "aliases.pets"])
+def test_an_alias_is_neither_cold_nor_removed_when_its_failure_ends(name: str) -> None:
+    """It is served then, and is no model that could be cold."""
+    changes = Changes({}, lambda: {"cats"}, lambda: {"pets"})
+    assert said(changes, failures(**{name: "no such model"})) == [f"{name} has failed: no such model"]
+    assert said(changes, failures()) == ["the alias pets is served"]
+
+
+def test_a_model_of_a_device_that_sleeps_is_asleep() -> None:
+    """The operator put it to sleep, and its next request wakes it."""
+    changes = Changes({}, lambda: {"a"})
+    assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
+    assert said(changes, change("a@1", None), a="asleep") == ["a is asleep"]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"ready": 3}, "Serving 3 of 3 models"),
+        (
+            {"ready": 3, "cold": 1, "asleep": 1},
+            "Serving 5 of 5 models, 2 of them cold until their first request",
+        ),
+        ({"ready": 3, "failed": 1, "starting": 2}, "Serving 3 of 6 models, 2 starting, 1 failed"),
+        ({}, "Serving 0 of 0 models"),
+    ],
+)
+def test_the_line_of_a_server_counts_models_that_take_requests(found: dict[str, int], text: str) -> None:
+    """Failed models and starting models do not count as served."""
+    assert view._serving(Counter(found)) == text
 
 
 def test_each_change_is_shown_once() -> None:
@@ -73,19 +133,21 @@ def test_each_change_is_shown_once() -> None:
     assert said(changes, change("a@2", pb.STATE_LOADING)) == []
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a serves its new bundle"]
     assert said(changes, change("a@1", None)) == []
-    assert changes.counts() == (1, 0, 0)
+    assert counts(changes) == (1, 0, 0)
     assert said(changes, change("a@2", None)) == ["a is removed"]
-    assert changes.counts() == (0, 0, 0)
+    assert counts(changes) == (0, 0, 0)
 
 
 def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
     """A version that cannot be loaded, and a bundle that cannot be read, are named; repaired, the model is ready."""
     changes = Changes({})
-    assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a failed: no memory"]
+    assert said(changes, change("a@1", pb.STATE_FAILED)) == ["a has failed: no memory"]
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a is ready"]
-    assert said(changes, failures(b="no\nmanifest")) == ["b failed: no manifest"]
-    assert changes.counts() == (1, 1, 0)
-    assert said(changes, failures(a="no manifest", b="no\nmanifest")) == ["a failed: no manifest"]
+    assert said(changes, failures(b="no\nmanifest")) == ["b has failed: no manifest"]
+    assert counts(changes) == (1, 1, 0)
+    assert said(changes, failures(a="no manifest", b="no\nmanifest")) == [
+        "a is served in an older version: no manifest"
+    ]
     assert said(changes, failures(b="no\nmanifest")) == ["a is ready"]
 
 
@@ -94,7 +156,7 @@ def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again
     changes = Changes({"b": "no manifest"})
     assert said(changes, snapshot(0)) == []
     assert said(changes, failures(b="no manifest")) == []
-    assert changes.counts() == (0, 1, 0)
+    assert counts(changes) == (0, 1, 0)
     assert said(changes, failures()) == ["b is removed"]
 
 
@@ -103,11 +165,11 @@ def test_an_earlier_version_of_a_broken_bundle_is_ready_and_not_failed() -> None
     changes = Changes({"a": "no manifest", "b": "no manifest"}, lambda: {"a", "b"})
     assert said(changes, failures(a="no manifest", b="no manifest")) == []
     assert said(changes, change("a@1", pb.STATE_READY)) == ["a is ready"]
-    assert changes.counts() == (1, 0, 1)
-    assert said(changes, change("b@1", pb.STATE_FAILED)) == ["b failed: no memory"]
-    assert changes.counts() == (1, 1, 0)
+    assert counts(changes) == (1, 0, 1)
+    assert said(changes, change("b@1", pb.STATE_FAILED)) == ["b has failed: no memory"]
+    assert counts(changes) == (1, 1, 0)
     assert said(changes, change("a@2", pb.STATE_READY)) == ["a serves its new bundle"]
-    assert said(changes, failures(a="no manifest")) == ["a failed: no manifest"]
+    assert said(changes, failures(a="no manifest")) == ["a is served in an older version: no manifest"]
 
 
 def test_a_model_that_one_device_serves_is_ready() -> None:
@@ -116,7 +178,7 @@ def test_a_model_that_one_device_serves_is_ready() -> None:
     assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
     assert said(changes, snapshot(1, a=("a@1", pb.STATE_FAILED))) == []
     assert said(changes, pb.WatchStateResponse(down=pb.RuntimeDown(device=0))) == []
-    assert said(changes, snapshot(0)) == ["a failed: "]
+    assert said(changes, snapshot(0)) == ["a has failed: "]
     assert said(changes, change("a@1", None, device=1)) == ["a is removed"]
     assert said(changes, snapshot(0, a=("a@1", pb.STATE_READY))) == ["a is ready"]
     assert said(changes, snapshot(0)) == []
@@ -132,13 +194,20 @@ def test_endpoints_are_what_a_client_here_connects_to() -> None:
         "grpc": Address("127.0.0.1", 8001),
         "metrics": Address("10.0.0.1", 9002),
     }
-    shown = endpoints(ports, None, Path("serve.log")).split("\n")
-    assert [line.split()[-1] for line in shown] == [
+    shown = endpoints(replace(planned(), ports=ports), None, Path("serve.log")).split("\n")
+    assert [line.split()[1] for line in shown[:4]] == [
         "http://localhost:9000",
         "localhost:8001",
         "http://10.0.0.1:9002/metrics",
         "serve.log",
     ]
+    assert "operator-key" in shown[4]
+    assert "other machines reach 0.0.0.0 and 10.0.0.1, without TLS" in shown[5]
+
+
+def test_a_server_for_this_machine_is_not_called_open() -> None:
+    """By default no other machine reaches it."""
+    assert "other machines" not in endpoints(planned(), None, Path("serve.log"))
 
 
 def test_without_a_control_service_no_models_are_counted(
@@ -156,7 +225,26 @@ def test_without_a_control_service_no_models_are_counted(
             async with aclosing(view.follow(plan, os.getpid(), {})) as lines:
                 return await anext(lines)
 
-    assert asyncio.run(first()) == view.Line("Serving; which models, only the log shows", "serves")
+    assert asyncio.run(first()) == view.Line("Serving. The log shows which models", "serves")
+
+
+def test_the_reason_why_no_runtime_starts_is_shown_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no control process then, and the models are not called cold."""
+    (tmp_path / "models" / "cats").mkdir(parents=True)
+    (tmp_path / FAILURE).write_text("the runtime did not start: no\nXLA\n")
+    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
+
+    async def lines() -> list[str]:
+        with socket.create_server(("127.0.0.1", 0)) as http:
+            ports = {"http": Address("127.0.0.1", http.getsockname()[1])}
+            plan = replace(planned(), ports=ports, repository=tmp_path / "models")
+            async with aclosing(view.follow(plan, os.getpid(), {})) as found:
+                return [(await anext(found)).text for _ in range(2)]
+
+    assert asyncio.run(lines()) == ["the runtime did not start: no XLA", "Serving 0 of 1 models, 1 failed"]
 
 
 class Importing(control_pb2_grpc.ControlServicer):
@@ -234,3 +322,54 @@ def test_a_control_service_is_asked_often_until_it_is_there(
             await asyncio.wait([following])
 
     asyncio.run(count())
+
+
+def test_a_start_is_never_silent_for_long() -> None:
+    """A line about what it waits for comes after ten seconds without another one, and then ever less often."""
+    silence = view.Patience(100.0)
+    assert silence.waited(109.9) is None
+    silence.note(109.9)
+    assert silence.waited(110.0) is None
+    assert silence.waited(119.9) == pytest.approx(19.9)
+    assert silence.waited(130.0) is None
+    assert silence.waited(139.9) == pytest.approx(39.9)
+
+
+@pytest.mark.parametrize(
+    ("starting", "processes", "runtime", "error", "text"),
+    [
+        ({"b", "a"}, {"a"}, True, "", "starting a, b"),
+        ((), {"a"}, True, "", "a runtime runs, and 29 models are loading"),
+        ((), {"a"}, False, "", "1 of 29 models have a process (a), and no runtime runs yet"),
+        (
+            (),
+            (),
+            False,
+            "E1128 too many\topen files",
+            "tritonserver has 29 models to load, and no process of a model and no runtime runs yet. "
+            + "The last error in the log: E1128 too many open files",
+        ),
+    ],
+)
+def test_what_a_start_waits_for(
+    starting: set[str], processes: set[str], runtime: bool, error: str, text: str
+) -> None:
+    """The operator reads how far it is, and what went wrong last."""
+    assert view.waits_for(29, starting, processes, runtime, error) == text
+
+
+def test_a_server_that_gets_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens at no port, and has neither a process of a model nor a runtime."""
+    (tmp_path / "cats").mkdir()
+    monkeypatch.setattr(view, "LOOK_S", 0.01)
+    monkeypatch.setattr(view, "QUIET_S", 0.05)
+    monkeypatch.setattr(view, "runtime_directory", lambda pid, gpu: tmp_path)
+    plan = replace(planned(), repository=tmp_path, ports={"http": Address("127.0.0.1", 1)})
+
+    async def first() -> view.Line:
+        async with aclosing(view.follow(plan, os.getpid(), {}, lambda: "E1128 no")) as lines:
+            return await anext(lines)
+
+    text = asyncio.run(first()).text
+    assert text.startswith("not serving after 0 s: tritonserver has 1 models to load, and no process")
+    assert text.endswith("The last error in the log: E1128 no")

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rsrv
+from rsrv.address import parse_address
 from rsrv.cli.output import print_json
 from rsrv.command import CommandParser
 from rsrv.control import find
@@ -97,7 +98,7 @@ def _explain(error: Any, address: str, server: "Server") -> str:
         ):
             if targets := server.targets(model):
                 return f"{text}; the name is an alias of {', '.join(targets)}: name one of these"
-            return f"{text}{nearest(model, server.models())}"
+            return server.failure(model) or f"{text}{nearest(model, server.models())}"
     return text
 
 
@@ -160,6 +161,13 @@ class Server:
             return [one.name for one in (*status.models, *getattr(status, "metas", ()))]
         return []
 
+    def failure(self, model: str) -> str:
+        """Return the error text of a failed model. It is empty if the model has not failed or the server does not answer."""
+        with suppress(grpc.RpcError, AttributeError):  # a gateway knows no failures
+            status = self.ask("GetStatus", self._messages.GetStatusRequest(model=model))
+            return "".join(f"{one.name} has failed: {one_line(one.text)}" for one in status.failures)
+        return ""
+
     def targets(self, alias: str) -> list[str]:
         """Return the models behind an alias; none if there is no such alias."""
         with suppress(grpc.RpcError, AttributeError):  # a gateway has no aliases
@@ -189,6 +197,9 @@ def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
         raise CommandLineError("--tls-cert needs --tls-key, and --tls-key needs --tls-cert")
     ca, certificate, key = (_read(options, f"tls_{name}") for name in ("ca", "cert", "key"))
     limits = [("grpc.max_receive_message_length", -1)]
+    if _is_here(address):
+        # A proxy of the environment cannot reach this machine's loopback addresses.
+        limits.append(("grpc.enable_http_proxy", 0))
     if ca or certificate or getattr(options, "tls", False):
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
         channel = grpc.secure_channel(address, credentials, limits)
@@ -196,6 +207,13 @@ def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
         channel = grpc.insecure_channel(address, limits)
     with channel:
         yield channel
+
+
+def _is_here(address: str) -> bool:
+    """Return true for HOST:PORT of this machine itself."""
+    with suppress(ValueError):
+        return parse_address(address).is_loopback
+    return False
 
 
 def _read(options: argparse.Namespace, name: str) -> bytes | None:

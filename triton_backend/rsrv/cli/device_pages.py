@@ -119,11 +119,11 @@ def _print_load(device: pb.DeviceLoad) -> None:
             "RUNNING": lambda model: str(model.executing),
             "SEQUENCES": lambda model: str(model.sequences),
             "WEIGHTS": lambda model: word(pb.Weights, model.weights),
-            "SIZE": lambda model: amount(model.bytes),
+            "SIZE": lambda model: amount(model.device_bytes),
             "COST PER ROW": lambda model: duration(model.cost_s) if model.HasField("cost_s") else "-",
-            "COLD REQUESTS": lambda model: str(model.misses),
+            "MISSES": lambda model: str(model.misses),
             "DEVICE": lambda model: duration(model.device_seconds),
-            "ROWS": lambda model: str(model.rows),
+            "ROWS": lambda model: str(model.useful_rows),
         },
     )
 

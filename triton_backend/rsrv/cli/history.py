@@ -73,6 +73,13 @@ def why_page(answer: pb.GetRequestsResponse) -> None:
         print(line)
 
 
+#: Explanation of the columns of `slowest_page`.
+_LEGEND = """\
+TOOK: the time in the runtime. It is the sum of four parts: WEIGHTS (until the model's weights were on the device),
+PEERS (held back so that other requests share the execution), OTHERS (the device executed other requests), EXECUTED.
+BEFORE and AFTER: the time in the model's own process, for its hooks and copies. BEHIND: the models that executed meanwhile."""
+
+
 def slowest_page(answer: pb.GetRequestsResponse) -> None:
     """Print the slowest requests of a model, with what their time went to."""
     if not answer.requests:
@@ -100,6 +107,7 @@ def slowest_page(answer: pb.GetRequestsResponse) -> None:
     )
     if len(answer.requests) > len(shown):
         print(f"\n{len(answer.requests) - len(shown)} more: --json has all")
+    print(f"\n{_LEGEND}")
 
 
 def _part(seconds: float) -> str:

@@ -2,16 +2,23 @@
 
 import argparse
 import json
+import math
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command
+from rsrv.address import LOOPBACK, bare
+from rsrv.command import COMMANDS, EXIT_STATUS, CommandParser, command, end_in_order
 from rsrv.extras import install_command
 from rsrv.gpu.report import PARTS
 from rsrv.text import nearest
+from rsrv.triton_command_line import DEFAULT_PORTS
+from rsrv.units import parse_time
 from rsrv_gen.cli import add_compile_for
 
 
@@ -19,10 +26,16 @@ from rsrv_gen.cli import add_compile_for
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        end_in_order()
     # Words after -- are tritonserver's.
     cut = words.index("--") if words[:1] == ["serve"] and "--" in words else len(words)
     options = parser().parse(words[:cut])
     options.arguments = words[cut + 1 :]
+    if options.command == "help":
+        options = parser().parse([*options.words, "--help"])
+    if options.command == "version":
+        options = parser().parse(["--version"])
     # gRPC logs failures of a connection, which the command explains.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if options.command == "gateway":
@@ -33,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rsrv.serve import command
 
         return command.run(options)
+    if options.command == "openai":
+        from rsrv.openai import command as openai
+
+        return openai.run(options)
+    if options.command in ("infer", "map"):
+        from rsrv.cli import data_commands
+
+        return data_commands.run(options)
     if options.command == "replay":
         from rsrv.cli import replay
 
@@ -42,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run.run_plan(options)
     if options.command == "triton":
-        return _install_triton(options)
+        return _triton(options)
+    if options.command == "check-triton":
+        from rsrv.gpu import triton
+
+        return triton.run(options.tritonserver)
     if options.command == "gpu":
         return _run_on_gpu(options)
     if options.command == "completion":
@@ -52,21 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return server_commands.run(options)
 
 
-def former_node() -> int:
-    """Name the replacement of the former command rsrv-node, and fail."""
-    print(
-        "rsrv-node is gone: `rsrv serve BUNDLES` starts one tritonserver with all devices. In a container: "
-        "rsrv serve BUNDLES --directory DIR --log -",
-        file=sys.stderr,
-    )
-    return 2
-
-
-def _install_triton(options: argparse.Namespace) -> int:
-    """Carry out `rsrv triton install`; return its exit status."""
-    from rsrv.serve.triton_install import Installation, InstallError, default_folder
+def _triton(options: argparse.Namespace) -> int:
+    """Carry out `rsrv triton install` and `rsrv triton pip`; return the exit status."""
+    from rsrv.triton_install import Installation, InstallError, default_folder
 
     installation = Installation.at(options.dir or default_folder())
+    if options.verb == "pip":
+        if not installation.stub_python.exists():
+            print("rsrv triton pip: run `rsrv triton install` first", file=sys.stderr)
+            return 1
+        return subprocess.call([str(installation.stub_python), "-m", "pip", *options.arguments])
     try:
         installation.install(lambda line: print(line, flush=True))
     except InstallError as error:
@@ -78,12 +98,12 @@ def _install_triton(options: argparse.Namespace) -> int:
 
 
 def _run_on_gpu(options: argparse.Namespace) -> int:
-    """Carry out `rsrv gpu profile` and `first-hour`; return the exit status."""
+    """Carry out `rsrv gpu profile` and `check`; return the exit status."""
     from rsrv_gen.run import run_in_runtime
 
     if options.verb == "profile":
         return run_in_runtime("rsrv.runtime.card_profile", options.repository, options.file)
-    keys = ("bundles", "parts", "cpu", "quick", "json")
+    keys = ("bundles", "models", "parts", "minutes", "cpu", "quick", "json")
     return run_in_runtime("rsrv.gpu", json.dumps({key: getattr(options, key) for key in keys}))
 
 
@@ -101,6 +121,29 @@ def _print_completion(shell: str) -> int:
     return 0
 
 
+#: The commands by what they are for, in the order of the help.
+_GROUPS: Final[Mapping[str, Sequence[str]]] = {
+    "serve": ("serve", "openai", "check-triton", "triton", "gpu", "gateway"),
+    "see what a server does": ("status", "top", "watch", "health", "memory", "load", "placement"),
+    "find out why": ("doctor", "why", "history", "timeline", "profile"),
+    "models and their weights": (
+        "alias",
+        "prefetch",
+        "evict",
+        "pin",
+        "unpin",
+        "residency",
+        "reload",
+        "compact",
+    ),
+    "requests and their order": ("policy", "scheduler", "pause", "continue", "abort"),
+    "devices": ("restart", "sleep", "wake"),
+    "send requests": ("infer", "map"),
+    "recorded traffic": ("record", "replay", "plan"),
+    "about this command": ("help", "version", "completion"),
+}
+
+
 def parser() -> CommandParser:
     top = CommandParser(
         prog="rsrv",
@@ -108,8 +151,9 @@ def parser() -> CommandParser:
         epilog=EXIT_STATUS,
     )
     top.add_version()
+    top.command_groups = _GROUPS
     commands = top.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    top.set_defaults(command="status", model="", bare=True)
+    top.set_defaults(command="status", model="", watch=False, bare=True)
 
     def command(name: str, help: str, *aliases: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, aliases=aliases)
@@ -121,6 +165,7 @@ def parser() -> CommandParser:
     status.add_argument(
         "model", nargs="?", default="", metavar="MODEL", help="name, or a pattern with * and ?"
     )
+    status.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
     command("doctor", "what is wrong or could be better, why, and what to do")
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
@@ -143,7 +188,7 @@ def parser() -> CommandParser:
         "record", "write the requests that come, without contents, for rsrv-sim, replay and plan"
     )
     record.add_argument("output", type=Path, metavar="OUT.csv", help="the models go to OUT.yaml")
-    record.add_argument("--seconds", type=_seconds, metavar="S", help="default: until Ctrl-C")
+    record.add_argument("--seconds", type=_seconds, metavar="S", help="default: until Ctrl-C or SIGTERM")
     command("top", "the live page in the terminal, until Ctrl-C")
     command("watch", "the models' states, and each change until Ctrl-C")
 
@@ -186,7 +231,7 @@ def parser() -> CommandParser:
         action="append",
         default=[],
         metavar="NAME:BYTES:UTIL",
-        help="with a further model: bytes of its weights, such as 2e9, and device seconds per second",
+        help="with a further model: bytes of its weights, such as 2GB, and device seconds per second",
     )
     command("compact", "evict all weights that are not pinned, and load them again without gaps")
 
@@ -194,13 +239,16 @@ def parser() -> CommandParser:
     policy.add_argument("model", metavar="MODEL")
     policy.add_argument("--weight", type=float, metavar="W", help="share relative to other models")
     policy.add_argument(
-        "--max-delay-us", type=int, metavar="US", help="microseconds to wait for more requests of a batch"
+        "--max-delay-us",
+        type=_microseconds,
+        metavar="TIME",
+        help="time to wait for more requests of a batch, such as 5ms; a number without a unit is in microseconds",
     )
     policy.add_argument("--max-queue-depth", type=int, metavar="N", help="requests that may wait")
     scheduler = command("scheduler", "show or change the scheduler's settings")
     scheduler.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml")
 
-    alias = command("alias", "show the aliases, or lead one to other models")
+    alias = command("alias", "show the aliases, or point one at other models")
     alias.add_argument("name", nargs="?", default="", metavar="ALIAS")
     alias.add_argument(
         "targets",
@@ -209,7 +257,7 @@ def parser() -> CommandParser:
         metavar="MODEL[=WEIGHT]",
         help="the models that share its requests; =shadow: gets copies",
     )
-    alias.add_argument("--remove", action="store_true", help="no client can use the name any more")
+    alias.add_argument("--remove", action="store_true", help="remove the alias")
 
     pause = command("pause", "stop executing for a while")
     _target(pause)
@@ -247,6 +295,8 @@ def parser() -> CommandParser:
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
     _add_serve(commands)
+    _add_data(commands)
+    _add_openai(commands)
     help = "send the requests of a trace to a server at their times, and report what came of them"
     replay = commands.add_parser("replay", help=help, description=help)
     replay.set_defaults(command="replay", json=False)
@@ -255,7 +305,7 @@ def parser() -> CommandParser:
         "--url", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC; default: %(default)s"
     )
     replay.add_argument(
-        "--speed", type=_seconds, default=1.0, metavar="F", help="times as fast; default: %(default)g"
+        "--speed", type=_factor, default=1.0, metavar="F", help="times as fast; default: %(default)g"
     )
     replay.add_argument(
         "--inputs",
@@ -279,7 +329,7 @@ def parser() -> CommandParser:
     plan.set_defaults(command="plan", json=False)
     plan.add_argument("trace", type=Path, metavar="TRACE.csv", help="of rsrv record, beside its TRACE.yaml")
     plan.add_argument(
-        "--p99", type=_time, required=True, metavar="TIME", help="of all requests' latency, as 50ms or 2s"
+        "--p99", type=_latency, required=True, metavar="TIME", help="of all requests' latency, as 50ms or 2s"
     )
     plan.add_argument("--json", action="store_true", help="print the answers as JSON, for programs")
     help = "install a tritonserver for this user"
@@ -287,8 +337,18 @@ def parser() -> CommandParser:
     verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
     help = "fetch tritonserver 24.10, its Python backend and perf_analyzer (100 MB; Linux on x86-64)"
     install = verbs.add_parser("install", help=help, description=help)
-    install.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
+    help = (
+        "run pip in the Python of the stubs, where hooks run, such as rsrv triton pip install opencv-python"
+    )
+    pip = verbs.add_parser("pip", help=help, description=help)
+    pip.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of pip")
+    for verb in (install, pip):
+        verb.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
     triton.set_defaults(command="triton")
+    help = "check in a minute whether rsrv works with the tritonserver of this machine, on the CPU and without bundles"
+    check_triton = commands.add_parser("check-triton", help=help, description=help)
+    _add_tritonserver(check_triton)
+    check_triton.set_defaults(command="check-triton")
     help = "the GPU of this machine"
     gpu = commands.add_parser("gpu", help=help, description=help)
     verbs = gpu.add_subparsers(dest="verb", metavar="COMMAND", required=True, title="commands")
@@ -298,17 +358,31 @@ def parser() -> CommandParser:
     profile = verbs.add_parser("profile", help=help, description=help)
     profile.add_argument("repository", metavar="GEN", type=Path, help="the models, by rsrv-gen")
     profile.add_argument("file", metavar="FILE", type=Path, help="the file to write, such as h100.profile")
-    help = "check and measure rsrv on the GPU in under an hour; no server may hold its memory"
-    first_hour = verbs.add_parser("first-hour", help=help, description=help)
-    first_hour.add_argument(
+    help = "check and measure rsrv on the GPU in ten minutes; no server may hold the GPU's memory meanwhile"
+    check = verbs.add_parser("check", help=help, description=help)
+    check.add_argument(
         "bundles", metavar="BUNDLES", nargs="*", help="bundles, or folders of them; default: the demo's"
     )
-    first_hour.add_argument(
+    check.add_argument(
+        "--models",
+        metavar="FOLDER",
+        help="folder with the bundles resnet18, vit_tiny and minilm_encoder of `make bundles`, for part models",
+    )
+    check.add_argument(
         "--parts", metavar="LIST", type=_parts, help=f"of {', '.join(PARTS)}, with commas; default: all"
     )
-    first_hour.add_argument("--quick", action="store_true", help="small amounts: see that it works")
-    first_hour.add_argument("--cpu", action="store_true", help="use the CPU, with small amounts")
-    first_hour.add_argument("--json", metavar="FILE", help="write all figures there, too")
+    check.add_argument(
+        "--minutes",
+        metavar="N",
+        type=_minutes,
+        default=10.0,
+        help="time for all parts; a part that does not fit is not run; default: 10",
+    )
+    check.add_argument(
+        "--quick", action="store_true", help="use small amounts, only to see that every part works"
+    )
+    check.add_argument("--cpu", action="store_true", help="use the CPU, with small amounts")
+    check.add_argument("--json", metavar="FILE", help="also write all figures to FILE, after each of them")
     gpu.set_defaults(command="gpu")
     help = "several servers behind one endpoint"
     gateway = commands.add_parser("gateway", help=help, description=help)
@@ -318,9 +392,66 @@ def parser() -> CommandParser:
     completion = commands.add_parser("completion", help=help, description=help)
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(command="completion")
+    help = "the help of a command, as its --help"
+    described = commands.add_parser("help", help=help, description=help)
+    described.add_argument("words", nargs="*", metavar="COMMAND")
+    described.set_defaults(command="help")
+    help = "rsrv's version, as --version"
+    commands.add_parser("version", help=help, description=help).set_defaults(command="version")
     # Last, so that its help is below the commands.
     _add_connection(top, "server", "control.listen")
     return top
+
+
+def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    help = "send one request, and print the model's outputs"
+    infer = commands.add_parser("infer", help=help, description=help)
+    infer.add_argument("model", metavar="MODEL")
+    infer.add_argument(
+        "inputs",
+        nargs="+",
+        type=_named_value,
+        metavar="NAME=VALUE",
+        help="a file .npy, numbers such as [[1, 2]], a text, or another file for an input of bytes",
+    )
+    infer.add_argument("--out", type=Path, metavar="FILE.npz", help="write the outputs there")
+    infer.add_argument("--json", action="store_true", help="print the outputs as JSON, for programs")
+    help = "send all rows of a file, and write the answers to another file"
+    map_ = commands.add_parser("map", help=help, description=help)
+    map_.add_argument("model", metavar="MODEL")
+    map_.add_argument(
+        "rows",
+        type=Path,
+        metavar="ROWS",
+        help="a file .npy, .npz, .parquet or .txt (a text per line), or a folder (a row per file)",
+    )
+    map_.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="a file .npy or .parquet")
+    map_.add_argument(
+        "--output", action="append", default=[], metavar="NAME", help="write only this output; default: all"
+    )
+    map_.add_argument("--resume", action="store_true", help="go on with an interrupted run, if there is one")
+    map_.add_argument(
+        "--rows-per-request", type=_positive, metavar="N", help="default: as many as the model takes"
+    )
+    map_.add_argument(
+        "--in-flight", type=_positive, metavar="N", help="requests at a time; default: as many as help"
+    )
+    for one, name in ((infer, "infer"), (map_, "map")):
+        one.add_argument(
+            "--url",
+            default="localhost:8001",
+            help="HOST:PORT of gRPC, or http://HOST:PORT; default: %(default)s",
+        )
+        one.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=60.0,
+            metavar="S",
+            help="for each request; default: %(default)g",
+        )
+        one.add_argument("--token-file", type=Path, metavar="FILE", help="the token of a gateway")
+        one.add_argument("--tls-ca", type=Path, metavar="FILE", help="use TLS; trust these authorities (PEM)")
+        one.set_defaults(command=name)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -341,6 +472,14 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         action="store_true",
         help="seven small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
     )
+    what.add_argument(
+        "--hf",
+        metavar="MODEL",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="directories of Hugging Face, exported to DIR/hf first; needs the extra export-hf",
+    )
     serve.add_argument("--config", metavar="FILE", type=Path, help="settings (rsrv.yaml); default: none")
     serve.add_argument(
         "--devices",
@@ -348,7 +487,14 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         type=_devices,
         help="numbers, UUIDs or cpu, with commas (runtime.devices)",
     )
-    for kind, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    serve.add_argument(
+        "--host",
+        metavar="IP",
+        type=_ip_address,
+        default=LOOPBACK,
+        help="address of this machine for clients and metrics; 0.0.0.0: all of them; default: %(default)s",
+    )
+    for kind, port in DEFAULT_PORTS.items():
         serve.add_argument(
             f"--{kind}-port", type=int, default=port, metavar="PORT", help="default: %(default)d"
         )
@@ -359,8 +505,11 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         default=Path(".rsrv"),
         help="for the generated repository and the log, on the bundles' file system; default: %(default)s",
     )
+    _add_tritonserver(serve)
     serve.add_argument(
-        "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
+        "--client-shm",
+        action="store_true",
+        help="let clients register shared memory, as perf_analyzer --shared-memory does; only for clients that you trust",
     )
     add_compile_for(serve)
     serve.add_argument(
@@ -375,6 +524,38 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     serve.add_argument("--dry-run", action="store_true", help="print the command, and run nothing")
     serve.epilog = "Words after -- are flags for tritonserver, which take precedence: rsrv serve bundles/ -- --log-verbose=1"
+
+
+def _add_openai(commands: "argparse._SubParsersAction[CommandParser]") -> None:
+    help = "answer OpenAI's, Cohere's and vLLM's clients, in front of a server or a gateway, until Ctrl-C"
+    openai = commands.add_parser("openai", help=help, description=help)
+    openai.set_defaults(command="openai")
+    openai.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        default="127.0.0.1:8001",
+        help="gRPC of the server or the gateway; default: %(default)s",
+    )
+    openai.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:8005", help="default: %(default)s"
+    )
+    openai.add_argument(
+        "--keys",
+        metavar="FILE",
+        type=Path,
+        help="the callers' keys; without it, the process listens only on addresses of this machine",
+    )
+    openai.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve the usage of keys and models at /metrics; default: nowhere",
+    )
+    openai.add_argument(
+        "--operator-key",
+        metavar="FILE",
+        type=Path,
+        help="the key with which `rsrv serve` lists its models (.rsrv/operator-key); without it, only models that clients have named are listed",
+    )
 
 
 def _add_gateway(gateway: argparse.ArgumentParser) -> None:
@@ -439,6 +620,12 @@ def _add_device(to: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def _add_tritonserver(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
+    )
+
+
 def _target(of: argparse.ArgumentParser) -> None:
     which = of.add_mutually_exclusive_group(required=True)
     which.add_argument("model", nargs="?", metavar="MODEL")
@@ -452,11 +639,27 @@ def _parts(text: str) -> list[str]:
     return words
 
 
-def _time(text: str) -> float:
-    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            return _seconds(text.removesuffix(unit)) * scale
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes")
+
+
+def _latency(text: str) -> float:
+    if text[-1:].isalpha():
+        return _seconds(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a time as 50ms or 2s")
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _named_file(text: str) -> tuple[str, str]:
@@ -466,6 +669,19 @@ def _named_file(text: str) -> tuple[str, str]:
     return name, file
 
 
+def _named_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def _devices(text: str) -> str | list[int | str]:
     if text == "all":
         return text
@@ -473,13 +689,32 @@ def _devices(text: str) -> str | list[int | str]:
     return [int(word) if word.isdecimal() else word for word in words]
 
 
+def _ip_address(text: str) -> str:
+    try:
+        return str(ip_address(bare(LOOPBACK if text == "localhost" else text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an IP address, such as 127.0.0.1, 0.0.0.0 (all IPv4 addresses) or ::"
+        ) from None
+
+
+def _microseconds(text: str) -> int:
+    try:
+        value = parse_time(text, "us")
+    except ValueError:
+        value = -1.0
+    if value < 0 or not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in whole microseconds, such as 5ms or 500")
+    return int(value)
+
+
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
+        value = parse_time(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0, such as 30, 500ms or 5m")
     return value
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from rsrv.terminal import STYLES
 from rsrv.text import amount, one_line, percent
 
 #: what a row of a table is about
@@ -104,7 +105,7 @@ def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]
                 head[column], justify="right" if right else "left", no_wrap=not wraps, overflow="fold"
             )
         for row in cells:
-            table.add_row(*(Text(row[column], _STYLES.get(row[column], "")) for column in shown))
+            table.add_row(*(Text(row[column], STYLES.get(row[column], "")) for column in shown))
         console.print(table)
         if hidden := [
             name for at, name in enumerate(head) if at not in shown and any(row[at] for row in cells)
@@ -151,8 +152,6 @@ def is_terminal() -> bool:
 
 #: characters that a column of texts gets at least
 _WRAPPED = 24
-#: Styles of the words that should catch the eye.
-_STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:

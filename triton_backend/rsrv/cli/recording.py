@@ -85,7 +85,7 @@ class Recording:
 
 
 def run_record(server: Server) -> int:
-    """Write requests until Ctrl-C, or for `--seconds`; then the scenario."""
+    """Write requests until Ctrl-C or SIGTERM, or for `--seconds`; then write the scenario."""
     path: Path = server.options.output
     scenario = path.with_suffix(".yaml")
     if path.suffix != ".csv":
@@ -228,7 +228,6 @@ def _device(status: pb.GetStatusResponse) -> dict[str, Any]:
 def _settings(scheduler: pb.Scheduler) -> dict[str, Any]:
     return {
         "discipline": word(pb.Discipline, scheduler.discipline),
-        "eviction": word(pb.Eviction, scheduler.eviction),
         "max_queue_depth": scheduler.max_queue_depth,
     }
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 import grpc
 
@@ -14,7 +15,7 @@ from rsrv.cli import device_pages, history, top
 from rsrv.cli import server_pages as pages
 from rsrv.cli.changes import key_and_value, set_field
 from rsrv.cli.client import LONG_TIMEOUT_S, CommandLineError, Server, carry_out
-from rsrv.cli.output import print_json
+from rsrv.cli.output import is_terminal, print_json
 from rsrv.cli.recording import read_spans, run_record
 from rsrv.control import find
 from rsrv.control.chrome_trace import chrome_trace
@@ -22,9 +23,13 @@ from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.progress import steps
+from rsrv.text import one_line
+from rsrv.units import parse_size
 
 #: seconds between two looks at models that start
 _WARM_LOOK_S = 0.25
+#: Seconds between two pages of `rsrv status --watch`.
+_WATCH_S = 2.0
 #: exit statuses of `rsrv doctor`
 _STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
 
@@ -42,28 +47,67 @@ def _target_name(options: argparse.Namespace) -> str:
     return "all models" if options.all else str(options.model)
 
 
+#: A status, and the function that prints its page.
+_StatusPage = tuple[pb.GetStatusResponse, Callable[[pb.GetStatusResponse], None]]
+
+
 def _status(server: Server) -> int:
-    model = server.options.model
-    if any(one in model for one in "*?["):
-        answer = server.ask("GetStatus", pb.GetStatusRequest())
-        found = [one for one in answer.models if fnmatchcase(one.name, model)]
-        metas = [one for one in answer.metas if fnmatchcase(one.name, model)]
-        if not found and not metas:
-            raise CommandLineError(f"no model matches {model!r}")
-        for shown in (answer.models, answer.metas, answer.failures):
-            del shown[:]
-        answer.models.extend(found)
-        answer.metas.extend(metas)
-        server.show(answer, lambda said: pages.models_table(said, found))
-        return 0
-    answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
-    if model:
-        server.show(answer, lambda said: pages.model_page(said, _memory_of_models(server)))
-    else:
-        server.show(answer, pages.status_page)
+    if server.options.watch:
+        return _watch_status(server)
+    server.show(*_ask_status(server))
     if server.options.bare and not server.json:
         print("\n`rsrv --help` lists the commands.")
     return 0
+
+
+def _watch_status(server: Server) -> NoReturn:
+    """Show the status again and again. A terminal shows only the latest page; JSON has an object per line."""
+    status: _StatusPage | None = _ask_status(server)
+    while True:
+        if status is not None:
+            answer, page = status
+            if server.json:
+                print_json(answer, line=True)
+            else:
+                print("\x1b[H\x1b[2J" if is_terminal() else time.strftime("\n%H:%M:%S"), flush=True)
+                page(answer)
+                sys.stdout.flush()
+        time.sleep(_WATCH_S)
+        try:
+            status = _ask_status(server)
+        except grpc.RpcError as error:
+            # The next runtime may answer.
+            status = None
+            print(one_line(error.details() or error.code().name), file=sys.stderr, flush=True)
+
+
+def _ask_status(server: Server) -> _StatusPage:
+    """Return the status that the options ask for, and the page that shows it."""
+    model = server.options.model
+    if any(one in model for one in "*?["):
+        answer = server.ask("GetStatus", pb.GetStatusRequest())
+        aliases = [one for one in answer.aliases if fnmatchcase(one.name, model)]
+        behind = {target.model for alias in aliases for target in alias.targets}
+        # The models behind an alias are shown with it.
+        models, metas, failures = (
+            [one for one in kind if one.name in behind or fnmatchcase(one.name, model)]
+            for kind in (answer.models, answer.metas, answer.failures)
+        )
+        if not models and not metas and not failures and not aliases:
+            raise CommandLineError(f"no model matches {model!r}")
+        for field in ("models", "metas", "failures", "aliases"):
+            answer.ClearField(field)
+        answer.models.extend(models)
+        answer.metas.extend(metas)
+        answer.failures.extend(failures)
+        answer.aliases.extend(aliases)
+        return answer, pages.pattern_page
+    answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
+    if any(alias.name == model for alias in answer.aliases):
+        return answer, lambda shown: pages.alias_status_page(shown, model)
+    if model:
+        return answer, lambda shown: pages.model_page(shown, _memory_of_models(server))
+    return answer, pages.status_page
 
 
 def _memory_of_models(server: Server) -> pb.GetMemoryResponse | None:
@@ -206,9 +250,9 @@ def _placement(server: Server) -> int:
 def _added(text: str) -> pb.AddedModel:
     try:
         name, size, utilisation = text.rsplit(":", 2)
-        added = pb.AddedModel(name=name, bytes=int(float(size)), device_seconds_per_s=float(utilisation))
+        added = pb.AddedModel(name=name, bytes=parse_size(size), device_seconds_per_s=float(utilisation))
     except (ValueError, OverflowError):
-        raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, as cats:2e9:0.3") from None
+        raise CommandLineError(f"--add {text}: write NAME:BYTES:UTIL, as cats:2GB:0.3") from None
     if not name or not 0 <= added.device_seconds_per_s <= 1e6:
         raise CommandLineError(f"--add {text}: NAME is empty, or UTIL is no number of devices")
     return added

@@ -2,21 +2,45 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rsrv.cli.changes import shown
 from rsrv.cli.device_pages import shared_bytes, shared_with_each, weights_text
 from rsrv.cli.output import headline, print_pairs, print_section, print_table
+from rsrv.control.aliases import answered, copies, errors, share
 from rsrv.control.grpc_service import word
-from rsrv.control.sentences import life, meta_facts, model_facts
+from rsrv.control.sentences import failed_how, life, lives, meta_facts, model_facts, state_of, weights_of
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.text import amount, duration, one_line, printable, some
+from rsrv.terminal import styled
+from rsrv.text import amount, duration, one_line, some
 
 
 def status_page(answer: pb.GetStatusResponse) -> None:
     """Print the server, a line for each model that is not cold and each meta model, and the failures."""
     _print_server(answer)
-    models_table(answer, [model for model in answer.models if _life(model) != "cold"])
+    where = lives(answer)
+    models_table(answer, [model for model in answer.models if where[model.name] not in ("cold", "asleep")])
+    _print_aliases(answer)
+    _print_failures(answer)
+
+
+def pattern_page(answer: pb.GetStatusResponse) -> None:
+    """Print a line for each model that matches a pattern, and the failures."""
+    models_table(answer, answer.models)
+    _print_aliases(answer)
+    _print_failures(answer)
+
+
+def alias_status_page(answer: pb.GetStatusResponse, name: str) -> None:
+    """Print the details of an alias, and of the models behind it."""
+    (alias,) = (one for one in answer.aliases if one.name == name)
+    sums = [sum(map(count, alias.targets)) for count in (answered, errors)]
+    pairs = [("alias", name), ("requests", f"{sums[0]} answered, {sums[1]} errors")]
+    print_pairs([*pairs, ("not served so", one_line(alias.failure))] if alias.failure else pairs)
+    del answer.aliases[:]
+    answer.aliases.append(alias)
+    _print_aliases(answer)
+    models_table(answer, answer.models)
     _print_failures(answer)
 
 
@@ -28,7 +52,7 @@ def doctor_page(answer: pb.DiagnoseResponse) -> None:
     )
     print(f"{found or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
     for one in answer.findings:
-        print(f"\n{word(pb.Severity, one.severity)}: {one_line(one.evidence)}  [{one.name}]")
+        print(f"\n{styled(word(pb.Severity, one.severity))}: {one_line(one.evidence)}  [{one.name}]")
         print(f"  why: {one_line(one.cause)}")
         print(f"  do:  {one_line(one.cure)}")
 
@@ -43,21 +67,19 @@ def alias_page(answer: pb.SetAliasResponse) -> None:
 
 def alias_line(alias: pb.Alias) -> str:
     """Return an alias with the models behind it, and their shares of its requests."""
-    total = sum(one.weight for one in alias.targets)
-    parts = [
-        f"{one.model} {'shadow' if one.shadow else f'{one.weight / total:.4g}'}" for one in alias.targets
-    ]
+    parts = [f"{one.model} {share(alias, one)}" for one in alias.targets]
     failure = f" (not served so: {one_line(alias.failure)})" if alias.failure else ""
     return f"{alias.name}: {', '.join(parts)}{failure}"
 
 
 def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus]) -> None:
     """Print a line for each of these models, and for each meta model."""
+    where = lives(answer)
     print_section(
         models,
         {
             "MODEL": lambda one: one.name,
-            "STATE": _life,
+            "STATE": lambda one: where[one.name],
             "PAUSED": lambda one: word(pb.Pause, one.paused),
             **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
             "SIZE": lambda one: amount(one.device_bytes),
@@ -65,7 +87,7 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
             "RUNNING": lambda one: str(one.executing),
             "ANSWERED": lambda one: str(one.outcomes.get("answered", 0)),
             "ERRORS": lambda one: str(sum(one.outcomes.values()) - one.outcomes.get("answered", 0)),
-            "COLD REQUESTS": lambda one: str(one.misses),
+            "MISSES": lambda one: str(one.misses),
             "DEVICE": lambda one: duration(one.device_seconds),
             "RESIDENCY": lambda one: word(pb.Residency, one.residency),
             "STUBS": _stubs,
@@ -75,7 +97,7 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
         answer.metas,
         {
             "META MODEL": lambda one: one.name,
-            "STATE": lambda one: life(_state(one.versions), "", one.starting),
+            "STATE": lambda one: where[one.name],
             "STUBS": _stubs,
             "QUEUED": lambda one: str(one.waiting),
             "RUNNING": lambda one: str(one.running),
@@ -88,15 +110,35 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
     )
 
 
+def _print_aliases(answer: pb.GetStatusResponse) -> None:
+    """Print a line for each model behind each alias."""
+    where = lives(answer)
+    rows = [(alias, target) for alias in answer.aliases for target in alias.targets]
+    print_section(
+        rows,
+        {
+            "ALIAS": lambda row: row[0].name,
+            "MODEL": lambda row: row[1].model,
+            "SHARE": lambda row: share(*row),
+            "STATE": lambda row: where.get(row[1].model, ""),
+            "ANSWERED": lambda row: str(answered(row[1])),
+            "ERRORS": lambda row: str(errors(row[1])),
+            **({"COPIES": lambda row: copies(row[1])} if any(target.shadow for _, target in rows) else {}),
+        },
+    )
+
+
 def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None = None) -> None:
     """Print the details of one model or meta model; `memory`: of all models, for what this one shares."""
     for model in answer.models:
         pairs = [
             ("model", model.name),
-            ("state", _life(model)),
+            ("state", lives(answer)[model.name]),
             ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
+            *([("task", model.task)] if model.task else []),
             ("residency", word(pb.Residency, model.residency)),
             ("paused", word(pb.Pause, model.paused) or "no"),
+            *_aliases_of(answer, model.name),
             *model_facts(model),
         ]
         print_pairs(pairs)
@@ -107,12 +149,12 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 model.devices,
                 {
                     "DEVICE": lambda one: str(one.number),
-                    "STATE": lambda one: life(word(pb.State, one.state), _weights(one)),
+                    "STATE": lambda one: life(word(pb.State, one.state), weights_of(one)),
                     "QUEUED": lambda one: str(one.queued),
                     "RUNNING": lambda one: str(one.executing),
                     "EXECUTIONS": lambda one: str(one.dispatches),
                     "BUSY": lambda one: duration(one.device_seconds),
-                    "COLD REQUESTS": lambda one: str(one.misses),
+                    "MISSES": lambda one: str(one.misses),
                     "LOADS": lambda one: str(one.loads),
                     "ERROR": lambda one: one_line(one.error),
                 },
@@ -140,13 +182,25 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
     _print_failures(answer)
 
 
+def _aliases_of(answer: pb.GetStatusResponse, model: str) -> list[tuple[str, str]]:
+    """Return the line about the aliases that lead to a model, if there are any."""
+    found = [
+        f"{alias.name} ({share(alias, target)})"
+        for alias in answer.aliases
+        for target in alias.targets
+        if target.model == model
+    ]
+    return [("aliases", ", ".join(found))] if found else []
+
+
 def reasons(answer: pb.GetStatusResponse) -> list[str]:
     """Return why a server, or the one model in its status, does not serve."""
-    found = [f"{one.name} failed: {one_line(one.text)}" for one in answer.failures]
+    where = lives(answer)
+    found = [f"{one.name} {_failed(one, where)}: {one_line(one.text)}" for one in answer.failures]
     named = {one.name for one in answer.failures}
     for model in (*answer.models, *answer.metas):
         version = model.versions[-1] if model.versions else None
-        state = life(_state(model.versions), "", model.starting)
+        state = life(state_of(model.versions), "", model.starting)
         if model.name in named or state == "cold":
             continue
         if version is None:
@@ -188,8 +242,11 @@ def print_update(update: pb.WatchStateResponse) -> None:
         case "down":
             print(f"the runtime{_which(update.down.device)} does not answer", flush=True)
         case "failures":
-            failed = (f"{one.name} failed: {' '.join(one.text.split())}" for one in update.failures.failures)
-            print("\n".join(map(printable, failed)) or "all models are as their bundles say", flush=True)
+            failed = (
+                f"{one.name} is not as its bundle says: {one_line(one.text)}"
+                for one in update.failures.failures
+            )
+            print("\n".join(failed) or "all models are as their bundles say", flush=True)
 
 
 def _which(device: int) -> str:
@@ -200,13 +257,13 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
     """Print a line that begins with the revision; behind it is the device, but for device 0."""
     number = f"{where.revision}{_which(where.device)}"
     if entry is None:
-        print(f"{number} {key} gone", flush=True)
+        print(f"{number} {key} has left", flush=True)
         return
     version = entry.version
     said = [
         life(word(pb.State, version.state), word(pb.Weights, version.weights)),
         word(pb.Residency, entry.residency) and f"residency {word(pb.Residency, entry.residency)}",
-        f"{len(version.stubs)} stubs",
+        f"{len(version.stubs)} stub{'' if len(version.stubs) == 1 else 's'}",
         word(pb.Pause, version.paused) and f"paused ({word(pb.Pause, version.paused)})",
         one_line(version.error),
     ]
@@ -216,7 +273,8 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
 def _print_server(answer: pb.GetStatusResponse) -> None:
     server, scheduler = answer.server, answer.scheduler
     live = [device for device in answer.devices if device.HasField("runtime")]
-    pairs = [("findings", text)] if (text := _headline(answer.findings)) else []
+    severity, colon, evidence = _headline(answer.findings).partition(":")
+    pairs = [("findings", f"{styled(severity)}{colon}{evidence}")] if severity else []
     pairs += [("server", f"tritonserver {server.pid}, {word(pb.Mode, server.mode)}, {server.repository}")]
     for device in answer.devices:
         if len(answer.devices) > 1:
@@ -233,7 +291,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
             ("scheduler", f"{word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
         ]
     if answer.models:
-        pairs.append(("models", _count(answer.models)))
+        pairs.append(("models", _count(answer)))
     pairs += [("rsrv.yaml", note) for note in server.settings_notes]
     print_pairs(pairs)
 
@@ -310,12 +368,18 @@ def _holders(model: pb.ModelStatus) -> list[str]:
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
     for model in answer.models:
-        for device in model.devices if _state(model.versions) == "ready" else ():
+        for device in model.devices if state_of(model.versions) == "ready" else ():
             if device.state == pb.STATE_FAILED:
                 print(f"\n{model.name} does not run on device {device.number}: {one_line(device.error)}")
+    where = lives(answer)
     for failure in answer.failures:
         tries = f"{failure.tries} {'try' if failure.tries == 1 else 'tries'}"
-        print(f"\n{failure.name} could not be loaded, {tries}: {one_line(failure.text)}")
+        print(f"\n{failure.name} {_failed(failure, where)}, {tries}: {one_line(failure.text)}")
+
+
+def _failed(failure: pb.Failure, where: Mapping[str, str]) -> str:
+    """Return how a failure affects its model. `where` is the state of each model."""
+    return failed_how(serves=where.get(failure.name, "failed") != "failed")
 
 
 def _print_versions(versions: Sequence[pb.Version]) -> None:
@@ -337,29 +401,14 @@ def _precision(precision: pb.Precision) -> str:
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
-def _life(model: pb.ModelStatus) -> str:
-    """Return where a model is, for people."""
-    return life(_state(model.versions), _weights(model), model.starting)
-
-
-def _weights(of: pb.ModelStatus | pb.ModelOnDevice) -> str:
-    # A model that is not built has only the coarser state of its weights.
-    return of.weights_state or word(pb.Weights, of.weights)
-
-
-def _count(models: Sequence[pb.ModelStatus]) -> str:
+def _count(answer: pb.GetStatusResponse) -> str:
     """Return how many models are in each state, without its details."""
-    counts = Counter(_life(model).partition(",")[0] for model in models)
+    metas = {meta.name for meta in answer.metas}
+    counts = Counter(text.partition(",")[0] for name, text in lives(answer).items() if name not in metas)
     text = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    return text + (" (`rsrv status '*'` lists them)" if counts["cold"] else "")
+    return text + (" (`rsrv status '*'` lists them)" if counts["cold"] or counts["asleep"] else "")
 
 
 def _stubs(model: pb.ModelStatus | pb.MetaStatus) -> str:
     """Return the number of a model's stubs."""
     return str(len({pid for version in model.versions for pid in version.stubs}))
-
-
-def _state(versions: Sequence[pb.Version]) -> str:
-    """Return the state of a model: ready if any version is, else that of the last version."""
-    states = [word(pb.State, version.state) for version in versions]
-    return "ready" if "ready" in states else states[-1] if states else "-"

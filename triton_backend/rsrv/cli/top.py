@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -77,6 +77,24 @@ class ModelRow(NamedTuple):
         )
 
 
+class AliasRow(NamedTuple):
+    """The row of a model behind an alias. The rate is None until it is known."""
+
+    alias: str
+    target: dict[str, Any]
+    rate: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row's cells, in the order of _HEAD."""
+        target, errors = f"{self.target['share']} → {self.target['model']}", str(self.target["errors"])
+        return (
+            printable(self.alias),
+            printable(target),
+            *("", "", "", rate(self.rate), "", "", ""),
+            errors,
+        )
+
+
 class Top:
     """The latest picture of the server, from the stream's events. Pure."""
 
@@ -85,6 +103,8 @@ class Top:
         self._before = self.state
         #: Models, by the column that `sort_by` has chosen.
         self.rows: list[ModelRow] = []
+        #: Models behind aliases, by name.
+        self.aliases: list[AliasRow] = []
         self.column, self.reverse = _SHARE, False
         #: Part of the names of the models to show, and True while its letters are typed.
         self.filter, self.typing = "", False
@@ -104,6 +124,7 @@ class Top:
         self._before, self.state = self.state, _whole(self.state, json.loads(text))
         if self.state["up"]:
             self.rows = list(_rows(self._before, self.state))
+            self.aliases = list(_alias_rows(self._before, self.state))
             self.rates = {
                 row.model["name"]: deque((*self.rates.get(row.model["name"], ()), row.rate or 0.0), _BAR)
                 for row in self.rows
@@ -163,10 +184,12 @@ class Top:
         host = amount(max((device.get("host", 0) for device in devices), default=0))
         models = (
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
-            f"{sum(row.model['queued'] for row in self.rows)} waiting, {len(self.rows)} models, host {host}"
+            f"{sum(row.model['queued'] for row in self.rows)} waiting, {self._states()}, host {host}"
         )
         found = [(one["severity"], one["evidence"]) for one in self.state["findings"]]
         first = [text] if (text := headline(found, "`rsrv doctor`")) else []
+        if len(devices) == 1 and "asleep_since" in devices[0]:
+            return [*first, f"{_asleep(devices[0])}, {models}"]
         if len(devices) == 1:
             return [
                 *first,
@@ -175,10 +198,22 @@ class Top:
         lines = []
         for device in devices:
             text = f"{_weights(device)}, busy {percent(busy[device['number']])}"
-            if "held" not in device:
+            if "asleep_since" in device:
+                text = _asleep(device)
+            elif "held" not in device:
                 text = f"its runtime has not answered since {_clock(device['down_since'])}"
             lines.append(f"device {device['number']}: {text}")
         return [*first, *lines, models]
+
+    def _states(self) -> str:
+        """Return how many models are in each state, without its details."""
+        counts = Counter(row.model["weights"].partition(",")[0] for row in self.rows)
+        counts["asleep" if self.state.get("asleep") else "cold"] += self.state.get("cold", 0)
+        return ", ".join(f"{count} {word}" for word, count in sorted(counts.items()) if count) or "no models"
+
+
+def _asleep(device: dict[str, Any]) -> str:
+    return f"asleep since {_clock(device['asleep_since'])}"
 
 
 def _weights(device: dict[str, Any]) -> str:
@@ -209,7 +244,9 @@ def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     models = {model["name"]: model for model in (*before.get("models", ()), *state["models"])}
     for name in state["gone"]:
         models.pop(name, None)
-    return {**{key: value for key, value in state.items() if key != "gone"}, "models": list(models.values())}
+    aliases = {"aliases": before.get("aliases", [])}
+    told = {key: value for key, value in state.items() if key != "gone"}
+    return {**aliases, **told, "models": list(models.values())}
 
 
 def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:
@@ -229,6 +266,23 @@ def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[ModelRow]:
         else:
             rate, share = (max(0.0, (model[k] - last[k]) / elapsed) for k in ("requests", "device_s"))
             yield ModelRow(model, rate, share, several)
+
+
+def _alias_rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[AliasRow]:
+    elapsed = _elapsed(before, now)
+    old = {(name, one["model"]): _requests(one) for name, one in _targets(before)} if elapsed > 0 else {}
+    for name, target in _targets(now):
+        last = old.get((name, target["model"]))
+        per_second = None if last is None else max(0.0, (_requests(target) - last) / elapsed)
+        yield AliasRow(name, target, per_second)
+
+
+def _targets(state: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((alias["name"], target) for alias in state.get("aliases", ()) for target in alias["targets"])
+
+
+def _requests(target: dict[str, Any]) -> float:
+    return float(target["answered"] + target["errors"])
 
 
 def show(events: Iterable[tuple[str, str]]) -> None:
@@ -315,25 +369,31 @@ def to_screen(top: Top) -> Any:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for at in shown:
         name = _HEAD[at]
-        # If there is little room, names are needed most; on a narrow screen, three figures have theirs, too.
-        least = 16 if at == 0 and not narrow else None
+        # If there is little room, cut the ends of names and states, and show figures whole.
         most = max(1, size.columns - 27) if at == 0 and narrow else None
         mark = ("▲" if top.reverse else "▼") if at == top.column else ""
         table.add_column(
-            name + mark, justify="left" if at < 2 else "right", no_wrap=True, min_width=least, max_width=most
+            name + mark,
+            justify="left" if at < 2 else "right",
+            no_wrap=at >= 2,
+            max_width=most,
         )
     heads = [part for line in top.headlines() for part in wrap(line, size.columns)]
     keys = wrap(top.keys(), size.columns)
     events = list(top.log)[-max(1, size.lines // 4) :]
     # The table has two lines of its own.
     room = size.lines - len(events) - len(heads) - len(keys) - 2
-    for row in top.shown[: max(1, room)]:
+    aliases = [row for row in top.aliases if top.filter in row.alias][: max(1, room // 3)]
+    for alias in aliases:
+        table.add_row(*(Text(alias.cells()[at], no_wrap=True, overflow="ellipsis") for at in shown))
+    for row in top.shown[: max(1, room - len(aliases))]:
         cells = list(row.cells())
         if not narrow:
             cells[_SHARE] = f"{'█' * round(_BAR * min(1.0, row.share or 0)):<{_BAR}} {cells[_SHARE]:>5}"
         if wide:
             cells[_RATE] = f"{top.sparks(row):>{_BAR}} {cells[_RATE]:>6}"
-        table.add_row(*(Text(cells[at]) for at in shown), style="bold" if row.model["error"] else None)
+        texts = (Text(cells[at], no_wrap=True, overflow="ellipsis") for at in shown)
+        table.add_row(*texts, style="bold" if row.model["error"] else None)
     # An event has one line.
     lines = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in (*map(_line, events), *keys)]
     return Group(*(Text(line, "bold") for line in heads), table, *lines)
@@ -356,9 +416,12 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             next_at = at + _BLOCK_INTERVAL_S
             for line in top.headlines():
                 print(f"{_clock(at)} {line}", flush=True)
-            for row in [row for row in top.rows if row.busy][:_MAX_MODELS] if top.state["up"] else ():
-                pairs = zip(_HEAD[1:], row.cells()[1:], strict=True)
-                said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell != "-")
+            busy = [row for row in top.rows if row.busy][:_MAX_MODELS]
+            rows: list[AliasRow | ModelRow] = [*top.aliases[:_MAX_MODELS], *busy]
+            for row in rows if top.state["up"] else ():
+                heads = ("SENDS", *_HEAD[2:]) if isinstance(row, AliasRow) else _HEAD[1:]
+                pairs = zip(heads, row.cells()[1:], strict=True)
+                said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell not in ("", "-"))
                 print(f"  {row.cells()[0]}: {said}", flush=True)
 
 

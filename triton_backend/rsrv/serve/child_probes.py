@@ -6,6 +6,7 @@ A process that hangs still accepts connections, because the kernel does that for
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import closing, suppress
 
 from rsrv.address import Address
@@ -48,3 +49,14 @@ async def _ask(address: Address) -> None:
     with suppress(OSError), closing(writer):
         writer.write(f"GET /v2/health/live HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
         await reader.readline()
+
+
+def bind_error(address: Address) -> str:
+    """Return why this process cannot listen at the address; empty if it can."""
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address.host, address.port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

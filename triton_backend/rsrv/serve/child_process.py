@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Self
 
 from rsrv.serve.plan import ServerPlan
+from rsrv.wire.stub_process import regions_of, remove_regions
 
-_EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
+EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
 #: longest buffered line, bytes; longer ones are cut. rsrv's own lines are shorter
 _LONGEST = 1 << 20
 
@@ -26,11 +27,14 @@ class Process:
     as started by it, which finds a server's stubs and its runtime in any process group.
     """
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], log: int, write: Callable[[bytes], None], regions: str
+    ) -> None:
         self._popen = popen
         self._log = log
         self._pipe = os.readlink(f"/proc/self/fd/{log}")
         self._write = write
+        self._regions = regions
         #: the beginning of a line
         self._rest = b""
         self._loop = asyncio.get_running_loop()
@@ -40,10 +44,12 @@ class Process:
     @classmethod
     def start(cls, server: ServerPlan, write: Callable[[bytes], None]) -> Self:
         """Start a server; `write` gets whole lines of its log. Raises OSError."""
+        # A server before this one may have been killed together with its supervisor.
+        remove_regions(regions_of(server.regions))
         log, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *server.argv],
+                [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), *server.argv],
                 env={**os.environ, **server.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=theirs,
@@ -57,11 +63,16 @@ class Process:
         finally:
             os.close(theirs)
         os.set_blocking(log, False)
-        return cls(popen, log, write)
+        return cls(popen, log, write, server.regions)
 
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def ended(self) -> bool:
+        """True if the process has ended, reaped or not."""
+        return self._over.done()
 
     async def over(self) -> None:
         """Return when it has ended."""
@@ -75,7 +86,8 @@ class Process:
     async def bury(self, patience: float) -> tuple[int, list[int]]:
         """Reap the ended child; return its status, as in subprocess, and the pids of killed processes.
 
-        These are its own children that did not end within `patience` seconds. Afterwards its log is complete.
+        These are its own children that did not end within `patience` seconds. Afterwards its log is complete, and the
+        shared memory of its stubs is gone.
         """
         left = {pid: asyncio.ensure_future(_over(pid)) for pid in _writers(self._pipe)}
         if left:
@@ -92,6 +104,7 @@ class Process:
         for pid, over in left.items():
             over.cancel()
             _reap(pid)
+        remove_regions(regions_of(self._regions))
         self._drain()
         return self._popen.wait(), killed
 

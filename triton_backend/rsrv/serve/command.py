@@ -12,15 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 import rsrv
 from rsrv import logs
 from rsrv.extras import install_command
-from rsrv.serve import demo, repositories, server, view
+from rsrv.progress import Steps, steps
+from rsrv.serve import demo, hub, repositories, server, view
+from rsrv.serve.operator_key import operator_key
 from rsrv.serve.plan import ServeError, ServerPlan
-from rsrv.serve.triton_install import Installation, InstallError, default_folder
 from rsrv.settings import SettingsError
+from rsrv.terminal import obeys_codes, styled
 from rsrv.text import os_error
+from rsrv.tokens import TokenError
+from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
 
 LOG_FILE = "serve.log"
@@ -39,6 +44,13 @@ def run(options: Namespace) -> int:
             options.config = options.config or data / demo.SETTINGS
             if not options.dry_run:
                 _copy_demo(options.directory)
+        if options.hf:
+            folder = options.directory / hub.FOLDER
+            options.bundles = (
+                [folder / hub.model_name(directory) for directory in options.hf]
+                if options.dry_run
+                else hub.export_all(options.hf, folder, lambda line: print(line, flush=True))
+            )
         settings = server.read(options)
         known = Known(server.repository(options), linked=settings.lifecycle.link == "hard")
         sources = repositories.check(options.bundles, settings, known)
@@ -53,15 +65,25 @@ def run(options: Namespace) -> int:
             sys.stdout.write(planned.describe())
             return 0
         log = options.log or options.directory / LOG_FILE
-        with _log_lines(log) as put, server.alone(planned.repository.parent):
+        with (
+            _log_lines(log) as put,
+            server.alone(planned.repository.parent),
+            server.linked(planned),
+            ExitStack() as closed_later,
+        ):
             server.check_free(planned)
+            planned = planned.with_key(operator_key(planned.key_file))
             _set_up_log(settings.logs.format, put, on_terminal=options.log != STDOUT)
             output = server.Output(put, _show_in_log)
             if options.log != STDOUT:
-                output = server.Output(put, _Terminal(planned, options).show)
+                terminal = closed_later.enter_context(_Terminal(planned, options, len(sources.good)))
+                output = server.Output(put, terminal.show)
                 print(f"rsrv {rsrv.__version__}: starting {options.tritonserver}", flush=True)
+                if planned.warning:
+                    # The control process of any tritonserver also writes it to the log.
+                    print(f"{styled('warning', sys.stderr)}: {planned.warning}", file=sys.stderr, flush=True)
             return server.run(options, settings, planned, known, output)
-    except (ServeError, SettingsError, InstallError, OSError) as error:
+    except (ServeError, SettingsError, InstallError, TokenError, OSError) as error:
         print(f"rsrv serve: {os_error(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         return error.status if isinstance(error, ServeError) else 1
 
@@ -92,8 +114,17 @@ def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
                 f"{path} cannot be the log: {error}. Name another with --log, or another folder with --directory"
             ) from None
 
+        failed: set[int | None] = set()
+
         def put(lines: bytes) -> None:
-            file.write(lines)
+            try:
+                file.write(lines)
+            except OSError as error:
+                # The server continues without its log.
+                if error.errno not in failed:
+                    failed.add(error.errno)
+                    lost = f"{path} cannot be written: {error.strerror}. Lines of the log are lost until it can be written again"
+                    print(f"rsrv serve: {lost}", file=sys.stderr, flush=True)
 
         yield put
 
@@ -112,7 +143,8 @@ class _LogHandler(logging.Handler):
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._put(f"{self.format(record)}\n".encode())
+        # The name of a folder in the record may not be UTF-8.
+        self._put(f"{self.format(record)}\n".encode(errors="backslashreplace"))
 
 
 def _set_up_log(format: logs.Format, put: Callable[[bytes], None], *, on_terminal: bool) -> None:
@@ -131,12 +163,16 @@ def _show_in_log(line: view.Line) -> None:
 
 
 class _Terminal:
-    """Lines of a terminal: each change with its time, and the endpoints when the server serves."""
+    """Prints a line for each change with its time, and the endpoints once the server serves.
 
-    def __init__(self, planned: ServerPlan, options: Namespace) -> None:
+    Until the server serves, a terminal also shows a progress bar, because the first start compiles and takes long.
+    """
+
+    def __init__(self, planned: ServerPlan, options: Namespace, models: int) -> None:
+        """`models` is the number of models that start."""
         page = server.live_page(planned.page)
         log = options.log or options.directory / LOG_FILE
-        self._endpoints = view.endpoints(planned.ports, page, log)
+        self._endpoints = view.endpoints(planned, page, log)
         self._commands = ""
         if options.demo:
             url = f"http://{view.local(planned.ports['http'])}/v2/models/{demo.MODEL}/infer"
@@ -145,16 +181,29 @@ class _Terminal:
             self._commands = f"Try:\n  {curl}\n  {status}\n"
         self._began = time.monotonic()
         self._serves = False
+        self._bar = ExitStack()
+        self._steps: Steps | None = None
+        if obeys_codes(sys.stdout) and obeys_codes(sys.stderr):
+            self._steps = self._bar.enter_context(steps("starting", models or None))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
     def show(self, line: view.Line) -> None:
         """Print a line."""
         text = line.text
         if line.kind == "serves":
             self._serves = True
+            self._bar.close()
             text = f"\n{text}:\n{self._endpoints}\n{self._commands}Stop with Ctrl-C.\n"
-        elif line.kind == "change":
+        elif line.kind in ("change", "waits"):
             passed = f"{time.monotonic() - self._began:6.1f} s"
             text = f"{time.strftime('%H:%M:%S') if self._serves else passed}  {line.text}"
+            if self._steps is not None and not self._serves and line.kind == "change":
+                self._steps.step(line.text)
         print(text, flush=True)
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
-from rsrv.address import Address, parse_address
+from rsrv.address import LOOPBACK, Address, parse_address
+from rsrv.serve.operator_key import KEY_FILE
 from rsrv.settings import Settings
-from rsrv.triton_command_line import Options
+from rsrv.triton_command_line import (
+    OPERATOR_APIS,
+    OPERATOR_HEADER,
+    RESTRICTIONS,
+    Options,
+    address_flag,
+    listening,
+    open_apis_warning,
+    restrictions,
+    unusable_characters,
+)
 
 #: model repository, in the directory of `rsrv serve`
 REPOSITORY = "models"
@@ -20,6 +33,8 @@ REPOSITORY = "models"
 _THREADS_PER_MODEL = 2
 #: one more than the calls that a stub has in flight (`rsrv.stub.bls.MAX_CALLS`)
 CALLING_THREADS = 9
+#: Placeholder of the operators' key on the command line until the server starts.
+_KEY = "OPERATOR-KEY"
 
 
 class ServeError(Exception):
@@ -46,17 +61,46 @@ class ServerPlan:
     ports: Mapping[str, Address]
     #: its model repository
     repository: Path
+    #: Link to the repository's folder, made before the start because Triton cannot use the folder's own path; else None.
+    link: Path | None
     #: seconds for requests in flight when it stops
     drain_s: float
     #: address of the live page; None: there is none
     page: Address | None
+    #: First characters of the names of the shared memory of its stubs, which no other server of the machine has.
+    regions: str
+
+    @property
+    def key_file(self) -> Path:
+        """The file with the key of the operators' APIs."""
+        return self.repository.parent / KEY_FILE
+
+    def with_key(self, key: str) -> ServerPlan:
+        """Return the plan with the key of the operators' APIs on its command line."""
+        return replace(
+            self,
+            argv=tuple(
+                word.replace(f"{OPERATOR_HEADER}={_KEY}", f"{OPERATOR_HEADER}={key}") for word in self.argv
+            ),
+        )
+
+    @property
+    def warning(self) -> str:
+        """What clients on other machines can do with the operators' APIs; empty if they can do nothing."""
+        return open_apis_warning(Options(self.argv), "Leave out --host or --client-shm (docs/security.md)")
 
     def describe(self) -> str:
-        """Return the plan as text, with a command for a shell."""
+        """Return the plan as text, with a command for a shell that reads the key from its file."""
         words = [f"{key}={value}" for key, value in sorted(self.environment.items())]
         command = shlex.join([*(["env", *words] if words else ()), *self.argv])
+        command = command.replace(
+            f"{OPERATOR_HEADER}={_KEY}", f'{OPERATOR_HEADER}="$(cat {shlex.quote(str(self.key_file))})"'
+        )
         addresses = ", ".join(f"{kind} {address}" for kind, address in self.ports.items())
         page = f"live page: http://{self.page}/\n" if self.page else ""
+        if self.link is not None:
+            made = shlex.join(["ln", "-sfn", str(self.repository.parent), str(self.link)])
+            command = f"{made}\n{command}"
         return f"{command}\naddresses: {addresses}\n{page}"
 
 
@@ -65,27 +109,39 @@ def plan(
     directory: Path,
     tritonserver: str,
     *,
+    links: Path,
     ports: Mapping[str, int],
+    host: str = LOOPBACK,
+    client_shm: bool = False,
     arguments: Sequence[str] = (),
     drain_s: float = 30.0,
-    threads: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     calling: bool = False,
+    machine: str = "",
 ) -> ServerPlan:
     """Return the plan. Raises ServeError.
 
     Args:
-        settings: those of rsrv.yaml, with the devices of the command line.
-        directory: an absolute path.
-        tritonserver: path of the program.
-        ports: by Triton's word for each.
-        arguments: more flags for tritonserver, which take precedence.
-        drain_s: seconds for requests in flight when the server stops.
-        threads: variables with the thread counts of libraries.
-        calling: a bundle calls models through Triton.
+        settings: Settings of rsrv.yaml with the devices of the command line.
+        directory: Absolute path of the server's directory.
+        tritonserver: Path of the program.
+        links: Private folder for a link to `directory`, if Triton needs one.
+        ports: Ports by Triton's word for each.
+        host: IP address at which tritonserver listens.
+        client_shm: True if clients may register shared memory.
+        arguments: More flags for tritonserver, which take precedence.
+        drain_s: Seconds for requests in flight when the server stops.
+        variables: Additions to tritonserver's environment.
+        calling: True if a bundle calls models through Triton.
+        machine: Name of the machine or pod. Servers in other containers may see another name.
     """
     repository = directory / REPOSITORY
+    link = _link(directory, links) if unusable_characters(directory) else None
+    # Servers that share /dev/shm differ in one of these. Triton protects names with this beginning from clients.
+    identity = repr((machine, str(directory), sorted(ports.items())))
+    regions = f"triton_python_backend_shm_region_{sha256(identity.encode(errors='surrogateescape')).hexdigest()[:12]}_"
     flags = [
-        f"--model-repository={repository}",
+        f"--model-repository={(link or directory) / REPOSITORY}",
         # The control process needs these two to exchange models.
         "--model-control-mode=explicit",
         "--load-model=*",
@@ -96,13 +152,16 @@ def plan(
         "--disable-auto-complete-config",
         "--model-load-thread-count=32",
         "--backend-config=python,shm-default-byte-size=1048576",
+        f"--backend-config=python,shm-region-prefix-name={regions}",
         f"--backend-config=python,thread-pool-size={CALLING_THREADS if calling else _THREADS_PER_MODEL}",
         f"--exit-timeout-secs={max(1, round(drain_s))}",
         *(f"--{kind}-port={port}" for kind, port in ports.items()),
+        *(address_flag(kind, host) for kind in ports),
+        *_restricting(Options(arguments), client_shm=client_shm),
         *arguments,
     ]
     options = Options(flags)
-    environment = dict(threads or {})
+    environment = dict(variables or {})
     if "devices" in settings.runtime.model_fields_set:
         # The command line's devices take precedence over the environment's.
         environment["RSRV_RUNTIME__DEVICES"] = json.dumps(settings.runtime.devices)
@@ -112,16 +171,41 @@ def plan(
         environment,
         {kind: _address(kind, options) for kind in ports},
         repository,
+        link,
         drain_s,
         _page(listen) if listen else None,
+        regions,
     )
+
+
+def _restricting(given: Options, *, client_shm: bool) -> list[str]:
+    """Return flags that restrict the operators' APIs, as far as the operator's own flags do not."""
+    flags = []
+    for front, option in RESTRICTIONS.items():
+        theirs = restrictions(given, front)
+        apis = [
+            api for api in OPERATOR_APIS if api not in theirs and not (client_shm and api == "shared-memory")
+        ]
+        if apis:
+            flags.append(f"--{option}={','.join(apis)}:{OPERATOR_HEADER}={_KEY}")
+    return flags
+
+
+def _link(directory: Path, links: Path) -> Path:
+    """Return the path of a link to a folder whose own path Triton cannot use. Raises ServeError if Triton cannot use the link."""
+    link = links / f"folder-{sha256(os.fsencode(directory)).hexdigest()[:16]}"
+    if characters := unusable_characters(link):
+        raise ServeError(
+            f"Triton cannot load models from {directory}, nor through a link in {links}, because of the characters {characters}. "
+            "Choose another folder with --directory, or a folder for links with RSRV_RUNTIME_DIR"
+        )
+    return link
 
 
 def _address(kind: str, options: Options) -> Address:
     """Return where a tritonserver with these options listens."""
-    host = options.last(f"{kind}-address", "0.0.0.0")
     try:
-        return parse_address(str(Address(host, 0)).removesuffix("0") + options.last(f"{kind}-port", ""))
+        return listening(options, kind)
     except ValueError as error:
         raise ServeError(f"tritonserver's address for {kind}: {error}") from None
 

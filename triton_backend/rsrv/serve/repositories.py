@@ -9,13 +9,14 @@ from pathlib import Path
 
 from rsrv.serve.plan import NoBundlesError, ServeError
 from rsrv.settings import Settings, dump_settings
+from rsrv.text import os_error
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.mistakes import mistaken
 from rsrv_gen.known import Known
 from rsrv_gen.plan import BUNDLE_FOLDER, CALLS_FOLDER, CONFIG_FILE, missing_library
 from rsrv_gen.run import run_in_runtime
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
-from rsrv_gen.update import PlannedAction, steps
+from rsrv_gen.update import PlannedAction, RepositorySettings, steps
 from rsrv_gen.write import RepositoryWriter, carried, is_alias, is_ours, open_repository
 
 
@@ -85,11 +86,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
         planned = steps(
             repository,
             sources,
-            link=settings.lifecycle.link,
-            transport=settings.meta.transport,
-            models=settings.models,
-            aliases=settings.aliases,
-            front=settings.stub.front,
+            RepositorySettings.of(settings),
             stays=lambda name: stays,
             known=known,
         )
@@ -105,7 +102,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
                 if step.verb in ("new", "changed"):
                     known.made(repository / step.name, step.recipe, step.signed)
             except (OSError, ValueError) as error:
-                failed[step.name] = str(error)
+                failed[step.name] = os_error(error) if isinstance(error, OSError) else str(error)
         writer.put_file(SETTINGS_FILE, dump_settings(settings))
         known.save(sources.places)
     problems = [f"{repository / name}: {reason}" for name, reason in failed.items()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,21 +20,30 @@ from pydantic import ValidationError
 
 from rsrv.address import Address
 from rsrv.control.find import running
+from rsrv.control.triton import Triton
 from rsrv.serve import repositories, view
-from rsrv.serve.child_probes import wait_for_hang
+from rsrv.serve.child_probes import bind_error, wait_for_hang
+from rsrv.serve.openai_process import keep_openai
+from rsrv.serve.orderly_end import end_in_order
 from rsrv.serve.plan import REPOSITORY, ServeError, ServerPlan, plan
-from rsrv.serve.supervise import RestartReason, StopSignals, SupervisorHooks, supervise
+from rsrv.serve.supervise import IDLE_S, RestartReason, StopSignals, SupervisorHooks, supervise
 from rsrv.settings import RuntimeSection, Settings, SettingsError, dump_settings, read_settings
 from rsrv.settings_changes import LOOK_S, FileLooks
 from rsrv.settings_fleet import GatewaySection
-from rsrv.wire.paths import hold, write_whole
+from rsrv.triton_command_line import ask_flags
+from rsrv.wire.paths import RuntimeDirectoryError, base_directory, hold, make_private, write_whole
 from rsrv_gen.known import Known
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, unknown_models
+from rsrv_gen.write import carried
 
 log = logging.getLogger("rsrv.serve")
 
 #: seconds without an answer after which a server that accepts connections is killed and started again
 HANG_S = 60.0
+#: Seconds after SIGTERM in which clients with open connections are still served, at most.
+_LINGER_S = 5.0
+#: Seconds after which Triton has sent its last traces.
+_TRACES_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,25 @@ class Output:
     put: Callable[[bytes], None]
     #: shows a line
     show: Callable[[view.Line], None]
+
+
+class ErrorLines:
+    """Forwards the lines of a server's log, and keeps the last error."""
+
+    #: Errors of Triton, of rsrv as text, and of rsrv as JSON.
+    _ERROR = re.compile(
+        rb"^(?:E\d{4} |\d{4}-\d\d-\d\d [\d:,]+ [EC] |\{.*\"level\": ?\"(?:error|critical)\").*$", re.MULTILINE
+    )
+
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        self._put = put
+        self.last = ""
+
+    def put(self, lines: bytes) -> None:
+        """Take whole lines."""
+        self._put(lines)
+        if errors := self._ERROR.findall(lines):
+            self.last = errors[-1].decode(errors="replace")
 
 
 def read(options: Namespace) -> Settings:
@@ -78,12 +108,27 @@ def make_plan(options: Namespace, settings: Settings, sources: Sources) -> Serve
         settings,
         repository(options).parent,
         options.tritonserver,
+        links=base_directory(),
         ports={"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port},
-        arguments=options.arguments,
+        host=options.host,
+        client_shm=options.client_shm,
+        arguments=[*_client_shm_flags(options), *options.arguments],
         drain_s=options.drain,
-        threads=_thread_counts(),
+        variables={**_thread_counts(), **_runtime_python()},
         calling=repositories.call_through_triton(sources, settings),
+        machine=socket.gethostname(),
     )
+
+
+def _client_shm_flags(options: Namespace) -> list[str]:
+    """Return the flag that some releases of Triton require so that clients may register shared memory."""
+    if not options.client_shm:
+        return []
+    try:
+        flags = ask_flags(options.tritonserver)
+    except OSError as error:
+        raise ServeError(f"--client-shm: {error}") from None
+    return ["--allow-client-shm=true"] if "allow-client-shm" in flags else []
 
 
 def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Known, output: Output) -> int:
@@ -96,6 +141,11 @@ def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Know
 
 #: thread counts of libraries that otherwise start a thread for each core of the machine
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
+
+
+def _runtime_python() -> dict[str, str]:
+    """Return the variable that makes the runtime run on this Python, unless the environment names another one."""
+    return {} if os.environ.get("RSRV_RUNTIME_PYTHON") else {"RSRV_RUNTIME_PYTHON": sys.executable}
 
 
 def _thread_counts() -> dict[str, str]:
@@ -126,7 +176,7 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
 def check_free(planned: ServerPlan) -> None:
     """Raise ServeError if another process has a port of the server; the models would be loaded in vain."""
     for kind, address in planned.ports.items():
-        if taken := _bind_error(address):
+        if taken := bind_error(address):
             holder = next((f", by rsrv's server {one}" for one in running() if address.port in one.ports), "")
             raise ServeError(
                 f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
@@ -139,22 +189,11 @@ def live_page(page: Address | None) -> str | None:
     if page is None:
         return None
     url = f"http://{page}/"
-    if taken := _bind_error(page):
+    if taken := bind_error(page):
         setting = "metrics.listen in rsrv.yaml (--config), or RSRV_METRICS__LISTEN,"
         log.warning("%s is not served: %s. Set %s to a free port, or to null", url, taken, setting)
         return f"none: {url} is another program's"
     return url
-
-
-def _bind_error(address: Address) -> str:
-    """Return why this process cannot listen at the address; empty if it can."""
-    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address.host, address.port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
 
 
 @contextmanager
@@ -168,6 +207,25 @@ def alone(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+@contextmanager
+def linked(planned: ServerPlan) -> Iterator[None]:
+    """Make the plan's link until the block ends. Raises ServeError, OSError."""
+    if planned.link is None:
+        yield
+        return
+    try:
+        make_private(planned.link.parent)
+    except RuntimeDirectoryError as error:
+        raise ServeError(str(error)) from None
+    # A killed server may have left the link. This server has the lock of the folder.
+    planned.link.unlink(missing_ok=True)
+    planned.link.symlink_to(planned.repository.parent)
+    try:
+        yield
+    finally:
+        planned.link.unlink(missing_ok=True)
 
 
 def _generate(
@@ -193,12 +251,17 @@ async def _serve(
         loop.add_signal_handler(number, orders.once_more)
     tasks: dict[str, asyncio.Future[None]] = {}
 
+    log_lines = ErrorLines(output.put)
+
     async def show_changes(pid: int) -> None:
-        async for line in view.follow(planned, pid, broken):
+        async for line in view.follow(planned, pid, broken, lambda: log_lines.last):
             output.show(line)
+
+    pids: list[int] = []
 
     def started(pid: int) -> None:
         log.info("tritonserver is process %d", pid)
+        pids[:] = [pid]
         if "changes" in tasks:
             tasks["changes"].cancel()
         tasks["changes"] = asyncio.ensure_future(show_changes(pid))
@@ -210,7 +273,13 @@ async def _serve(
             view.Line("Stopping: requests in flight are answered first. Ctrl-C again stops at once.", "note")
         )
 
+    def openai_started(listen: str) -> None:
+        output.show(view.Line(f"OpenAI's clients: http://{listen}/v1", "note"))
+
     tasks["stopping"] = asyncio.ensure_future(say_stopping())
+    tasks["openai"] = asyncio.ensure_future(
+        keep_openai(planned, settings, log_lines.put, openai_started, orders.end)
+    )
     first = None
     if not repositories.model_folders(planned.repository):
         first = tasks["first"] = asyncio.ensure_future(_first_bundles(planned, settings, options.bundles))
@@ -218,7 +287,11 @@ async def _serve(
         tasks["settings"] = asyncio.ensure_future(_follow_settings(options, planned.repository))
     try:
         hooks = SupervisorHooks(
-            output.put, started, partial(_reason_to_restart, planned.ports["http"], first)
+            log_lines.put,
+            started,
+            partial(_reason_to_restart, planned.ports["http"], first),
+            unload=partial(_unload, planned, pids),
+            idle_s=_idle_s(planned),
         )
         status = await supervise(planned, hooks, orders)
     finally:
@@ -226,6 +299,23 @@ async def _serve(
             task.cancel()
     log.info("all processes have ended")
     return status
+
+
+async def _unload(planned: ServerPlan, pids: Sequence[int], terminate: Callable[[], None]) -> bool:
+    """Unload the models of the running server, and end it with `terminate`. Return False if the models cannot be unloaded."""
+    callers = {
+        name for name in repositories.model_folders(planned.repository) if carried(planned.repository / name)
+    }
+    async with Triton.of(pids[-1]) as triton:
+        if triton.trouble or triton.mode != "explicit":
+            terminate()
+            return False
+        return await end_in_order(triton, terminate, callers, min(_LINGER_S, planned.drain_s / 2))
+
+
+def _idle_s(planned: ServerPlan) -> float:
+    """Return the seconds for a server to end whose models are unloaded. Triton's traces wait for five seconds."""
+    return _TRACES_S if any(word.startswith("--trace-config") for word in planned.argv) else IDLE_S
 
 
 async def _follow_settings(options: Namespace, repository: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from rsrv.serve.child_process import Process
 from rsrv.serve.plan import ServerPlan
@@ -21,6 +22,8 @@ STABLE_S = 60.0
 _LONGEST = 30.0
 #: seconds after the drain time until the server is killed
 _GRACE = 5.0
+#: Seconds for the server to end by itself after its models are unloaded. It looks at its connections each second.
+IDLE_S = 2.5
 
 
 class Restarts:
@@ -63,6 +66,11 @@ class RestartReason:
     works: bool = False
 
 
+async def _only_terminate(terminate: Callable[[], None]) -> bool:
+    terminate()
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class SupervisorHooks:
     """Effects of supervising: the log, the clock and callbacks."""
@@ -77,6 +85,11 @@ class SupervisorHooks:
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: seconds for the server's own children to end after it
     follow_s: float = 5.0
+    #: Ends the server with the function in its argument. Returns True when the models are unloaded, False if they cannot
+    #: be unloaded.
+    unload: Callable[[Callable[[], None]], Awaitable[bool]] = _only_terminate
+    #: Seconds for the server to end by itself after its models are unloaded.
+    idle_s: float = IDLE_S
 
 
 async def supervise(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> int:
@@ -115,14 +128,7 @@ async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals)
     await _first(process.over(), asyncio.shield(watch), orders.end.wait())
     restart = None
     if orders.end.is_set():
-        process.send(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(server.drain_s + _GRACE):
-                await _first(process.over(), orders.hurry.wait())
-        except TimeoutError:
-            # As 24.10 where the machine is starved: it waits for ever for stubs that it takes for dead.
-            log.warning("tritonserver has not ended %g s after its drain time: it is killed", _GRACE)
-        process.send(signal.SIGKILL)
+        await _stop(process, server, hooks, orders)
     elif watch.done():
         restart = watch.result()
         if restart.works:
@@ -138,6 +144,38 @@ async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals)
     if restart is None:
         return lived, said, True
     return lived, f"{restart.reason} and {said}", not restart.works
+
+
+async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> None:
+    """Make the server end. Kill it if it stays after its models are unloaded, if its time is over, or if the user is in a hurry."""
+    terminate = partial(process.send, signal.SIGTERM)
+    unloading = asyncio.ensure_future(hooks.unload(terminate))
+    try:
+        async with asyncio.timeout(server.drain_s + _GRACE):
+            await _first(process.over(), orders.hurry.wait(), _succeeds(unloading, terminate))
+            if not (process.ended or orders.hurry.is_set()):
+                await _first(process.over(), orders.hurry.wait(), asyncio.sleep(hooks.idle_s))
+            if not (process.ended or orders.hurry.is_set()):
+                log.info(
+                    "all models are unloaded, but clients keep connections open, for which tritonserver would wait: it is killed"
+                )
+    except TimeoutError:
+        # On an overloaded machine, 24.10 waits for ever for stubs that it takes for dead.
+        log.warning("tritonserver has not ended %g s after its drain time: it is killed", _GRACE)
+    finally:
+        unloading.cancel()
+    process.send(signal.SIGKILL)
+
+
+async def _succeeds(unloading: asyncio.Future[bool], terminate: Callable[[], None]) -> None:
+    """Return when the models are unloaded; never if they cannot be."""
+    try:
+        if await asyncio.shield(unloading):
+            return
+    except Exception:
+        log.exception("the models cannot be unloaded before tritonserver does that itself")
+        terminate()
+    await asyncio.Event().wait()
 
 
 async def _first(*waits: Awaitable[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,19 +13,34 @@ from typing import Literal, NoReturn
 
 import grpc
 
-from rsrv.address import Address
+from rsrv.address import LOOPBACK, Address
+from rsrv.control.sentences import failed_how, lives
+from rsrv.control.triton import Triton, TritonError
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.logs import shorten
 from rsrv.serve.child_probes import listens
 from rsrv.serve.plan import ServerPlan
 from rsrv.serve.repositories import model_folders
-from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
+from rsrv.text import one_line, some
+from rsrv.wire.paths import CONTROL_SOCKET, FAILURE, SOCKET, runtime_directory
+from rsrv.wire.stub_process import living_stubs
 from rsrv_gen.plan import BUNDLE_FOLDER
+from rsrv_gen.write import is_alias
 
 #: seconds between two looks, and between attempts to reach the control service
 LOOK_S = 0.25
+#: Checks until a model that is neither cold nor failed is shown as not loaded. For example, an operator has unloaded it.
+_UNCLEAR_LOOKS = 40
 #: seconds for the control service to come up after the server, and to answer
 CONTROL_S, _STATUS_S = 15.0, 2.0
+#: Seconds without a line after which a starting server says what it waits for. They double each time.
+QUIET_S = 10.0
+#: Characters of an error that are shown.
+_MAX_ERROR = 300
+
+
+_UNKNOWN = "Serving. The log shows which models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +48,21 @@ class Line:
     """A line for the operator."""
 
     text: str
-    #: serves: the server takes requests from now on
-    kind: Literal["change", "serves", "note"] = "change"
+    #: "change": a model has changed. "waits": the reason why the server does not serve yet. "serves": it serves from now on.
+    kind: Literal["change", "waits", "serves", "note"] = "change"
 
 
 class Changes:
     """Changes of the models' states, as lines for people. Pure."""
 
-    def __init__(self, broken: Mapping[str, str], models: Callable[[], Collection[str]] = frozenset) -> None:
-        """`models`: returns those of the repository; one that no runtime has is cold."""
-        self._models = models
+    def __init__(
+        self,
+        broken: Mapping[str, str],
+        models: Callable[[], Collection[str]] = frozenset,
+        aliases: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """`models` and `aliases` return the names of the models and of the aliases in the repository."""
+        self._models, self._aliases = models, aliases
         present = models()
         #: bundles that were broken before the start, and whose earlier version serves on: that has been shown
         self._kept = {name: reason for name, reason in broken.items() if name in present}
@@ -54,6 +75,8 @@ class Changes:
         self._touched: set[str] = set()
         self._waiting: set[str] = set()
         self._gone: set[str] = set()
+        #: Number of checks, by model, without a known reason why the model had left the runtimes.
+        self._unclear = Counter[str]()
         #: a device's models are known
         self.known = False
 
@@ -71,41 +94,85 @@ class Changes:
         found = {name for name in self._waiting if _is_ready(self._state(name))}
         return {name for name in found if not _is_ready(self._shown.get(name))}
 
-    def lines(self, starting: Collection[str] = ()) -> Iterator[str]:
-        """Yield a line for each model whose state changed before the last call: by now Triton has it, too.
+    def left(self) -> bool:
+        """Return whether a model has left the runtimes since the last line about it. It may be cold, failed or removed."""
+        return not self._waiting.isdisjoint(self._gone)
 
-        The lines of those in `starting` come later.
+    def lines(self, lives: Mapping[str, str] | None = None) -> Iterator[str]:
+        """Yield a line for each model whose state changed before the last call: by now Triton also has that state.
+
+        `lives` has the state of each model in the words of the control service. Starting models get their lines later.
         """
+        lives = lives or {}
         due, self._waiting, self._touched = self._waiting, self._touched, set()
         models = self._models() if due & self._gone else ()
         for name in sorted(due):
-            if name in starting:
+            if lives.get(name, "").startswith("starting"):
                 self._touched.add(name)
                 continue
             state, before = self._state(name), self._shown.get(name)
             if state is None:
                 # A model that is loading again keeps its last line: it serves, or its failure was shown.
                 if name in self._gone:
-                    self._shown.pop(name, None)
-                    yield f"{name} is {'cold' if name in models else 'removed'}"
+                    yield from self._left(name, lives, models)
                 continue
             self._shown[name] = state
+            self._unclear.pop(name, None)
             word, detail = state
             if state == before:
                 continue
             if word == "failed":
-                yield f"{name} failed: {' '.join(detail.split())}"
+                how = failed_how(serves=self._serves(name))
+                yield f"{name} {how}: {' '.join(detail.split())}"
             elif _is_ready(before):
                 self._kept.pop(name, None)
                 yield f"{name} serves its new bundle"
             else:
                 yield f"{name} is ready"
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return how many models are ready, how many failed, and how many are cold."""
-        words = [word for word, _ in self._shown.values()]
-        cold = set(self._models()) - self._shown.keys() - self._versions.keys()
-        return words.count("ready"), words.count("failed"), len(cold)
+    def _serves(self, name: str) -> bool:
+        """Return whether a version of a model is ready on any device."""
+        versions = self._versions.get(name, {}).values()
+        return any(one.state == pb.STATE_READY for devices in versions for one in devices.values())
+
+    def _left(self, name: str, lives: Mapping[str, str], models: Collection[str]) -> Iterator[str]:
+        """Yield the line for a model that has left the runtimes or an ended failure, if the reason is known."""
+        word, before = lives.get(name, "").partition(",")[0], self._shown.get(name)
+        if name in models and word not in ("cold", "asleep"):
+            self._unclear[name] += 1
+            if self._unclear[name] < _UNCLEAR_LOOKS:
+                # The control service will know in a few seconds whether it is cold or has failed.
+                self._touched.add(name)
+                return
+            word = "not loaded"
+        self._unclear.pop(name, None)
+        if name in models:
+            self._shown[name] = word, ""
+            if before != (word, ""):
+                yield f"{name} is {word}"
+            return
+        self._shown.pop(name, None)
+        alias = name.removeprefix("aliases.")
+        if alias not in self._aliases():
+            yield f"{name} is removed"
+        elif before is not None:
+            yield f"the alias {alias} is served"
+
+    def counts(self, lives: Mapping[str, str], loaded: Collection[str] | None) -> Counter[str]:
+        """Return how many models are ready, cold, asleep, starting and failed.
+
+        `lives` has the words of the control service. `loaded` has the models that Triton has loaded, or is None if unknown.
+        """
+        return Counter(self._word(name, lives, loaded) for name in {*self._models(), *self._shown})
+
+    def _word(self, name: str, lives: Mapping[str, str], loaded: Collection[str] | None) -> str:
+        state = self._state(name) or self._shown.get(name)
+        if state is not None and state[0] in ("ready", "failed"):
+            return state[0]
+        if loaded is not None and name not in loaded:
+            return "failed"
+        word = lives.get(name, "cold").partition(",")[0]
+        return word if word in ("cold", "asleep", "starting") else "ready"
 
     def _apply(self, update: pb.WatchStateResponse) -> set[str]:
         """Take an update; return the names of the models that it may change."""
@@ -162,16 +229,29 @@ def _is_ready(state: tuple[str, str] | None) -> bool:
     return state is not None and state[0] == "ready"
 
 
-def endpoints(ports: Mapping[str, Address], page: str | None, log: Path) -> str:
-    """Return the block of endpoints, with the path of the log."""
+def endpoints(planned: ServerPlan, page: str | None, log: Path) -> str:
+    """Return the block of endpoints, with the paths of the log and of the operators' key."""
+    ports = planned.ports
     rows = [
         ("HTTP", f"http://{local(ports['http'])}"),
         ("gRPC", local(ports["grpc"])),
         ("metrics", f"http://{local(ports['metrics'])}/metrics"),
         ("live page", page),
         ("log", str(log)),
+        (
+            "key",
+            f"{_shown(planned.key_file)} (opens the APIs that load models and change the server)",
+        ),
     ]
+    hosts = {address.host for address in ports.values()} - {LOOPBACK, "::1"}
+    if hosts:
+        rows.append(("open", f"other machines reach {' and '.join(sorted(hosts))}, without TLS or a token"))
     return "\n".join(f"  {name:<10} {text}" for name, text in rows if text)
+
+
+def _shown(path: Path) -> str:
+    """Return the path as seen from the working directory, if it is in there."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def local(address: Address) -> str:
@@ -180,45 +260,139 @@ def local(address: Address) -> str:
     return str(Address(host, address.port))
 
 
-async def follow(planned: ServerPlan, pid: int, broken: Mapping[str, str]) -> AsyncGenerator[Line, None]:
-    """Yield a line for each change of a tritonserver's models, and one when it serves; never end."""
-    changes = Changes(broken, partial(model_folders, planned.repository))
+class Patience:
+    """Decides when to print what a start waits for: after ten seconds without a line, then less and less often. Pure."""
+
+    def __init__(self, now: float) -> None:
+        self._began = self._spoke = now
+        self._pause = QUIET_S
+
+    def note(self, now: float) -> None:
+        """Note that a line was shown."""
+        self._spoke = now
+
+    def waited(self, now: float) -> float | None:
+        """Return the seconds since the start if it is time for a line, or None."""
+        if now - self._spoke < self._pause:
+            return None
+        self._spoke = now
+        self._pause *= 2
+        return now - self._began
+
+
+def waits_for(
+    models: int, starting: Collection[str], processes: Collection[str], runtime: bool, error: str
+) -> str:
+    """Return the text about what a starting server waits for.
+
+    Args:
+        models: number of models in the repository.
+        starting: models that are starting, as the control process reports; empty without a control process.
+        processes: models that have a process.
+        runtime: True if a runtime runs.
+        error: the last error in the log.
+    """
+    if starting:
+        text = f"starting {some(sorted(starting))}"
+    elif runtime:
+        text = f"a runtime runs, and {models} models are loading"
+    elif processes:
+        text = f"{len(processes)} of {models} models have a process ({some(sorted(processes))}), and no runtime runs yet"
+    else:
+        text = f"tritonserver has {models} models to load, and no process of a model and no runtime runs yet"
+    return f"{text}. The last error in the log: {shorten(one_line(error), _MAX_ERROR)}" if error else text
+
+
+async def follow(
+    planned: ServerPlan, pid: int, broken: Mapping[str, str], last_error: Callable[[], str] = str
+) -> AsyncGenerator[Line, None]:
+    """Yield a line for each change of a tritonserver's models, and one when it serves; never end.
+
+    While it starts and has no other lines, yield a line about what it waits for. `last_error` returns the last error in the
+    log.
+    """
+    clock = asyncio.get_running_loop().time
+    silence = Patience(clock())
+    changes = Changes(broken, partial(_models, planned.repository), partial(_aliases, planned.repository))
     patience, listening, serves = CONTROL_S, False, False
+    directory, shown = runtime_directory(pid, "0"), ""
     # By default gRPC waits longer and longer between attempts: models would become ready unseen for up to two minutes.
     options = [
         (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
     ]
-    channel = grpc.aio.insecure_channel(f"unix:{runtime_directory(pid, '0') / CONTROL_SOCKET}", options)
+    channel = grpc.aio.insecure_channel(f"unix:{directory / CONTROL_SOCKET}", options)
     control = control_pb2_grpc.ControlStub(channel)
     watching = asyncio.create_task(_watch(control, changes))
     try:
         while True:
             hooks = [planned.repository / name / BUNDLE_FOLDER / "model.py" for name in changes.ready()]
-            for text in changes.lines(await _starting(control) if any(map(Path.exists, hooks)) else ()):
+            for text in changes.lines(
+                await _lives(control) if changes.left() or any(map(Path.exists, hooks)) else {}
+            ):
+                silence.note(clock())
                 yield Line(text)
+            if not serves and (waited := silence.waited(clock())) is not None:
+                starting = {
+                    name for name, life in (await _lives(control)).items() if life.startswith("starting")
+                }
+                processes = await asyncio.to_thread(_processes, pid)
+                runtime, count = (directory / SOCKET).exists(), len(model_folders(planned.repository))
+                why = waits_for(count, starting, processes, runtime, last_error())
+                yield Line(f"not serving after {waited:.0f} s: {why}", "waits")
+            if not changes.known and (failure := _read(directory / FAILURE)) not in ("", shown):
+                shown = failure
+                yield Line(failure, "waits")
             if not serves and listening:
+                models = _models(planned.repository)
                 # Without its control service, what the server has loaded is not known here.
-                known = changes.known or not model_folders(planned.repository)
+                known = changes.known or not models
                 # The control process starts beside the models, and may be later; without a model there is none.
                 patience -= LOOK_S
-                if known or patience < 0:
+                if known or shown or patience < 0:
                     serves = True
                     # The models that were ready when it began to listen come before the line.
                     for text in (*changes.lines(), *changes.lines()):
                         yield Line(text)
-                    good, failed, cold = changes.counts()
-                    what = f" {good + cold} of {good + failed + cold} models"
-                    if not known:
-                        what = "; which models, only the log shows"
-                    elif cold:
-                        what += f", {cold} of them cold until their first request"
-                    yield Line(f"Serving{what}", "serves")
+                    counts = Counter[str](failed=len(models))
+                    if not shown:
+                        counts = changes.counts(await _lives(control), await _loaded(pid))
+                    yield Line(_serving(counts) if known or shown else _UNKNOWN, "serves")
             elif not serves:
                 listening = await listens(planned.ports["http"])
             await asyncio.sleep(LOOK_S)
     finally:
         watching.cancel()
         await channel.close()
+
+
+def _serving(counts: Counter[str]) -> str:
+    """Return the line for a serving server, with the number of its models that serve."""
+    text = f"Serving {counts.total() - counts['failed'] - counts['starting']} of {counts.total()} models"
+    cold = counts["cold"] + counts["asleep"]
+    details = [f"{cold} of them cold until their first request"] if cold else []
+    details += [f"{counts[word]} {word}" for word in ("starting", "failed") if counts[word]]
+    return ", ".join((text, *details))
+
+
+def _models(repository: Path) -> set[str]:
+    """Return the models of a repository, without its aliases."""
+    return {name for name in model_folders(repository) if not is_alias(repository / name)}
+
+
+def _aliases(repository: Path) -> set[str]:
+    return {name for name in model_folders(repository) if is_alias(repository / name)}
+
+
+def _processes(pid: int) -> set[str]:
+    """Return the models for which a tritonserver has started a process."""
+    return {stub.code.parent.parent.name for _, stub in living_stubs(pid)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return " ".join(path.read_text().split())
+    except (OSError, ValueError):
+        return ""
 
 
 async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoReturn:
@@ -230,9 +404,16 @@ async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoR
         await asyncio.sleep(LOOK_S)
 
 
-async def _starting(control: control_pb2_grpc.ControlStub) -> set[str]:
-    """Return the models that are starting, also those that are loaded and whose model.py is still being imported."""
+async def _lives(control: control_pb2_grpc.ControlStub) -> dict[str, str]:
+    """Return the state of each model; empty if the control service does not answer."""
     with suppress(grpc.RpcError):
-        status = await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S)
-        return {one.name for one in (*status.models, *status.metas) if one.starting}
-    return set()
+        return lives(await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S))
+    return {}
+
+
+async def _loaded(pid: int) -> set[str] | None:
+    """Return the models and aliases that Triton has loaded; None if it does not answer."""
+    with suppress(TritonError):
+        async with Triton.of(pid) as triton:
+            return {name for name, state in (await triton.states()).items() if state == "ready"}
+    return None

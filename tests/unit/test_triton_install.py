@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from rsrv import triton_install
 from rsrv.cli.main import main
-from rsrv.serve import triton_install
-from rsrv.serve.triton_install import Installation, InstallError, default_folder
+from rsrv.triton_install import Installation, InstallError, default_folder
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_another_machine_is_refused_before_anything_is_written(
@@ -23,6 +23,15 @@ def test_another_machine_is_refused_before_anything_is_written(
     assert main(["triton", "install", "--dir", str(tmp_path / "triton")]) == 1
     assert "NVIDIA's container" in capsys.readouterr().err
     assert not (tmp_path / "triton").exists()
+
+
+def test_a_folder_from_which_triton_starts_no_stub_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server would hang at the load of its first model, without a message."""
+    assert main(["triton", "install", "--dir", str(tmp_path / "my triton")]) == 1
+    assert "because of the characters [' ']" in capsys.readouterr().err
+    assert not (tmp_path / "my triton").exists()
 
 
 @pytest.mark.long

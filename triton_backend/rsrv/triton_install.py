@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rsrv
+from rsrv.triton_command_line import unusable_characters
 
 #: tritonserver 2.51 (release 24.10) with its Python backend
 SERVER = """\
@@ -113,6 +114,11 @@ class Installation:
         return self.own / "stub" / "bin"
 
     @property
+    def stub_python(self) -> Path:
+        """The Python of the stubs, which runs hooks."""
+        return self.stub_bin / "python3"
+
+    @property
     def launcher(self) -> Path:
         """The command tritonserver, with its libraries, backends and environment."""
         return self.own / "bin" / "tritonserver"
@@ -139,6 +145,11 @@ class Installation:
             raise InstallError(
                 "only Linux on x86-64 is supported here; elsewhere run rsrv in NVIDIA's container, or name a "
                 "tritonserver with --tritonserver"
+            )
+        if characters := unusable_characters(self.own):
+            raise InstallError(
+                f"tritonserver 24.10 cannot start models if it is installed in {self.own}, because of the characters {characters}. "
+                "Name a folder without them in XDG_CACHE_HOME or with --dir, or move the clone of rsrv"
             )
         steps = self._steps()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -206,16 +217,16 @@ class Installation:
         # Only the one library: a whole lib folder on LD_LIBRARY_PATH would shadow the system's libraries.
         lib = _emptied(self.python_lib)
         library = str(sysconfig.get_config_var("INSTSONAME") or f"libpython{PYTHON_TAG}.so.1.0")
-        own = Path(str(sysconfig.get_config_var("LIBDIR"))) / library
-        if own.is_file():
-            (lib / library).symlink_to(own)
+        folders = [str(sysconfig.get_config_var("LIBDIR")), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+        if own := next((path for folder in folders if (path := Path(folder, library)).is_file()), None):
+            (lib / library).symlink_to(own.absolute())
         # Without arguments the stub only complains about them, unless the loader stops it before.
         trial = _run([str(stub)], {"LD_LIBRARY_PATH": self.library_path})
         if trial.returncode == 127:
             raise InstallError(
                 f"Triton's stub for Python {PYTHON_TAG} cannot start: {trial.stderr.strip()}\n"
                 "This Python was built without a shared library. Use one that has it "
-                f"(Debian and Ubuntu: apt-get install libpython{PYTHON_TAG})."
+                f"(Debian and Ubuntu: apt-get install libpython{PYTHON_TAG}), or name the library's folder in LD_LIBRARY_PATH."
             )
 
     def _launcher(self) -> None:

@@ -65,7 +65,7 @@ def write_meta(
     """Write a bundle of kind meta whose model.py is `body`, and whose tensors are `client`."""
     path.mkdir(parents=True)
     (path / "manifest.yaml").write_text(
-        'format_version: "3.0"\n'
+        "format_version: 3\n"
         "kind: meta\n"
         f"meta: {{calls: [{', '.join(calls)}], external: [{', '.join(external)}]}}\n" + client
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -52,6 +53,16 @@ SHARED_SERVERS = ("triton", "fleet")
 _SPREAD = 0.6
 
 _MADE = pytest.StashKey[str]()
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Generator[None]:
+    """Take back what a test's code, or a library that it imports, changes in the root logger: later tests count lines."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -172,6 +172,8 @@ class FakeDevice:
         self.costs: dict[str, Mapping[tuple[int, int], float]] = {}
         #: seconds of builds, likewise
         self.starts: dict[str, float] = {}
+        #: Keys of models whose executables are stored.
+        self.stored: set[str] = set()
 
     def fail_next(
         self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
@@ -195,6 +197,9 @@ class FakeDevice:
 
     def known_start(self, model: str) -> float | None:
         return self.starts.get(model)
+
+    def has_executables(self, model: str, name: str) -> bool:
+        return model in self.stored
 
     def keep_start(self, model: str, seconds: float) -> None:
         self.starts.setdefault(model, seconds)
@@ -503,6 +508,28 @@ class FakePbUtils:
     Tensor = FakeTensor
     TritonError = FakeError
     InferenceResponse = FakeResponse
+
+
+class NewResponse(FakeResponse):
+    """A response of release 25.02 and later, which has parameters."""
+
+    def __init__(
+        self,
+        output_tensors: list[FakeTensor],
+        error: FakeError | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(output_tensors, error)
+        self.given = parameters
+
+    def parameters(self) -> str:
+        return json.dumps(self.given or {})
+
+
+class NewPbUtils(FakePbUtils):
+    """`triton_python_backend_utils` of release 25.02 and later."""
+
+    InferenceResponse = NewResponse
 
 
 class FakeBackstop:

@@ -1,5 +1,6 @@
 """Commands to a runtime through its socket, for tests without a control process."""
 
+import json
 from typing import Any
 
 from rsrv.wire.frames import Kind, pack_json
@@ -15,31 +16,10 @@ class Refused(Exception):
         self.code = code
 
 
-def configure(
-    server_pid: int, changes: dict[str, Any], gpu: str = "0", timeout: float = 10.0
-) -> dict[str, Any]:
-    """Change keys of the scheduler's section in a running runtime, and return the whole section. {} only reads it.
-
-    Raises Refused, then nothing has changed; and what `read_status` raises.
-    """
-    section = ask(server_pid, gpu, timeout, pack_json(Kind.CONFIGURE, changes), Kind.CONFIGURED)
-    if "error" in section:
-        raise Refused(section["error"])
-    return section
-
-
-def set_residency(server_pid: int, model: str, residency: str, gpu: str = "0", timeout: float = 10.0) -> None:
-    """Set where a model's weights are kept: unpinned, system or device. Returns before they are there.
-
-    Raises Refused, then nothing has changed; and what `read_status` raises.
-    """
-    command(server_pid, {"command": "residency", "model": model, "residency": residency}, gpu, timeout)
-
-
 def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
     """Free all weights that are not pinned at once, and load them again. Returns before that is done.
 
-    Raises what `read_status` raises.
+    Raises what `read_record` raises.
     """
     command(server_pid, {"command": "compact"}, gpu, timeout)
 
@@ -47,9 +27,11 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
 def command(server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
     """Send a command of docs/protocol.md, and return its answer.
 
-    Raises Refused, then nothing has changed; and what `read_status` raises.
+    Raises Refused, then nothing has changed; and what `read_record` raises.
     """
-    answer = ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, wanted), Kind.COMMANDED)
+    answer: dict[str, Any] = json.loads(
+        ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, wanted), Kind.COMMANDED)
+    )
     if "error" in answer:
         raise Refused(answer["error"], answer["code"])
     return answer

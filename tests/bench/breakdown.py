@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rsrv.wire.socket import read_status
 from tests.bench import models
 from tests.bench.load import Side, load
 from tests.bench.phases import served
 from tests.bench.processes import CLIENT, RUNTIME, SERVER, STUB, ThreadTime, server_processes, threads
 from tests.bench.report import table
 from tests.bench.status import model_status
+from tests.status import read_status
 
 #: Threads below this many microseconds of CPU a request share one line.
 _LEAST_US = 4.0

@@ -23,7 +23,7 @@ from tests.bench.places import ROOT, WORK
 from tests.bench.report import table
 
 #: a bundle of a few kilobytes
-SOURCE = ROOT / "tests/golden/jax_0_10_2_format_3_1/format_3_1/affine"
+SOURCE = ROOT / "tests/golden/jax_0_10_2/format_3/affine"
 #: seconds that bundles must be unchanged before the generator relies on what it noted of them
 _SETTLED_S = 3.0
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rsrv_bundle.narrowing import Narrow, narrow
 from rsrv_bundle.writer import write_weights
 from tests.bench.models import generate
 from tests.bench.places import HERE, ROOT, WORK
@@ -23,6 +24,8 @@ WIDTH = 512
 #: Bytes of one layer's weights.
 LAYER_BYTES = WIDTH * WIDTH * 4
 SIZES = (1, 2, 4, 8)
+#: Type of the weights that are not narrowed.
+WIDE = "f32"
 
 
 def names(count: int) -> list[str]:
@@ -48,24 +51,39 @@ def weights(name: str, layers: int) -> dict[str, Array]:
     }
 
 
-def reference(name: str, layers: int, x: Array) -> Array:
-    """Map f32 [n, WIDTH] to f32 [n, WIDTH], in double precision until the end."""
+def narrow_weights(name: str, layers: int, kind: str) -> dict[str, Narrow]:
+    """Return the weights in a narrower type, with a scale for each column."""
+    return {
+        layer: narrowed
+        for layer, kernel in weights(name, layers).items()
+        if isinstance(narrowed := narrow(kernel, kind, frozenset({0})), Narrow)
+    }
+
+
+def reference(name: str, layers: int, x: Array, kind: str = WIDE) -> Array:
+    """Map f32 [n, WIDTH] to f32 [n, WIDTH], in double precision until the end, with the weights as the bundle has them."""
     value = x.astype(np.float64)
-    for kernel in weights(name, layers).values():
+    kernels = weights(name, layers)
+    if kind != WIDE:
+        kernels = {
+            layer: values.astype(np.float32) * (1 if scale is None else scale)
+            for layer, (values, scale) in narrow_weights(name, layers, kind).items()
+        }
+    for kernel in kernels.values():
         value = np.maximum(value @ kernel, 0)
     return value.astype(np.float32)
 
 
-def repository(count: int, nbytes: int) -> Path:
-    """Make a model repository with `count` chains of `nbytes` of weights each."""
+def repository(count: int, nbytes: int, kind: str = WIDE) -> Path:
+    """Make a model repository with `count` chains of `nbytes` of weights each, which are then narrowed to `kind`."""
     layers = layers_of(nbytes)
-    bundles = _ensure(count, layers)
-    return generate(f"chains-{count}-{layers}", [bundles / name for name in names(count)])
+    bundles = _ensure(count, layers, kind)
+    return generate(f"chains-{count}-{layers}-{kind}", [bundles / name for name in names(count)])
 
 
-def _ensure(count: int, layers: int) -> Path:
+def _ensure(count: int, layers: int, kind: str) -> Path:
     """Return the folder of the bundles; missing ones are made, and all of them if their makers changed."""
-    folder = WORK / "bundles" / f"chains-{layers}"
+    folder = WORK / "bundles" / f"chains-{layers}-{kind}"
     stamp = folder / "stamp"
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     for source in (HERE / "chains.py", *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))):
@@ -73,16 +91,16 @@ def _ensure(count: int, layers: int) -> Path:
     if not (stamp.is_file() and stamp.read_text() == key.hexdigest()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        print(f"exporting chains of {layers} layers ...", flush=True)
-        _export(folder / "chain_0", layers)
+        print(f"exporting chains of {layers} layers in {kind} ...", flush=True)
+        _export(folder / "chain_0", layers, kind)
         stamp.write_text(key.hexdigest())
     for name in names(count):
         if not (folder / name).is_dir():
-            _vary(folder / "chain_0", folder / name, layers)
+            _vary(folder / "chain_0", folder / name, layers, kind)
     return folder
 
 
-def _export(folder: Path, layers: int) -> None:
+def _export(folder: Path, layers: int, kind: str) -> None:
     import jax
 
     from rsrv_bundle.export import export_bundle
@@ -93,14 +111,26 @@ def _export(folder: Path, layers: int) -> None:
         return {"y": x}
 
     example = {"x": np.zeros((1, WIDTH), np.float32)}
-    export_bundle(apply, weights(folder.name, layers), example, batch_sizes=SIZES, out_dir=folder)
+    export_bundle(
+        apply,
+        weights(folder.name, layers),
+        example,
+        batch_sizes=SIZES,
+        out_dir=folder,
+        weights=None if kind == WIDE else kind,
+    )
 
 
-def _vary(original: Path, folder: Path, layers: int) -> None:
+def _vary(original: Path, folder: Path, layers: int, kind: str) -> None:
     """Write the same modules with other weights, without lowering them again."""
     work = folder.with_name(f".{folder.name}")
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(original, work)
-    write_weights(work / "weights.safetensors", list(weights(folder.name, layers).items()))
+    stored = list(weights(folder.name, layers).items())
+    if kind != WIDE:
+        narrowed = narrow_weights(folder.name, layers, kind)
+        stored = [(layer, tensor.values) for layer, tensor in narrowed.items()]
+        stored += [(f"{layer}:scale", scale) for layer, (_, scale) in narrowed.items() if scale is not None]
+    write_weights(work / "weights.safetensors", stored)
     seal(work)
     work.rename(folder)

@@ -1,32 +1,39 @@
-"""Clients of many models with uneven popularity; every answer is checked.
+"""Clients in a process of their own that check every answer, and continue when a request fails.
 
-`python -m tests.bench.crowd` runs them in another process, so that their cost is not counted as the server's. It prints
-`measuring` when its warm-up is over, and at the end one line of JSON: the latency of every request answered after that,
-in microseconds. It fails with the first answer that is wrong or missing.
+`python -m tests.bench.crowd` asks all models of a file of questions, with uneven popularity, which may change over
+time. It prints `asking` when every client has been answered, and leaves a file with all requests after that: the start
+and end of each, by the clock that all processes of a machine share, and its outcome.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
-import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2
 
 from tests.bench.load import BenchFailed
 from tests.bench.places import ROOT
 from tests.bench.verify import check
 
 Array = npt.NDArray[Any]
+
+OK, WRONG = "OK", "WRONG"
+_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+#: Seconds that a request may take, and the least pause of a client after a failure.
+_DEADLINE, _PAUSE = 20.0, 0.01
 
 
 def popularity(models: int, exponent: float) -> Array:
@@ -60,83 +67,158 @@ class Questions:
         return cls(kinds["sent"], kinds["wanted"])
 
 
-@dataclass
-class Crowd:
-    """A running crowd, and after `crowd` ended, the latencies in microseconds."""
+@dataclass(frozen=True)
+class Requests:
+    """The outcome of each; [requests], seconds of time.monotonic()."""
 
-    pid: int
-    latencies_us: Sequence[float] = field(default_factory=list)
+    began: Array
+    ended: Array
+    #: The status' name, or WRONG.
+    code: Array
+
+    def failed(self) -> Counter[str]:
+        """Return the failures by code, without wrong answers."""
+        bad = self.code[(self.code != OK) & (self.code != WRONG)]
+        return Counter(map(str, bad))
+
+    @property
+    def wrong(self) -> int:
+        return int((self.code == WRONG).sum())
+
+    def between(self, begin: float, end: float) -> Requests:
+        """Return those that ended in between."""
+        inside = (self.ended >= begin) & (self.ended < end)
+        return Requests(self.began[inside], self.ended[inside], self.code[inside])
+
+    def p99_ms(self) -> float:
+        """Return the percentile of the answered ones, or NaN."""
+        answered = self.code == OK
+        taken = (self.ended - self.began)[answered]
+        return float(np.percentile(taken, 99) * 1e3) if taken.size else float("nan")
+
+
+@dataclass
+class Asking:
+    """Running clients; `requests` after `asking` ended."""
+
+    process: subprocess.Popen[str]
+    requests: Requests | None = None
 
 
 @contextmanager
-def crowd(
-    grpc_url: str,
+def asking(
+    url: str,
     questions: Path,
     *,
     clients: int,
-    exponent: float,
-    warm_s: float,
-    window_s: float,
-    seed: int,
-) -> Iterator[Crowd]:
-    """Run clients beside the block, which starts when they are warm. Raises BenchFailed with their error."""
-    command = [sys.executable, "-m", "tests.bench.crowd", grpc_url, str(questions), str(clients)]
-    command += [str(exponent), str(warm_s), str(window_s), str(seed)]
+    seconds: float,
+    exponent: float = 1.1,
+    turn_s: float = inf,
+    pause_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Asking]:
+    """Run clients beside the block for so many seconds. Raises BenchFailed.
+
+    The popularity follows Zipf's law with this exponent. Every `turn_s` other models become the most popular. Each client
+    pauses for `pause_s` after an answer.
+    """
+    found = questions.with_name("asked.npz")
+    found.unlink(missing_ok=True)
+    numbers = (clients, seconds, exponent, turn_s, pause_s, seed)
+    words = [url, str(questions), *map(str, numbers), str(found)]
+    command = [sys.executable, "-m", "tests.bench.crowd", *words]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        running = Crowd(process.pid)
-        warm = process.stdout.readline() == "measuring\n"
-        if warm:
-            yield running
-        said, complaint = process.communicate(timeout=window_s + 60)
+        if process.stdout.readline() != "asking\n":
+            raise BenchFailed(f"the clients do not start:\n{process.communicate()[1][-2000:]}")
+        running = Asking(process)
+        yield running
+        _, complaint = process.communicate(timeout=seconds + 2 * _DEADLINE)
     finally:
         process.kill()
         process.wait()
-    if not warm or process.returncode != 0:
+    if process.returncode != 0:
         raise BenchFailed(f"the clients left with {process.returncode}:\n{complaint[-2000:]}")
-    running.latencies_us = json.loads(said)
+    with np.load(found) as stored:
+        running.requests = Requests(stored["began"], stored["ended"], stored["code"])
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the process of the clients."""
-    url, file, clients, exponent, warm_s, window_s, seed = arguments
+    url, file, clients, seconds, exponent, turn_s, pause_s, seed, found = arguments
     questions = Questions.load(Path(file))
-    begin = time.perf_counter() + float(warm_s)
-    end = begin + float(window_s)
-
-    def one(number: int) -> list[float]:
-        rng = np.random.default_rng([int(seed), number])
-        return list(_latencies(url, questions, rng, float(exponent), begin, end))
-
-    with ThreadPoolExecutor(int(clients)) as pool:
-        running = [pool.submit(one, number) for number in range(int(clients))]
-        time.sleep(max(0.0, begin - time.perf_counter()))
-        print("measuring", flush=True)
-        found = [latency for client in running for latency in client.result()]
-    print(json.dumps(found))
+    crowd = _Crowd(url, questions, float(exponent), float(turn_s), float(pause_s), int(seed))
+    asked = asyncio.run(crowd.run(int(clients), float(seconds)))
+    began, ended, code = zip(*asked, strict=True)
+    np.savez(found, began=np.array(began), ended=np.array(ended), code=np.array(code))
 
 
-def _latencies(
-    url: str, questions: Questions, rng: np.random.Generator, exponent: float, begin: float, end: float
-) -> Iterator[float]:
-    """Run one client until `end`; return the microseconds of each request answered after `begin`."""
-    client = triton.InferenceServerClient(url)
-    models = list(questions.sent)
-    shares = popularity(len(models), exponent)
-    while True:
-        model = models[rng.choice(len(models), p=shares)]
-        number = int(rng.integers(len(questions.sent[model])))
-        tensor = triton.InferInput("x", [1, questions.sent[model].shape[1]], "FP32")
-        tensor.set_data_from_numpy(questions.sent[model][number : number + 1])
-        started = time.perf_counter()
-        answer = client.infer(model, [tensor]).as_numpy("y")
-        answered = time.perf_counter()
-        if answered > end:
-            return
-        check(model, answer, questions.wanted[model][number : number + 1])
-        if answered >= begin:
-            yield (answered - started) * 1e6
+class _Crowd:
+    def __init__(
+        self, url: str, questions: Questions, exponent: float, turn_s: float, pause_s: float, seed: int
+    ) -> None:
+        self._url = url
+        self._questions = questions
+        self._models = list(questions.sent)
+        self._shares = np.cumsum(popularity(len(self._models), exponent))
+        self._turn_s = turn_s
+        self._pause_s = pause_s
+        self._seed = seed
+        #: Made once, because making requests is not measured.
+        self._requests = {
+            model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
+        }
+        self._begin = time.monotonic()
+
+    async def run(self, clients: int, seconds: float) -> list[tuple[float, float, str]]:
+        calls = [self._call(number) for number in range(clients)]
+        for call in calls:
+            for model in self._models:
+                if await self._ask(call, model, 0) != OK:
+                    raise BenchFailed(f"{model} does not answer, or wrongly")
+        print("asking", flush=True)
+        self._begin = time.monotonic()
+        end = self._begin + seconds
+        found = await asyncio.gather(*[self._client(n, call, end) for n, call in enumerate(calls)])
+        return [one for client in found for one in client]
+
+    def _call(self, number: int) -> Any:
+        # Otherwise channels with the same options share one connection.
+        channel = grpc.aio.insecure_channel(self._url, options=[("rsrv.client", number)])
+        return channel.unary_unary(_METHOD)
+
+    async def _client(self, number: int, call: Any, end: float) -> list[tuple[float, float, str]]:
+        rng = np.random.default_rng([self._seed, number])
+        found = []
+        while (began := time.monotonic()) < end:
+            rank = int(np.searchsorted(self._shares, rng.random()))
+            turn = int((began - self._begin) / self._turn_s)
+            model = self._models[(rank + turn) % len(self._models)]
+            code = await self._ask(call, model, int(rng.integers(len(self._requests[model]))))
+            found.append((began, time.monotonic(), code))
+            await asyncio.sleep(self._pause_s if code == OK else max(self._pause_s, _PAUSE))
+        return found
+
+    async def _ask(self, call: Any, model: str, number: int) -> str:
+        try:
+            data = await call(self._requests[model][number], timeout=_DEADLINE)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        answer = service_pb2.ModelInferResponse.FromString(data)
+        wanted = self._questions.wanted[model][number : number + 1]
+        try:
+            check(model, np.frombuffer(answer.raw_output_contents[0], np.float32)[None], wanted)
+        except BenchFailed:
+            return WRONG
+        return OK
+
+
+def _request(model: str, row: Array) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=[1, len(row)])
+    request.raw_input_contents.append(np.ascontiguousarray(row, np.float32).tobytes())
+    return bytes(request.SerializeToString())
 
 
 if __name__ == "__main__":

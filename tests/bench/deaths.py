@@ -25,13 +25,13 @@ import numpy as np
 import tritonclient.grpc
 
 import native_front
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.bench.phases import say
 from tests.bench.places import WORK
 from tests.bench.processes import cpu_seconds
 from tests.bench.report import table
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.status import read_status
 
 #: seconds for all models to answer again
 _PATIENCE_S = 60.0

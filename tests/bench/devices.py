@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as triton
 
-from rsrv.wire.socket import read_status
 from tests.bench import models
 from tests.bench.load import Side
 from tests.bench.phases import EXECUTION_MS, say, served
 from tests.bench.places import WORK, paced
 from tests.bench.processes import STUB, memory, server_processes
 from tests.bench.verify import verify
+from tests.status import read_status
 
 #: requests to each server; rounds and seconds of the throughput, and its clients
 REQUESTS, ROUNDS, WINDOW_S, CLIENTS = 4000, 5, 3.0, 16
@@ -126,7 +126,7 @@ def footprint(side: Side) -> str:
     processes = server_processes(side.server.pid, has_runtime=True)
     stubs = [pid for pid, role in processes.items() if role is STUB]
     count = 2 if side.name.endswith("two") else 1
-    held = [read_status(side.server.pid, str(device))["memory"]["host"] for device in range(count)]
+    held = [read_status(side.server.pid, str(device))["host"] for device in range(count)]
     physical = [int(one["physical_bytes"]) for one in held]
     return (
         f"{len(stubs)} stub, {sum(memory(pid).uss for pid in stubs):.0f} MB of its own; weights on the host "

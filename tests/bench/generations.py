@@ -20,12 +20,13 @@ import numpy as np
 from rsrv.stub.connection import RuntimeConnection, greet
 from rsrv.wire.frames import Status
 from rsrv.wire.generation import Generate, pack_generate
-from rsrv.wire.socket import connect, read_status, send
+from rsrv.wire.socket import connect, send
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.stateful import export_generative
 from tests.bench.bare_runtime import bare_runtime
 from tests.bench.places import WORK
 from tests.sequence_client import SequenceClient
+from tests.status import read_status
 
 _WIDTH, _VOCABULARY, _SIZES = 256, 512, (1, 2, 4, 8, 16)
 _PROMPT, _TOKENS, _ROUNDS = 32, 128, 5

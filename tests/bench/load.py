@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from local_triton import TritonServer
-from rsrv.wire.socket import read_status
 from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status
+from tests.status import read_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
 WINDOWS = 3
@@ -63,14 +63,10 @@ def measure(
     round_number: int,
     window_s: float,
     data: str = "random",
-    header: str | None = None,
 ) -> Sample:
-    """Load `model` with `clients` requests at a time for about three windows.
-
-    `data` is for perf_analyzer; `header`, NAME:VALUE, goes with each request.
-    """
+    """Load `model` with `clients` requests at a time for about three windows. `data` is for perf_analyzer."""
     processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
-    with load(side, model, clients, window_s, data, header=header) as running:
+    with load(side, model, clients, window_s, data) as running:
         everyone = {**processes, running.process.pid: CLIENT}
         first = _read(side, model, everyone)
         time.sleep((WINDOWS - 0.5) * window_s)
@@ -86,7 +82,6 @@ def load(
     window_s: float,
     data: str = "random",
     via: str | None = None,
-    header: str | None = None,
 ) -> Iterator[Load]:
     """Run perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error.
 
@@ -98,7 +93,6 @@ def load(
         command = [str(side.server.installation.perf_analyzer), "-m", model]
         command += ["-u", via or side.server.grpc_url, "-i", "grpc"]
         command += ["--input-data", data, "--concurrency-range", str(clients)]
-        command += [] if header is None else ["-H", header]
         # The windows are averaged, with any difference: the rounds show how steady it was.
         command += ["-p", str(round(window_s * 1e3)), "-r", str(WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -116,15 +116,12 @@ def rsrv_repository(count: int) -> Path:
 
 def native_repository(count: int) -> Path:
     """The same with the native front."""
-    native_front.ensure()
     bundles = [ensure_bundle(name, _export_mlp) for name in mlp_names(count)]
     return generate(f"native-{count}", bundles, "stub: {front: native}")
 
 
 def images_repository(front: Front = "python") -> Path:
     """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
-    if front == "native":
-        native_front.ensure()
     name = {"python": "rsrv-images", "native": "native-images"}[front]
     return generate(name, [ensure_bundle(IMAGES, _export_images)], f"stub: {{front: {front}}}")
 
@@ -214,6 +211,7 @@ def _export_images(folder: Path) -> None:
 
 def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
     """Make a model repository by rsrv-gen with these settings; its lines are only shown when it fails."""
+    native_front.ensure()  # without the guard, Triton batches nothing
     repository = WORK / name
     config = WORK / f"{name}.yaml"
     config.write_text(settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rsrv.wire.socket import read_status
+from tests.status import read_status
 
 #: Roles of processes, in the order in which a request passes them.
 SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"

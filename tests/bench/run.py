@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 from local_triton import ServerFailed
-from rsrv.serve.triton_install import InstallError
+from rsrv.triton_install import InstallError
 from tests.bench import breakdown, decisions, metas, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed

@@ -26,12 +26,12 @@ import numpy as np
 import tritonclient.grpc
 
 import native_front
-from rsrv.wire.socket import read_status
 from tests.bench.deaths import ensure_bundles
 from tests.bench.phases import say
 from tests.bench.places import WORK
 from tests.bench.report import table
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.status import read_status
 
 #: seconds between two requests for the warm model
 _PERIOD_S = 0.004

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from local_triton import ServerFailed
-from rsrv.wire.socket import read_status
 from tests.bench import chains, report
-from tests.bench.crowd import Questions, crowd, popularity
+from tests.bench.crowd import Questions, asking, popularity
 from tests.bench.figures import Rounds, Swapping
 from tests.bench.load import BenchFailed, Side, server_statistics
 from tests.bench.phases import say, served
 from tests.bench.places import ROOT, WORK
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.run import environment
+from tests.status import read_status
 
 MIB = 2**20
 RESULT = WORK / "weights.json"
@@ -43,6 +43,8 @@ class Plan:
     #: Bytes of one model's weights, and of all that may be on the device at once.
     bytes: int = 8 * MIB
     budget: int = 64 * MIB
+    #: Types of the weights of further servers with the same budget.
+    narrow: tuple[str, ...] = ()
     #: The exponent of Zipf's law: how uneven the popularity is.
     exponent: float = 1.1
     clients: int = 32
@@ -50,8 +52,6 @@ class Plan:
     #: Seconds of one sample, after its warm-up.
     window_s: float = 4.0
     warm_s: float = 1.5
-    #: Values of scheduler.eviction, each a side of its own; none: one side with the default.
-    evictions: tuple[str, ...] = ()
 
     @property
     def fitting(self) -> int:
@@ -61,11 +61,11 @@ class Plan:
     def sides(self) -> dict[str, dict[str, str]]:
         """Return name -> the environment of its server beyond the common one."""
         budget = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(self.budget)}
-        limited = {
-            f"budget, {eviction}": {**budget, "RSRV_SCHEDULER__EVICTION": eviction}
-            for eviction in self.evictions
-        }
-        return {RESIDENT: {}, **(limited or {"budget": budget})}
+        return {RESIDENT: {}, "budget": budget, **dict.fromkeys(self.narrow, budget)}
+
+    def kind(self, side: str) -> str:
+        """Return the type of the weights on a side."""
+        return side if side in self.narrow else chains.WIDE
 
 
 QUICK = Plan(models=6, bytes=MIB, budget=2 * MIB, rounds=1, window_s=1.0, warm_s=0.5)
@@ -107,46 +107,48 @@ def _parse(argv: Sequence[str] | None) -> Plan:
     option("models", usual.models)
     option("bytes", usual.bytes, "of one model's weights")
     option("budget", usual.budget, "bytes that weights may take on the device")
+    parser.add_argument(
+        "--narrow", metavar="TYPE", nargs="+", default=(), help="also with weights of these types: bf16 i8"
+    )
     option("exponent", usual.exponent, "of Zipf's law; 0: all are asked for alike")
     option("clients", usual.clients)
     option("rounds", usual.rounds, "alternating rounds")
     option("window", usual.window_s, "seconds of one sample")
-    parser.add_argument(
-        "--eviction", nargs="+", default=(), metavar="RULE", help="values of scheduler.eviction to compare"
-    )
     parser.add_argument("--quick", action="store_true", help="few, short and small: does it work at all")
     options = parser.parse_args(argv)
-    evictions = tuple(options.eviction)
     if options.quick:
-        return replace(QUICK, evictions=evictions)
+        return replace(QUICK, narrow=tuple(options.narrow))
     return Plan(
         models=options.models,
         bytes=options.bytes,
         budget=options.budget,
+        narrow=tuple(options.narrow),
         exponent=options.exponent,
         clients=options.clients,
         rounds=options.rounds,
         window_s=options.window,
-        evictions=evictions,
     )
 
 
 def measure_all(plan: Plan) -> list[Swapping]:
     """Measure all sides in turns, on servers that run side by side; those not measured are idle."""
-    repository = chains.repository(plan.models, plan.bytes)
-    questions = _ask_what(plan)
+    kinds = [plan.kind(name) for name in plan.sides()]
+    repositories = {kind: chains.repository(plan.models, plan.bytes, kind) for kind in kinds}
+    questions = {kind: _ask_what(plan, kind) for kind in kinds}
     samples = []
     with contextlib.ExitStack() as servers:
         sides = []
         for name, env in plan.sides().items():
             log = f"weights-{name.replace(', ', '-').replace(' ', '-')}"
-            side = servers.enter_context(served(log, repository, has_runtime=True, env=env))
+            side = servers.enter_context(
+                served(log, repositories[plan.kind(name)], has_runtime=True, env=env)
+            )
             sides.append(Side(name, side.server, has_runtime=True))
             say(f"{name}: {plan.models} models are ready")
         for number in range(plan.rounds):
             turn = number % len(sides)
             for side in sides[turn:] + sides[:turn]:
-                sample = _measure(side, plan, questions, number)
+                sample = _measure(side, plan, questions[plan.kind(side.name)], number)
                 samples.append(sample)
                 say(
                     f"[{number + 1}/{plan.rounds}] {side.name}: {sample.infer_per_s:.0f}/s,"
@@ -156,14 +158,14 @@ def measure_all(plan: Plan) -> list[Swapping]:
     return samples
 
 
-def _ask_what(plan: Plan) -> Path:
-    """Return the file of every model's questions and right answers."""
+def _ask_what(plan: Plan, kind: str) -> Path:
+    """Return the file of every model's questions and right answers with weights of this type."""
     rng = np.random.default_rng(1)
     layers = chains.layers_of(plan.bytes)
     names = chains.names(plan.models)
     sent = {name: rng.standard_normal((_QUESTIONS, chains.WIDTH), np.float32) for name in names}
-    wanted = {name: chains.reference(name, layers, x) for name, x in sent.items()}
-    file = WORK / "questions.npz"
+    wanted = {name: chains.reference(name, layers, x, kind) for name, x in sent.items()}
+    file = WORK / f"questions-{kind}.npz"
     Questions(sent, wanted).save(file)
     return file
 
@@ -199,20 +201,24 @@ class _Reading:
 
 def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
     processes = server_processes(side.server.pid, has_runtime=True)
-    with crowd(
+    with asking(
         side.server.grpc_url,
         questions,
         clients=plan.clients,
+        seconds=plan.warm_s + plan.window_s,
         exponent=plan.exponent,
-        warm_s=plan.warm_s,
-        window_s=plan.window_s,
         # The same requests for all sides of a round.
         seed=number,
     ) as running:
-        everyone = {**processes, running.pid: CLIENT}
+        everyone = {**processes, running.process.pid: CLIENT}
+        time.sleep(plan.warm_s)
         first = _Reading.now(side, everyone)
         time.sleep(0.9 * plan.window_s)
         second = _Reading.now(side, everyone)
+    assert running.requests is not None
+    if running.requests.wrong or running.requests.failed():
+        raise BenchFailed(f"{side.name}: {running.requests.wrong} wrong, {running.requests.failed()} failed")
+    requests = running.requests.between(first.at, second.at)
     wall = second.at - first.at
     risen = {key: value - first.counts[key] for key, value in second.counts.items()}
     if not risen["answered"]:
@@ -220,15 +226,15 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
     cpu: dict[str, float] = {}
     for pid, role in everyone.items():
         cpu[role] = cpu.get(role, 0.0) + second.cpu[pid] - first.cpu[pid]
-    p50, p99 = np.percentile(running.latencies_us, (50, 99))
+    p50, p99 = np.percentile((requests.ended - requests.began) * 1e6, (50, 99))
     return Swapping(
         side=side.name,
         clients=plan.clients,
         round=number,
-        infer_per_s=len(running.latencies_us) / plan.window_s,
+        infer_per_s=len(requests.code) / wall,
         p50_us=float(p50),
         p99_us=float(p99),
-        requests=len(running.latencies_us),
+        requests=len(requests.code),
         cpu_us={role: seconds / risen["answered"] * 1e6 for role, seconds in cpu.items()},
         triton_batch=risen["answered"] / max(1, second.execute_calls - first.execute_calls),
         device_batch=risen["useful_rows"] / max(1, risen["dispatches"]),

@@ -20,16 +20,18 @@ from typing import Any, Literal
 import psutil
 
 import native_front
-from local_triton import TritonServer, free_ports
-from rsrv.control.runtime_link import CONNECT_S
+from local_triton import LAUNCHER, TritonServer, free_ports
+from rsrv.serve.operator_key import KEY_FILE
+from rsrv.triton_command_line import OPERATOR_HEADER, restriction
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import PATIENCE, Connection, Load
 from tests.chaos.questions import ITEMS, LIGHT_FACTORS, SPARE_ITEMS, Question
 from tests.e2e.harness import EXPLICIT, ROOT, RunningTriton, running_triton
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: A server; one with two devices; one whose runtime reads a clock that can be set; one under `rsrv serve`; one with twenty
@@ -58,13 +60,15 @@ INTERNAL = ("double", "triple")
 _SHM, _DISK = 192, 64
 #: MiB of /dev/shm for a catalogue, where each stub of Python has one.
 _CATALOGUE_SHM = 512
+#: Seconds in which a runtime and its control process start.
+_NEW_S = 10.0
 #: Seconds after which a hook, or an execution, hangs.
 HOOK_TIMEOUT, WATCHDOG = 3.0, 3.0
 #: Bytes that a stub may have, and that weights may take on the device: one heavy model at a time.
 STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _OF_ALL = """
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
-lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
+lifecycle: {{bundles: [{bundles}], look_s: 0.2}}
 """
 _SETTINGS = (
     "runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}, devices: {devices}}}" + _OF_ALL
@@ -127,6 +131,11 @@ class _SupervisedServer(_HousedServer):
     """An `rsrv serve` in place of the server, on its ports."""
 
     @property
+    def operator_headers(self) -> dict[str, str]:
+        """The key that `rsrv serve` has made."""
+        return {OPERATOR_HEADER: (self.model_repository.parent / "serve" / KEY_FILE).read_text().strip()}
+
+    @property
     def pid(self) -> int:
         """Return the pid of the present tritonserver."""
         return wait_until(self._pid, what="a server")
@@ -144,7 +153,7 @@ class _SupervisedServer(_HousedServer):
             *self._inside,
             *(sys.executable, "-m", "rsrv.cli.main", "serve", str(folder / "bundles"), "--devices", "cpu"),
             *("--config", str(folder / "settings.yaml"), "--directory", str(folder / "serve"), "--log", "-"),
-            *("--tritonserver", str(self.installation.launcher), "--http-port", str(self.http_port)),
+            *("--tritonserver", str(LAUNCHER), "--http-port", str(self.http_port)),
             *("--grpc-port", str(self.grpc_port), "--metrics-port", str(self.metrics_port)),
         ]
 
@@ -222,7 +231,7 @@ class House:
         """Add models to the repository."""
         if os.environ.get("RSRV_STUB__FRONT") == "native":
             native_front.ensure()
-        options = ["-o", str(self.gen), "--config", str(self._config), "--link", "symlink"]
+        options = ["-o", str(self.gen), "--config", str(self._config)]
         with contextlib.redirect_stdout(None):
             status = rsrv_gen.main([str(bundles), *options])
         assert status == 0, "rsrv-gen failed"
@@ -297,13 +306,8 @@ class House:
             return None
 
     def wait_settled(self) -> None:
-        """Wait until the runtime, and the control process that it started, are past their own start.
-
-        For some seconds after that no stub counts as dead, either, because it may be connecting to the runtime.
-        """
-        wait_until(
-            lambda: self.status()["uptime_s"] > CONNECT_S, 2 * CONNECT_S, what="the runtime not to be new"
-        )
+        """Wait until the runtime, and the control process that it started, are past their own start."""
+        wait_until(lambda: self.status()["uptime_s"] > _NEW_S, 2 * _NEW_S, what="the runtime not to be new")
 
     def spare_pid(self) -> int | None:
         """Return the pid of the process that takes the runtime's place, if there is one."""
@@ -414,13 +418,17 @@ class House:
     def load_model(self, model: str) -> str:
         """Let Triton load it; return the reason of a failure, or ""."""
         try:
-            self.server.grpc.load_model(model, client_timeout=60)
+            self.server.grpc.load_model(model, headers=self._operator_headers(), client_timeout=60)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
             return " ".join(str(error).partition("\nAt:")[0].split())
         return ""
 
+    def _operator_headers(self) -> dict[str, str]:
+        """Return the headers that calls of the repository API need over gRPC."""
+        return dict(restriction(*one) for one in self.server.server.operator_headers.items())
+
     def unload_model(self, model: str) -> None:
-        self.server.grpc.unload_model(model)
+        self.server.grpc.unload_model(model, headers=self._operator_headers())
         wait_until(lambda: not self.ready(model), what=f"{model} to be unloaded")
 
     def reload(self, model: str) -> None:

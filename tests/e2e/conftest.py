@@ -11,9 +11,9 @@ import pytest
 
 import example_bundles as examples
 import native_front
-from examples.build import SMALL
+from examples.build import DETECTOR, MINILM, UNTRAINED
+from rsrv.serve import demo
 from tests.e2e import bundles
-from tests.e2e.fronts import NATIVE
 from tests.e2e.gateways import Fleet, running_fleet
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, make_repository, running_triton
 
@@ -38,28 +38,41 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session", autouse=True)
 def native_library() -> None:
-    """Build the native front if the environment asks for it: without the library, models would get the Python front."""
-    if NATIVE:
-        native_front.ensure()
+    """Build the native front: without the library, Triton would batch no requests of models with the Python front."""
+    native_front.ensure()
 
 
 @pytest.fixture(scope="session")
-def example_bundles() -> Path:
-    """The folder of the example bundles, built when their makers changed."""
-    return examples.ensure()
+def example_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example bundles that need no training, and with the demo's digits, which are trained already."""
+    folder, built = tmp_path_factory.mktemp("examples"), examples.ensure(UNTRAINED)
+    for bundle in (*(built / name for name in UNTRAINED), demo.DATA / demo.BUNDLES / demo.MODEL):
+        (folder / bundle.name).symlink_to(bundle)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pipeline_bundles() -> Path:
+    """The folder of the detector and the text pipeline, for long tests: the detector is trained first."""
+    return examples.ensure((*DETECTOR, *MINILM))
+
+
+@pytest.fixture(scope="session")
+def pipelines(pipeline_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with the detector and the text pipeline, shared by long tests: leave it as you found it."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    # Twelve compiled modules of the encoder would take most of the start.
+    fewer = {name: bundles.with_sizes(pipeline_bundles / name, folder / name, [4]) for name in MINILM[1:]}
+    sources = (fewer.get(name, pipeline_bundles / name) for name in (*DETECTOR, *MINILM))
+    with running_triton(make_repository(folder, *sources), folder / "server.log") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with the small example bundles and all test bundles, shared by all tests: leave it as you found it."""
+    """A server with small example bundles and all test bundles, shared by all tests: leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
-    # Twelve compiled modules of the encoder would take a third of the start.
-    fewer = {
-        name: bundles.with_sizes(example_bundles / name, folder / name, [4])
-        for name in ("minilm_encoder", "minilm_pool")
-    }
-    small = (fewer.get(name, example_bundles / name) for name in SMALL)
-    repository = make_repository(folder, *small, bundles.ensure(), settings=bundles.SETTINGS)
+    repository = make_repository(folder, example_bundles, bundles.ensure(), settings=bundles.SETTINGS)
     expected = ("requests_fail", "queue_full")  # of `hooked` and `short_queue`
     with running_triton(repository, folder / "server.log", expected=expected) as running:
         yield running

@@ -197,6 +197,12 @@ def running_gateway(
     return _running(folder, workers, settings, picker=False)
 
 
+def lonely_gateway(folder: Path, **settings: Any) -> AbstractContextManager[RunningGateway]:
+    """Run a gateway whose worker does not answer, likewise."""
+    nobody = {"host": "127.0.0.1", "grpc_port": 1, "http_port": None}
+    return _running(folder, [nobody], settings, picker=False, ready=503)
+
+
 def running_picker(
     folder: Path, workers: Sequence[Mapping[str, Any] | RunningTriton], **settings: Any
 ) -> AbstractContextManager[RunningGateway]:
@@ -211,6 +217,7 @@ def _running(
     settings: Mapping[str, Any],
     *,
     picker: bool,
+    ready: int = 200,
 ) -> Iterator[RunningGateway]:
     ports = dict(zip(("grpc", "http", "admin"), free_ports(3), strict=True))
     entries = [
@@ -233,7 +240,7 @@ def _running(
     running = RunningGateway(process, ports, log)
     try:
         wait_until(
-            lambda: process.poll() is not None or running.get("/readyz")[0] == 200, 30, what="the gateway"
+            lambda: process.poll() is not None or running.get("/readyz")[0] == ready, 30, what="the gateway"
         )
         assert process.poll() is None, running.log_text()
         yield running

@@ -15,15 +15,18 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 import psutil
+import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from local_triton import ServerFailed, TritonServer
+from local_triton import OTHER, ServerFailed, TritonServer, numpy2_bin
+from rsrv.cli import main as cli
 from rsrv.control import find
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from rsrv_gen import cli as rsrv_gen
+from tests.status import read_status
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -121,6 +124,11 @@ class RunningTriton:
                 return control_pb2_grpc.ControlStub(channel).Diagnose(pb.DiagnoseRequest(), timeout=5)
         except grpc.RpcError:
             return None
+
+    def operate(self, *arguments: str) -> None:
+        """Run a command of `rsrv` for this server, which must succeed."""
+        address = wait_until(self._control_address, what="the control process")
+        assert cli.main([*arguments, "--server", address]) == 0
 
     def _control_address(self) -> str | None:
         """Return the address of the running server's control process; None: it has none yet."""
@@ -275,6 +283,15 @@ def replaced_after(
             return started[-1]
 
         yield living
+
+
+def path_with_numpy2() -> str:
+    """Return a PATH whose Python, which stubs run on, has numpy 2. Skip the test if another tritonserver is tested."""
+    if OTHER is not None:
+        pytest.skip(
+            "RSRV_TEST_TRITONSERVER chooses the Python of its stubs; the other tests run with its numpy"
+        )
+    return f"{numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
 
 
 def compilation_cache() -> Path:

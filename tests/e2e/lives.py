@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rsrv_bundle.export import export_bundle
 from tests.e2e.bundles import OUTPUT, ensure_made, with_weights
 from tests.e2e.calls import Caller
 from tests.e2e.harness import RunningTriton
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 #: Columns of every tensor here.
 COLUMNS = 4
@@ -122,6 +123,13 @@ class Living:
         """Raises grpc.RpcError."""
         self._stub.ReloadWeights(pb.ReloadWeightsRequest(model=name), timeout=60)
 
+    def set_discipline(self, discipline: pb.Discipline) -> bool:
+        """Set it, and return whether the runtime has it afterwards. Raises grpc.RpcError."""
+        wanted = pb.SetSchedulerRequest(scheduler=pb.Scheduler(discipline=discipline))
+        self._stub.SetScheduler(wanted, timeout=20)
+        found = self._stub.SetScheduler(pb.SetSchedulerRequest(), timeout=20).scheduler.discipline
+        return bool(found == discipline)
+
     @property
     def pid(self) -> int:
         """Return the process id of the control process that answers now."""
@@ -143,6 +151,12 @@ class Living:
         health = health_pb2_grpc.HealthStub(self._channel)
         status = health.Check(health_pb2.HealthCheckRequest(), timeout=20).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+    def watch_health(self) -> Iterator[bool]:
+        """Yield whether the server as a whole is healthy, now and after each change: no change is missed."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S):
+            yield bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     @property
     def metrics(self) -> str:

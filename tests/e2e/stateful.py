@@ -87,6 +87,15 @@ def _tokens(out_dir: Path, *, teller: str) -> None:
     shutil.copytree(out_dir.with_name(teller), out_dir)
     manifest = yaml12.parse((out_dir / "manifest.yaml").read_text())
     del manifest["generate"]["tokenizer"], manifest["generate"]["template"]
+    manifest["task"] |= {"inputs": {"ids": "tokens"}, "outputs": {"ids": "tokens"}}
+    (out_dir / "manifest.yaml").write_text(yaml12.dump(manifest))
+
+
+def with_chat(out_dir: Path, template: str, teller: Path) -> None:
+    """Write a copy of a storyteller with a chat template."""
+    shutil.copytree(teller, out_dir)
+    manifest = yaml12.parse((out_dir / "manifest.yaml").read_text())
+    manifest["generate"]["chat"] = {"template": template}
     (out_dir / "manifest.yaml").write_text(yaml12.dump(manifest))
 
 

@@ -64,10 +64,10 @@ def test_aliases_move_between_models_under_load(
         wait_until(lambda: found[2] > 20, what="answers of the second model")
         found.clear()
         assert rsrv.main(["alias", "champion", "v1", "--server", str(server.http_port)]) == 0
-        assert capsys.readouterr().out == "champion: v1 1\n"
+        assert capsys.readouterr().out == "champion: v1 100%\n"
         assert answer(call, "champion") == 1
         assert rsrv.main(["alias", "--server", str(server.http_port)]) == 0
-        assert capsys.readouterr().out == "champion: v1 1\nfraud: v1 0.5, v2 0.5\n"
+        assert capsys.readouterr().out == "champion: v1 100%\nfraud: v1 50%, v2 50%\n"
         over.set()
         load.join()
     assert found.keys() == {1, 2}
@@ -82,7 +82,7 @@ def test_the_others_answer_for_a_model_that_does_not_load(
     hooks = source / "model.py"
     hooks.write_text("import nothing_here\n\n\ndef preprocess(inputs):\n    return inputs\n")
     place(source, bundle)
-    wait_until(lambda: "v3 (attempt 1)" in server.log_text(), what="the model's failure")
+    wait_until(lambda: "v3 failed (attempt 1)" in server.log_text(), what="the model's failure")
     assert rsrv.main(["alias", "half", "v1", "v3", "--server", str(server.http_port)]) == 0
     with caller(server) as call:
         assert {answer(call, "half") for _ in range(20)} == {1}
@@ -98,11 +98,17 @@ def test_a_shadow_that_answers_otherwise_is_counted(
     """Clients get the answers of the other model, and the metrics have each difference."""
     life = Living(server)
     assert rsrv.main(["alias", "watched", "v1", "v2=shadow", "--server", str(server.http_port)]) == 0
-    assert "watched: v1 1, v2 shadow" in capsys.readouterr().out
+    assert "watched: v1 100%, v2 shadow" in capsys.readouterr().out
     with caller(server) as call:
         assert {answer(call, "watched") for _ in range(20)} == {1}
 
     different = 'rsrv_alias_shadows_total{alias="watched",model="v2",device="0",outcome="different"} 20'
     wait_until(lambda: different in life.metrics, what="the differences")
+    assert rsrv.main(["status", "watched", "--server", str(server.http_port)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("watched")]
+    assert [row[1:3] + row[4:] for row in rows] == [
+        ["v1", "100%", "20", "0"],
+        ["v2", "shadow", "0", "0", "20", "different"],
+    ]
     assert 'rsrv_alias_responses_total{alias="watched",model="v2"' not in life.metrics
     life.close()

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 
 from examples import digits, mlp, two_sizes, v2_affine
-from rsrv.wire.socket import read_status
 from rsrv_bundle import Bundle, load_weights, read_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES
 from tests.e2e.calls import PROTOCOLS, Array, Arrays, Caller, assert_same, at_once, caller, refusal
 from tests.e2e.harness import RunningTriton
-from tests.runtime_commands import command
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Tolerance relative to an output's largest magnitude: sums of some hundred f32 terms in another order.
@@ -251,13 +250,13 @@ def test_requests_that_wait_are_coalesced(triton: RunningTriton) -> None:
         assert_same(call("steady", {"x": x}), {"y": bundles.stepped(x, bundles.STEADY_STEPS)})
 
     before = status()["dispatches"]
-    command(triton.pid, {"command": "pause", "model": "steady", "mode": "hold"})
+    triton.operate("pause", "steady")
     try:
         clients = threading.Thread(target=at_once, args=(triton, 8, work))
         clients.start()
         wait_until(lambda: status()["queued"] == 8)
     finally:
-        command(triton.pid, {"command": "continue", "model": "steady"})
+        triton.operate("continue", "steady")
     clients.join()
     assert status()["dispatches"] - before == 2
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from rsrv.wire.socket import read_status
 from tests.e2e import bundles
 from tests.e2e.calls import at_once, caller, random_u32, refusal
+from tests.e2e.combinations import recorded
 from tests.e2e.fronts import NATIVE
-from tests.e2e.harness import StartTriton, make_repository
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.e2e.test_guard import check_exact, sudden
-from tests.waiting import wait_until
+from tests.status import read_status
 
 
-def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_path: Path) -> None:
+@pytest.fixture
+def record(start_triton: StartTriton) -> Iterator[Callable[[RunningTriton], None]]:
+    """Return a function that records a server's combinations of states until the test ends."""
+    with ExitStack() as stack:
+        yield lambda server: stack.enter_context(recorded(server))
+
+
+def test_models_start_with_their_first_requests(
+    start_triton: StartTriton, record: Callable[[RunningTriton], None], tmp_path: Path
+) -> None:
     """A deadline before the end of a start is kept, concurrent requests share one, and a start that fails harms no other."""
     made = {path.name: path for path in bundles.ensure().iterdir()}
     lazy = "runtime: {start: lazy, idle: {executable: 2h}}"
@@ -27,6 +38,7 @@ def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_p
     # Starts take the time of compilations.
     cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     server = start_triton(repository, env=cache, expected=["model_failed"])
+    record(server)
     assert read_status(server.pid)["models"] == {}
 
     with caller(server) as call:
@@ -51,11 +63,5 @@ def test_models_start_with_their_first_requests(start_triton: StartTriton, tmp_p
         "exact": "ready",
     }
     if NATIVE:
-        return  # It has no stubs, and no counts among Triton's metrics.
-    # The model's counts among Triton's metrics are made when it starts.
-    page = f"http://127.0.0.1:{server.metrics_port}/metrics"
-    counted = 'rsrv_requests_total{model="exact",outcome="answered"'
-    wait_until(
-        lambda: counted in urllib.request.urlopen(page).read().decode(), what="counts in Triton's metrics"
-    )
+        return  # It has no stubs.
     assert len(server.stub_pids()) == 3

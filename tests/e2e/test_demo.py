@@ -28,6 +28,7 @@ def test_the_demo_shows_its_points_and_ends() -> None:
     assert "Serving 7 of 7 models" in done.stdout
     assert "/v2/models/digits/infer -d @" in done.stdout
     assert "coalesced: 720 requests took " in done.stdout
-    assert "   Licensor shall mean the copyright owner" in done.stdout
+    assert done.stdout.count("   Licensor shall mean the copyright owner") == 2
+    assert "/v1/completions" in done.stdout
     assert "330 kB if nothing were shared" in done.stdout
     assert "unet: loaded " in done.stdout

@@ -14,9 +14,11 @@ from tests.e2e.calls import PROTOCOLS, Arrays, Caller, at_once, caller
 from tests.e2e.harness import RunningTriton
 from tests.examples.test_detector import Detector
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: str) -> None:
+def test_it_finds_the_shapes_in_unseen_images(pipelines: RunningTriton, protocol: str) -> None:
     """Recall and precision equal those of its maker, for requests of 1 to 20 images, of several clients at once."""
     known = detector.held_out()
     rng = np.random.default_rng(5)
@@ -26,7 +28,7 @@ def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: s
     def work(call: Caller, number: int) -> list[Arrays]:
         return [call("detector", {"image": known.images[part]}) for part in parts[number::4]]
 
-    answers = dict(enumerate(at_once(triton, 4, work, protocol)))
+    answers = dict(enumerate(at_once(pipelines, 4, work, protocol)))
     in_order = [answers[number % 4][number // 4] for number in range(len(parts))]
     found = {name: np.concatenate([answer[name] for answer in in_order]) for name in in_order[0]}
     recall, precision = recall_and_precision(known, found)
@@ -34,11 +36,11 @@ def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: s
     assert precision >= detector.REQUIRED_PRECISION
 
 
-def test_an_image_has_one_answer_whatever_comes_with_it(triton: RunningTriton) -> None:
+def test_an_image_has_one_answer_whatever_comes_with_it(pipelines: RunningTriton) -> None:
     """An image has the same answer alone and among others, empty or full."""
     known = detector.held_out()
     images = np.concatenate([np.full((1, SIDE, SIDE, 3), 128, np.uint8), known.images[:6]])
-    with caller(triton) as call:
+    with caller(pipelines) as call:
         together = call("detector", {"image": images})
         for number, image in enumerate(images):
             alone = call("detector", {"image": image[np.newaxis]})
@@ -51,16 +53,16 @@ def test_an_image_has_one_answer_whatever_comes_with_it(triton: RunningTriton) -
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shapes_are_those_that_the_bundles_find(
-    triton: RunningTriton, example_bundles: Path, protocol: str
+    pipelines: RunningTriton, pipeline_bundles: Path, protocol: str
 ) -> None:
     """The server's shapes equal those of the bundles, for single images, many in one request, and an empty one."""
     images = scenes(10, seed=33, fewest=4).images
     images[3] = 90
-    expected = Detector(example_bundles)(images)
+    expected = Detector(pipeline_bundles)(images)
     assert expected["count"][3] == 0
     assert expected["count"].sum() > 20
 
-    with caller(triton, protocol) as call:
+    with caller(pipelines, protocol) as call:
         together = call("detector", {"image": images})
         alone = [call("detector", {"image": image[None]}) for image in images]
 

@@ -17,9 +17,14 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
+from local_triton import LAUNCHER
+from rsrv.serve import demo
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
+from tests.e2e.openais import running_openai
+from tests.onnx_files import encoder
 from tests.pages import NOT_RUN, PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
+from tests.waiting import wait_until
 
 #: tests/unit/test_docs.py checks names and flags of every command within seconds.
 pytestmark = pytest.mark.long
@@ -45,11 +50,12 @@ FAILS = {
     "rsrv-bundle diff": "the bundles differ, as with diff(1)",
     "rsrv why REQUEST": "no request is under way, and none was slow",
     "rsrv placement --dry-run": "the server has one device",
+    "rsrv status pictures": "the server has no such model; a test of the lifecycle runs this with one",
 }
 #: The page with the commands that start a server by hand.
 OPERATING = ROOT / "docs" / "operating.md"
-#: of the examples, what the pages ask for
-EXAMPLES = ("digits", "glossary", "mlp")
+#: Examples that the pages ask for, in addition to the demo's digits.
+EXAMPLES = ("glossary", "mlp")
 
 
 @dataclass
@@ -58,6 +64,10 @@ class World:
 
     folder: Path
     ports: dict[str, str]
+
+    def is_ready(self, model: str) -> bool:
+        address = self.ports["localhost:8000"]
+        return self.run(f"curl -sf http://{address}/v2/models/{model}/ready")[0] == 0
 
     def text(self, command: Command) -> str:
         """Return the command with values for its placeholders."""
@@ -87,7 +97,7 @@ class World:
     def run(self, text: str) -> tuple[int, str]:
         """Return its exit status and its output."""
         with self.started(text) as process:
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=180)
         return process.returncode, out
 
 
@@ -104,12 +114,14 @@ def world() -> Iterator[World]:
             # Two seconds show whether the command works; the figures on the pages have tests of their own.
             text = re.sub(r"(?m)^duration: \d+", "duration: 2", scenario.read_text())
             (folder / "docs" / "scenarios" / scenario.name).write_text(text)
-        built = examples.ensure()
-        for name in EXAMPLES:
-            shutil.copytree(built / name, folder / "bundles" / name)
+        built = examples.ensure(EXAMPLES)
+        for bundle in (*(built / name for name in EXAMPLES), demo.DATA / demo.BUNDLES / demo.MODEL):
+            shutil.copytree(bundle, folder / "bundles" / bundle.name)
         world = World(folder, {})
-        for page in (START, ROOT / "docs" / "exporting.md"):
+        pages = ("client.md", "exporting.md", "hugging-face.md", "text-model.md")
+        for page in (START, *(ROOT / "docs" / name for name in pages)):
             _write_files(page, folder)
+        encoder(folder / "encoder.onnx")
         assert [world.run(export.text)[0] for export in EXPORTS] == [0, 0]
         (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundles.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
@@ -117,7 +129,11 @@ def world() -> Iterator[World]:
         assert world.run(generate.text)[0] == 0
         with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(OPERATING)) as server:
             world.ports = _ports(server)
-            with running_gateway(folder, [entry(server, "one")], mode="lpt_packing"):
+            with (
+                running_gateway(folder, [entry(server, "one")], mode="lpt_packing"),
+                running_openai(server.grpc_port) as api,
+            ):
+                world.ports["localhost:8005"] = f"127.0.0.1:{api.port}"
                 yield world
 
 
@@ -156,6 +172,9 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
             assert watch.stdout is not None
             assert "runtime " in watch.stdout.readline()
     else:
+        if asked := re.search(r"^curl .*(http://)?(127\.0\.0\.1:\d+)/v2/models/(\w+)/infer", text):
+            # A model that an earlier command of the page exported may still load.
+            wait_until(lambda: world.is_ready(asked[3]))
         status, out = world.run(text)
         wanted = int(command.text.startswith(tuple(FAILS)))
         assert status == wanted, f"{text}\n{out}"
@@ -163,8 +182,7 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
 
 def test_the_flags_of_tritonserver_exist() -> None:
     """The flags of tritonserver on the pages are in its help."""
-    program = ROOT / ".triton" / "bin" / "tritonserver"
-    said = subprocess.run([program, "--help"], check=False, capture_output=True, text=True)
+    said = subprocess.run([LAUNCHER, "--help"], check=False, capture_output=True, text=True)
     known = said.stdout + said.stderr
     used = {
         flag

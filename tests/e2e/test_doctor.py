@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tritonclient.grpc
+import trustme
 
 from local_triton import TritonServer
 from rsrv.cli import main as cli
@@ -220,12 +222,12 @@ EXPECTED = {
         r"requests of single wait 1\d(\.\d)? ms for others to share an execution, but 25 executions had 25",
         "--max-delay-us 0`",
     ),
-    "model_failed": ("critical", "new cannot be served", "format_version: is missing"),
+    "model_failed": ("critical", "new has failed", "format_version: is missing"),
     "over_pinned": ("warning", "4.61 kB of weights are pinned, 3.07 kB fit", "`rsrv unpin`"),
     "paused": ("warning", "second is paused: 25 requests wait or were refused", "`rsrv continue second`"),
     "queue_full": ("warning", "steady refused .* 1 may wait", "`rsrv policy steady --max-queue-depth 2`"),
     "runtime_restarts": ("note", "`rsrv restart` replaced the runtime of device 0 1 time", "`rsrv restart`"),
-    "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "mend the file"),
+    "settings_refused": ("warning", "rsrv.yaml is not used: .*models: must be a mapping", "fix the file"),
     "slow_hooks": (
         "note",
         r"slow spends 3\d(\.\d)? ms of a request's [0-9.]+ ms in preprocess and postprocess",
@@ -312,10 +314,22 @@ def test_troubles_of_requests_and_settings_are_found(faulty: RunningTriton, tmp_
 
 @pytest.mark.long
 def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartTriton) -> None:
-    """Weights that no request may load, lost traces and a full /dev/shm are each found; two cures end it at once."""
+    """Weights that no request may load, lost traces, a full /dev/shm and files that were not renewed are found; cures end it."""
     shutil.copytree(bundles.ensure() / "exact", tmp_path / "bundles" / "first")
+    certificate, key, token = (tmp_path / name for name in ("cert.pem", "key.pem", "token"))
+
+    def renew(days: float, secret: str) -> None:
+        ends = datetime.now(UTC) + timedelta(days=days)
+        issued = trustme.CA().issue_cert("localhost", not_after=ends)
+        certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+        key.write_bytes(issued.private_key_pem.bytes())
+        token.write_text(secret)
+        token.chmod(0o600)
+
+    renew(365, "secret")
     settings = (
-        "{lifecycle: {mode: explicit}, metrics: {listen: null}, traces: {endpoint: 'http://127.0.0.1:9/'}}"
+        "{lifecycle: {mode: explicit}, metrics: {listen: null}, traces: {endpoint: 'http://127.0.0.1:9/'}, control: "
+        f"{{listen: '127.0.0.1:0', tls_certificate: {certificate}, tls_key: {key}, token_file: {token}}}}}"
     )
     server = start_triton(
         make_repository(tmp_path, settings=settings),
@@ -341,6 +355,15 @@ def test_troubles_around_a_server_are_found(tmp_path: Path, start_triton: StartT
     wait_until(lambda: doctor(server)[0].get("shm_full") == "warning")
     filler.unlink()
     wait_until(lambda: "shm_full" not in doctor(server)[0])
+
+    renew(2, "")
+    wait_until(
+        lambda: (
+            doctor(server)[0].items() >= {"certificate_ends": "warning", "renewal_failed": "warning"}.items()
+        )
+    )
+    renew(365, "secret")
+    wait_until(lambda: not {"certificate_ends", "renewal_failed"} & doctor(server)[0].keys())
 
 
 class _WithSmallShm(TritonServer):

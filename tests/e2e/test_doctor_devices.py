@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import psutil
 import pytest
 
 from rsrv.control import find
-from rsrv.wire.socket import read_status
 from tests.bench.places import paced
 from tests.e2e import bundles
 from tests.e2e.calls import Refused, caller, outcome
@@ -30,6 +30,7 @@ from tests.e2e.harness import (
 from tests.e2e.lives import place
 from tests.e2e.metas import rows, write_scale
 from tests.e2e.test_doctor import asked, diagnosed, export, operate
+from tests.status import read_status
 from tests.waiting import wait_until
 
 Findings = Mapping[str, Mapping[str, str]]
@@ -185,7 +186,7 @@ def test_an_import_that_hangs_is_found_until_its_load_fails(
     check(
         found["model_failed"],
         "critical",
-        "^late cannot be served",
+        "^late has failed",
         "model.py has been importing for 6",
     )
     gate.touch()
@@ -302,3 +303,25 @@ def test_a_start_that_compiled_is_found(tmp_path: Path, start_triton: StartTrito
     )
     operate(server, "restart")
     wait_until(lambda: findings(server).keys() == {"runtime_restarts"})
+
+
+@pytest.mark.long
+def test_a_runtime_that_dies_without_a_cache_costs_no_compilation(
+    tmp_path: Path, start_triton: StartTriton
+) -> None:
+    """The configured folder cannot be made, as in a read-only home: the server's own folder has the executables."""
+    write_scale(tmp_path / "bundles" / "good", 2)
+    repository = make_repository(tmp_path)
+    (tmp_path / "home").touch()
+    cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "home" / "xla")}
+    env = {**paced(EXECUTION_MS, compile_ms=4000), **cache}
+    server = start_triton(repository, extra_args=[*EXPLICIT, HURRY], env=env, expected=None)
+
+    found = findings(server)["no_compilation_cache"]
+    check(found, "warning", "executables are kept only until this server ends", "Not a directory")
+    began = time.monotonic()
+    os.kill(read_status(server.pid)["pid"], signal.SIGKILL)
+    with caller(server) as call:
+        assert (call("good", rows(1))["y"] == 2).all()
+    assert time.monotonic() - began < 10
+    assert "no_compilation_cache" in findings(server)

@@ -23,6 +23,8 @@ from tests.e2e.test_load import (
     wait_until_idle,
 )
 
+pytestmark = pytest.mark.long
+
 NAMES = ("forecast", "glossary", "tagger")
 
 
@@ -62,7 +64,6 @@ def test_a_text_is_tagged_as_it_is_typed(server: RunningTriton) -> None:
     assert found == tagger.truth(text.tobytes())
 
 
-@pytest.mark.long
 def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
     """Every series is forecast from its own values, though the states of most are in host memory between requests."""
     values = forecast.series(1000, 48)
@@ -79,7 +80,6 @@ def test_a_thousand_series_share_64_slots(server: RunningTriton) -> None:
     at_once(server, 8, send)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--streaming",)], ids=["unary", "streaming"])
 def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str, ...]) -> None:
     """Triton's own load generator begins and ends sequences, each step is counted as answered, and no state is left."""
@@ -94,7 +94,6 @@ def test_perf_analyzer_sends_sequences(server: RunningTriton, options: tuple[str
     assert not any(models_status(server)["tagger"]["sequences"].values())
 
 
-@pytest.mark.long
 def test_perf_analyzer_reads_streams(server: RunningTriton, tmp_path: Path) -> None:
     """Triton's own load generator gets each answer of a generation in many responses, and none is cut off."""
     outcomes = outcomes_of(server, "glossary")

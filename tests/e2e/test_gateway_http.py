@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
+import signal
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.gateways import Fleet
+from tests.e2e.gateways import Fleet, running_gateway, write_repository
+from tests.e2e.harness import running_triton
 from tests.waiting import wait_until
 
 INFER = "/v2/models/echo/infer"
@@ -64,8 +68,6 @@ ALIKE: dict[str, tuple[Any, ...]] = {
         gzip.compress(json.dumps(ONE).encode()),
         {"Content-Encoding": "gzip", "Accept-Encoding": "gzip"},
     ),
-    "an unknown compression": ("POST", INFER, b"x", {"Content-Encoding": "br"}),
-    "no JSON": ("POST", INFER, b"{"),
     "no inputs": ("POST", INFER, {}),
     "a wrong type": (
         "POST",
@@ -99,7 +101,6 @@ ALIKE: dict[str, tuple[Any, ...]] = {
     "loading an unknown model": ("POST", "/v2/repository/models/nothing/load"),
     "unloading an unknown model": ("POST", "/v2/repository/models/nothing/unload", {}),
     "the index": ("POST", "/v2/repository/index", {"ready": True}),
-    "a wrong index": ("POST", "/v2/repository/index", b"{"),
     "nothing": ("GET", "/v2/nothing"),
     "a name that is encoded": ("GET", "/v2/models/%65cho"),
     "no name": ("GET", "/v2/models//ready"),
@@ -115,6 +116,23 @@ def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
     direct = ask(fleet.workers[0].http_port, *ALIKE[name]).said
 
     assert ask(fleet.gateway.http_port, *ALIKE[name]).said == direct
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "words"),
+    [
+        (INFER, b"x", {"Content-Encoding": "br"}, 501, "the compression 'br' is unknown here"),
+        (INFER, b"{", {}, 400, "not complete"),
+        ("/v2/repository/index", b"{", {}, 400, "not complete"),
+    ],
+)
+def test_the_gateway_refuses_what_it_cannot_read(
+    fleet: Fleet, path: str, body: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    """An unknown compression and broken JSON are refused by the gateway itself, in a tritonserver's form."""
+    answer = ask(fleet.gateway.http_port, "POST", path, body, headers)
+    assert answer.status == status
+    assert words in json.loads(answer.body)["error"]
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
@@ -219,3 +237,18 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
         with pytest.raises(InferenceServerException, match="ask a server itself") as refused:
             ask()
         assert refused.value.status() == "501"
+
+
+def test_a_server_behind_a_gateway_stops_in_order(tmp_path: Path) -> None:
+    """A tritonserver that stops waits for no idle connection of the gateway: it unloads its models within its exit timeout."""
+    with (
+        running_triton(write_repository(tmp_path / "models", ["echo"]), tmp_path / "server.log") as server,
+        running_gateway(tmp_path, [server]) as gateway,
+    ):
+        x = InferInput("X", [1], "INT32")
+        x.set_data_from_numpy(np.array([7], np.int32))
+        gateway.http.infer("echo", [x])
+        os.kill(server.pid, signal.SIGTERM)
+        ends = ("Found 0 live models", "Exit timeout expired")
+        wait_until(lambda: any(end in server.log_text() for end in ends), what="the server's end")
+        assert ends[1] not in server.log_text()

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from local_triton import free_ports
 from rsrv.cli import main as cli
 from tests.e2e import bundles
-from tests.e2e.gateways import running_gateway
+from tests.e2e.gateways import lonely_gateway, running_gateway
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.waiting import wait_until
 
@@ -153,6 +153,43 @@ def test_both_sides(
         assert "exact" in capsys.readouterr().out
         assert cli.main([*shown, *own]) != 0
         assert cli.main([*shown, "--token-file", str(files.token)]) != 0
+
+
+def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
+    """A gateway takes a new certificate and a new token while it runs, says so, and keeps both when the next ones are broken."""
+    certificate, key, token = (tmp_path / name for name in ("cert", "key", "token"))
+    one, two = trustme.CA(), trustme.CA()
+
+    def issue(authority: trustme.CA, secret: str) -> None:
+        issued = authority.issue_cert("127.0.0.1")
+        certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+        key.write_bytes(issued.private_key_pem.bytes())
+        token.write_text(secret)
+        token.chmod(0o600)
+
+    def is_live(authority: trustme.CA, secret: str) -> bool:
+        credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+        with grpc.secure_channel(url, credentials, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            try:
+                return bool(call(b"", metadata=[("authorization", f"Bearer {secret}")], timeout=10))
+            except grpc.RpcError:
+                return False
+
+    issue(one, "old")
+    own = {"tls_certificate": str(certificate), "tls_key": str(key), "token_file": str(token)}
+    with lonely_gateway(tmp_path, **own) as gateway:
+        url = f"127.0.0.1:{gateway.grpc_port}"
+        wait_until(lambda: is_live(one, "old"), what="the gateway")
+        issue(two, "new")
+        wait_until(lambda: is_live(two, "new"), what="the renewed files")
+        assert not is_live(one, "old")
+        assert "gateway.tls_certificate was renewed, until" in gateway.log_text()
+        for file in (certificate, token):
+            file.write_text("")
+        wait_until(lambda: gateway.get("/metrics")[1].count("renewal_failed{") == 2, what="the metrics")
+        wait_until(lambda: gateway.log_text().count("cannot be renewed") == 2, what="the log")
+        assert is_live(two, "new")
 
 
 def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files) -> None:

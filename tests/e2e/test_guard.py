@@ -16,10 +16,11 @@ import pytest
 
 from rsrv.wire import paths
 from rsrv.wire.blackbox import Phase, read_slots
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, is_alive, make_repository
+from tests.status import read_status
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long

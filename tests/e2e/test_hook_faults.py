@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,9 @@ from tests.e2e.harness import (
     replaced_after,
     running_triton,
 )
+from tests.e2e.lives import Living
 from tests.e2e.metas import rows, write_meta, write_scale
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Seconds: of the limit, and of a hook that hangs.
@@ -45,16 +49,49 @@ DEEDS = {
     "quits": "sys.exit(3)",
     "interrupts": "raise KeyboardInterrupt",
     "closes": "os.closerange(3, 1000)",
+    "opens": "kept.extend(iter(lambda: os.dup(0), None))",
+    "hides": "kept.extend(fill())",
     "wanders": "os.chdir('/')",
     "forks": "os.fork()",
     "begets": "subprocess.Popen(['sleep', '60']); multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()",
+    "speaks": "print(open(__file__).readline(), end='', flush=True)",
+    "pools": "inputs['x'] = pooled(inputs['x'])",
     "starts": "[threading.Thread(target=time.sleep, args=[60], daemon=True).start() for _ in range(10)]",
 }
-HOOKS = """
+HOOKS = """# grüße
 import ctypes, multiprocessing, os, subprocess, sys, threading, time
 import numpy as np
 
 kept = []
+
+
+def fill():
+    while True:
+        try:
+            yield os.dup(0)
+        except OSError:
+            return
+
+
+def double(x):
+    return 2 * x
+
+
+def sleep(begun):
+    begun.set()
+    time.sleep(60)
+
+
+def pooled(x):
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+    sleeper = fork.Process(target=sleep, args=[begun])
+    sleeper.start()
+    begun.wait()
+    sleeper.terminate()
+    sleeper.join()
+    with fork.Pool(1) as pool:
+        return pool.apply(double, [x])
 
 
 def preprocess(inputs):
@@ -271,6 +308,35 @@ def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) ->
 # --- other misdeeds of hooks --------------------------------------------------------------------------------------
 
 
+def test_a_hook_that_opens_all_files_ends_its_process(server: RunningTriton) -> None:
+    """The request fails for what it is, the server is not healthy meanwhile, and the next process serves."""
+    pid = stub(server, "opens")
+    life = Living(server)
+    wait_until(lambda: life.serves, what="the server to be healthy")
+    assert well(server, "opens")
+    healthy = life.watch_health()
+    assert next(healthy)
+    with calm(server):
+        assert "open" in refused(server, "opens")
+        back(server, "opens", pid)
+    assert not next(healthy)
+    assert next(healthy)
+    life.close()
+
+
+def test_a_process_whose_hook_opened_all_files_is_replaced_when_its_runtime_ends(
+    server: RunningTriton,
+) -> None:
+    """It could connect to no further runtime."""
+    pid = stub(server, "hides")
+    assert well(server, "hides")
+    assert isinstance(ask(server, "hides", -1.0), dict)
+    assert is_alive(pid)
+    os.kill(int(read_status(server.pid)["pid"]), signal.SIGKILL)
+    back(server, "hides", pid)
+    assert "the model's process cannot reach its runtime" in server.log_text()
+
+
 @pytest.mark.parametrize("model", ["quits", "interrupts"])
 def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, model: str) -> None:
     """sys.exit() and Ctrl-C in a hook fail its request as other exceptions do."""
@@ -318,6 +384,22 @@ def test_a_hook_that_forks_and_returns_twice_answers_once(server: RunningTriton)
         assert well(server, "forks")
     # A copy without an answer may still be ending.
     wait_until(lambda: server.stub_pids("forks") == [pid])
+
+
+def test_a_hook_reads_and_prints_utf_8(server: RunningTriton) -> None:
+    """Text beyond ASCII passes, although Triton starts the Python of its stubs without a locale."""
+    assert isinstance(ask(server, "speaks", -1.0), dict)
+    wait_until(lambda: "# grüße\n" in server.log_text(), what="the hook's line in the log")
+
+
+def test_a_hook_may_use_a_pool_of_processes(server: RunningTriton) -> None:
+    """A process of a hook executes functions of model.py, and ends when the hook ends it."""
+    pid = stub(server, "pools")
+    with calm(server):
+        answer = ask(server, "pools", -1.0)
+        assert isinstance(answer, dict), answer
+        assert (answer["y"] == -4).all()
+    assert server.stub_pids("pools") == [pid]
 
 
 @pytest.mark.parametrize("model", ["leaves", pytest.param("closes", marks=pytest.mark.long)])

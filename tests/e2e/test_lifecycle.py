@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,8 @@ import grpc
 import pytest
 
 from rsrv.control.triton import State, Triton
-from rsrv.wire.socket import read_status
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
+from tests.e2e.combinations import recorded
 from tests.e2e.fronts import python_front
 from tests.e2e.harness import (
     EXPLICIT,
@@ -32,6 +33,8 @@ from tests.e2e.harness import (
 )
 from tests.e2e.lives import Living, place, version, write_version
 from tests.e2e.metas import rows, write_meta, write_scale
+from tests.pages import commands
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
@@ -82,7 +85,8 @@ def server(living: Callable[[], RunningTriton]) -> RunningTriton:
 @pytest.fixture
 def life(server: RunningTriton) -> Iterator[Living]:
     life = Living(server)
-    yield life
+    with recorded(server):
+        yield life
     life.close()
 
 
@@ -185,6 +189,44 @@ def test_changed_weights_are_served_without_compiling(
     assert server.log_text().count("successfully loaded 'weighty'") == loads
     place(versions["one"], bundles / "steady")
     assert_becomes(call, "steady", (1, 0))
+
+
+def test_a_bundle_is_rolled_back_as_the_page_says(
+    call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
+) -> None:
+    """The page's commands bring the earlier version back under load, without an error and without compiling."""
+    texts = [one.text.replace("pictures", "weighty") for one in commands() if one.program in ("cp", "mv")]
+    assert [text.split()[0] for text in texts] == ["cp", "mv", "mv"]
+    over = threading.Event()
+
+    def ask() -> set[tuple[int, int]]:
+        found = set()
+        with caller(server) as mine:
+            while not over.is_set():
+                found.add(version(mine, "weighty"))
+        return found
+
+    def run(text: str) -> None:
+        subprocess.run(["sh", "-c", text], cwd=bundles.parent, check=True)
+
+    place(versions["one"], bundles / "weighty")
+    assert_becomes(call, "weighty", (1, 0))
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            run(texts[0])
+            place(versions["other"], bundles / "weighty")
+            assert_becomes(call, "weighty", (3, 3))
+            compiled = read_status(server.pid)["compiled"]
+            for text in texts[1:]:
+                run(text)
+            assert_becomes(call, "weighty", (1, 0))
+        finally:
+            over.set()
+        assert asking.result() == {(1, 0), (3, 3)}
+    assert read_status(server.pid)["compiled"] == compiled
+    assert not life.failures
+    shutil.rmtree(bundles / ".weighty.after")
 
 
 def test_what_does_not_load_leaves_the_old_version_serving(
@@ -352,6 +394,31 @@ def test_a_model_is_reloaded_on_request(call: Caller, server: RunningTriton, lif
     assert server.log_text().count("successfully loaded 'steady'") == loads + 1
     with pytest.raises(grpc.RpcError, match="there is no model 'nobody'"):
         life.reload("nobody")
+
+
+@python_front("a model with the native front has no stub")
+def test_reloads_leave_one_process_whatever_model_py_left_in_it(
+    call: Caller,
+    server: RunningTriton,
+    life: Living,
+    bundles: Path,
+    versions: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """A busy executor would keep the process of each earlier version, as Python joins its threads."""
+    left = shutil.copytree(versions["one"], tmp_path / "left")
+    (left / "model.py").write_text(
+        "import concurrent.futures, threading\n"
+        "concurrent.futures.ThreadPoolExecutor(1).submit(threading.Event().wait)\n"
+        "def preprocess(inputs): return inputs\n"
+    )
+    place(left, bundles / "left")
+    assert_becomes(call, "left", (1, 0))
+    for _ in range(2):
+        life.reload("left")
+    wait_until(lambda: len(server.stub_pids("left")) == 1, what="the end of the earlier processes")
+    assert served(call, "left") == (1, 0)
+    shutil.rmtree(bundles / "left")
 
 
 def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:

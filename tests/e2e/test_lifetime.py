@@ -21,7 +21,8 @@ import pytest
 from examples import mlp
 from rsrv.stub.deferred import SENDER_THREADS
 from rsrv.wire import paths
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
+from rsrv.wire.stub_process import StubCommand, living_stubs
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
 from tests.e2e.fronts import NATIVE, python_front
@@ -36,6 +37,7 @@ from tests.e2e.harness import (
     running_triton,
 )
 from tests.e2e.lives import Living
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 
@@ -201,6 +203,50 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
     wait_until(lambda: not any(home.iterdir()), GONE, what="end of the directory")
 
 
+#: Waits in its import until it is killed.
+_IMPORTING = """
+import os, threading
+open({begun!r}, "w").close()
+threading.Event().wait()
+def preprocess(inputs): return inputs
+"""
+
+
+@python_front("a model with the native front has no stub")
+@pytest.mark.parametrize("stage", ["a stub starts", "a runtime starts", "model.py is imported"])
+def test_a_server_killed_at_a_stage_of_its_start_leaves_no_shared_memory(
+    some_bundles: Mapping[str, Path], start_triton: StartTriton, home: Path, tmp_path: Path, stage: str
+) -> None:
+    """Triton's stubs leave theirs while their models load. It would take memory of a pod until the pod's end."""
+    begun = tmp_path / "begun"
+    for name in ("exact", "digits"):
+        bundle = shutil.copytree(some_bundles[name], tmp_path / "bundles" / name)
+        (bundle / "model.py").write_text(_IMPORTING.format(begun=str(begun)))
+    repository = make_repository(tmp_path)
+    server = start_triton(repository, wait_ready=False)
+    stubs: dict[int, StubCommand] = {}
+
+    def reached() -> bool:
+        stubs.update(living_stubs(server.pid))
+        match stage:
+            case "a stub starts":
+                return bool(stubs)
+            case "a runtime starts":
+                lines = (" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+                return any(str(home) in line for line in lines)
+        return begun.exists()
+
+    wait_until(reached, what=stage)
+    server.server.kill()
+    stubs.update(living_stubs(server.pid))
+    regions = {stub.region for stub in stubs.values()}
+    assert regions
+
+    wait_until(lambda: not any(map(is_alive, stubs)), GONE, what="the end of the stubs")
+    wait_until(lambda: not regions & shared_memory(), GONE, what="the end of their shared memory")
+    wait_until(lambda: not any(home.iterdir()), GONE, what="the end of the runtime's directory")
+
+
 # --- the runtime's end --------------------------------------------------------------------------------------------
 
 
@@ -359,7 +405,7 @@ def broken_module(model: Path) -> None:
 
 
 def broken_manifest(model: Path) -> None:
-    _replace(model / "manifest.yaml", b"format_version: '3.0'\nexecutable_inputs: 7\n")
+    _replace(model / "manifest.yaml", b"format_version: 3\nexecutable_inputs: 7\n")
 
 
 def broken_hooks(model: Path) -> None:

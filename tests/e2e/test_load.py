@@ -21,7 +21,6 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from examples import mlp, two_sizes
-from rsrv.wire.socket import read_status
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS, deed
 from tests.e2e.calls import (
@@ -38,6 +37,7 @@ from tests.e2e.calls import (
     tensors,
 )
 from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite, make_repository
+from tests.status import read_status
 from tests.waiting import wait_until
 
 
@@ -127,7 +127,7 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
         wait_until(lambda: models_status(triton)["sudden"]["executing"] == 1, what="the long execution")
         empty = {"a": np.zeros((3, 0), np.float32), "b": np.zeros((0, 2), np.float32)}
         assert_same(call("axes", empty), {"sum": np.zeros((2, 0, 3), np.float32)})
-        too_many = {"x": np.ones((17, 64), np.float32)}
+        too_many = {"x": np.ones((1025, 64), np.float32)}
         refusal(lambda: call("exact", too_many)).assert_is("INVALID_ARG", "grpc")
         for request in (
             lambda: sudden(call, 0, timeout=50_000),
@@ -284,7 +284,7 @@ class Client:
         self.expect(end, {"y": 2 * x}, "INTERNAL")
 
     def too_many_rows(self) -> None:
-        refusal(lambda: self._call("exact", {"x": np.ones((17, 64), np.float32)})).assert_is(
+        refusal(lambda: self._call("exact", {"x": np.ones((1025, 64), np.float32)})).assert_is(
             "INVALID_ARG", "grpc"
         )
         self.counts["INVALID_ARGUMENT"] += 1

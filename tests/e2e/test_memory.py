@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import read_status
 from tests.e2e.calls import Caller, assert_same, at_once, caller
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.held import Held, assert_returned, held, settled
 from tests.products import WEIGHT_BYTES, answer, make_products, question
+from tests.status import read_status
 from tests.waiting import wait_until
 
 MODELS = 20

@@ -15,11 +15,11 @@ import pytest
 
 import native_front
 from local_triton import TritonServer
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
 from tests.e2e.calls import Array, Caller, assert_same, at_once
 from tests.e2e.harness import StartTriton, make_repository
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import wait_until
 

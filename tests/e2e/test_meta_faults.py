@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
+from tests.status import read_status
 from tests.unit.bundle.forge import seal
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -236,7 +237,7 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
         for refused in (inside.result(10), refusal(lambda: call("chain", rows(1)))):
             assert isinstance(refused, Refused)
             refused.assert_is("NOT_FOUND", "grpc")
-            assert refused.message == "stage 'triple': model 'triple' is not loaded"
+            assert refused.message.startswith("stage 'triple': model 'triple' is not loaded, or ")
         assert (call("outside", rows(1, 4.0))["y"] == 19).all()
         house.server.grpc.load_model("triple")
         house.check(call)
@@ -251,8 +252,12 @@ def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Pat
         (stub,) = server.stub_pids("double")
         os.kill(stub, signal.SIGKILL)
         refused = refusal(lambda: call("chain", rows(1)))
-        refused.assert_is("INTERNAL", "grpc")
-        assert refused.message.startswith("stage 'double': the process of model 'double' has ended")
+        # Triton 26.01 and later do not tell it from a model that is not loaded.
+        assert refused.message.startswith("stage 'double': ")
+        assert (
+            "process of model 'double' has ended" in refused.message
+            or "its process has ended" in refused.message
+        )
         assert (call("triple", rows(1, 5.0))["y"] == 15).all()
         server.grpc.unload_model("double")
         wait_until(lambda: not server.grpc.is_model_ready("double"))

@@ -1,4 +1,4 @@
-"""Prometheus' view of a real server: rsrv's own endpoint, and Triton's."""
+"""Prometheus' view of a real server: rsrv's own page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from local_triton import free_ports
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.wire.socket import read_status
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.fronts import NATIVE
 from tests.e2e.harness import (
     EXPLICIT,
     HURRY,
     ROOT,
     RunningTriton,
-    StartTriton,
     make_repository,
     running_triton,
 )
 from tests.e2e.lives import place
+from tests.status import read_status
 from tests.waiting import wait_until
 
 ROW = np.ones((1, 64), np.float32)
@@ -39,21 +37,20 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Metrics:
-    """A server's two pages."""
+    """A server's page."""
 
     def __init__(self, server: RunningTriton, port: int, bundles: Path) -> None:
         self.server = server
         self.bundles = bundles
         self.own = f"http://127.0.0.1:{port}/metrics"
-        self.tritons = f"http://127.0.0.1:{server.metrics_port}/metrics"
 
-    def value(self, name: str, url: str = "", **labels: str) -> float | None:
-        return self.samples(url).get((name, frozenset(labels.items())))
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.samples().get((name, frozenset(labels.items())))
 
-    def samples(self, url: str = "") -> Samples:
+    def samples(self) -> Samples:
         """Return all samples, parsed by Prometheus' own parser; none is there twice. The only device is left out."""
         try:
-            with urllib.request.urlopen(url or self.own, timeout=10) as page:
+            with urllib.request.urlopen(self.own, timeout=10) as page:
                 text = page.read().decode()
         except OSError:
             return {}
@@ -64,11 +61,6 @@ class Metrics:
                 assert key not in found
                 found[key] = sample.value
         return found
-
-    def wait_for_tritons_page(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait until that holds on Triton's own page, which has no model with the native front."""
-        if not NATIVE:
-            wait_until(holds, what=what)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +79,8 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
         yield found
 
 
-def test_requests_show_on_both_pages(metrics: Metrics) -> None:
-    """Ten requests of one model, and one failed of another with hooks, are on both pages."""
+def test_requests_show_on_the_page(metrics: Metrics) -> None:
+    """Ten requests of one model, and one failed of another with hooks, are on the page."""
     exact = {"model": "exact"}
     wait_until(lambda: metrics.value("rsrv_queue_depth", **exact) == 0, what="the model")
     with caller(metrics.server) as call:
@@ -103,16 +95,6 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
     names = ("rsrv_request_seconds_count", "rsrv_queue_wait_seconds_count", "rsrv_batch_rows_sum")
     assert {name: samples[name, frozenset(exact.items())] for name in names} == dict.fromkeys(names, 10)
     assert metrics.value("rsrv_requests_total", **exact, outcome="answered") == 10
-    shown = {**exact, "version": "1"}
-    metrics.wait_for_tritons_page(
-        lambda: (
-            metrics.value("rsrv_requests_total", metrics.tritons, **shown, outcome="answered") == 10
-            and metrics.value("rsrv_queue_depth", metrics.tritons, **shown) == 0
-        ),
-        what="Triton's own page",
-    )
-    assert NATIVE or (metrics.value("rsrv_device_seconds_total", metrics.tritons, **shown) or 0) > 0
-    assert NATIVE or metrics.value("rsrv_runtime_up", metrics.tritons, **shown) == 1
     served = {name.removesuffix(end) for name, _ in samples for end in ("", "_bucket", "_sum", "_count")}
     assert {
         family.name for family in FAMILIES if not family.name.startswith(("rsrv_meta_", "rsrv_findings"))
@@ -145,10 +127,6 @@ def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> Non
     wait_until(lambda: metrics.value("rsrv_runtime_up") == 1.0, what="the next runtime")
     assert metrics.value("rsrv_runtime_restarts_total") == before + 1
     wait_until(lambda: metrics.value("rsrv_queue_depth", model="exact") == 0, what="the models")
-    up = {"model": "exact", "version": "1"}
-    metrics.wait_for_tritons_page(
-        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **up) == 1, what="the stub's reconnection"
-    )
 
 
 def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> None:
@@ -165,11 +143,7 @@ def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> 
 
 
 def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
-    """Series of an unloaded model leave rsrv's page; on Triton's, which keeps them, its gauges are 0."""
-    steady = {"model": "steady", "version": "1"}
-    metrics.wait_for_tritons_page(
-        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **steady) == 1, what="the model on Triton's"
-    )
+    """Series of an unloaded model leave rsrv's page."""
     assert any(("model", "steady") in labels for _, labels in metrics.samples())
 
     shutil.rmtree(metrics.bundles / "steady")
@@ -179,9 +153,6 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
             (found := metrics.samples()) and not any(("model", "steady") in labels for _, labels in found)
         ),
         what="the end of its series",
-    )
-    metrics.wait_for_tritons_page(
-        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **steady) == 0, what="the end of its gauges"
     )
     with caller(metrics.server) as call:
         call("exact", {"x": ROW})
@@ -222,23 +193,3 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     kinds = [kind(one) for one in told]
     assert shown
     assert [one for one in shown if kind(one) not in kinds] == []
-
-
-@pytest.mark.long
-def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Without Triton's metrics, where creating one could end it, models serve, and rsrv's page is complete."""
-    (port,) = free_ports(1)
-    running = start_triton(
-        make_repository(tmp_path, bundles.ensure() / "exact"),
-        extra_args=["--allow-metrics=false"],
-        env={"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"},
-    )
-    metrics = Metrics(running, port, tmp_path)
-
-    with caller(running) as call:
-        call("exact", {"x": ROW})
-
-    wait_until(
-        lambda: metrics.value("rsrv_responses_total", model="exact", status="ok") == 1, what="rsrv's page"
-    )
-    assert metrics.samples(metrics.tritons) == {}

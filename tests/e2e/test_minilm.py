@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rsrv.hooks.text import as_text
-from rsrv.wire.socket import read_status
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton
 from tests.examples.test_minilm import Array, Direct
+from tests.status import read_status
+
+pytestmark = pytest.mark.long
 
 SENTENCES = (
     "A man is playing a guitar on stage.",
@@ -24,23 +26,28 @@ SENTENCES = (
 
 
 @pytest.fixture(scope="module")
-def expected(example_bundles: Path) -> Array:
+def expected(pipeline_bundles: Path) -> Array:
     """Return the sentences' embeddings by BERT in 64-bit numpy."""
-    direct = Direct(example_bundles)
+    direct = Direct(pipeline_bundles)
     return np.stack([direct.embedding(sentence) for sentence in SENTENCES])
+
+
+def strings(texts: Sequence[str]) -> Array:
+    """Return texts as clients send them."""
+    return np.array([[text.encode()] for text in texts], object)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_cosines_agree_with_a_direct_computation(
-    triton: RunningTriton, expected: Array, protocol: str
+    pipelines: RunningTriton, expected: Array, protocol: str
 ) -> None:
     """Each sentence, alone and with others, gets the embedding of BERT in 64-bit numpy."""
-    with caller(triton, protocol) as call:
+    with caller(pipelines, protocol) as call:
         parts = [
-            call("minilm", {"text": as_text(part)})["embedding"] for part in (SENTENCES[:4], SENTENCES[4:])
+            call("minilm", {"text": strings(part)})["embedding"] for part in (SENTENCES[:4], SENTENCES[4:])
         ]
         together = np.concatenate(parts)
-        alone = [call("minilm", {"text": as_text([sentence])})["embedding"][0] for sentence in SENTENCES]
+        alone = [call("minilm", {"text": strings([sentence])})["embedding"][0] for sentence in SENTENCES]
 
     assert together.dtype == np.float32
     for got in (together, np.stack(alone)):
@@ -50,13 +57,13 @@ def test_cosines_agree_with_a_direct_computation(
     assert min(cosines[0, 1], cosines[2, 3]) > max(cosines[0, 2], cosines[0, 3], cosines[1, 2]) + 0.1
 
 
-def test_the_stages_belong_to_the_pipeline(triton: RunningTriton) -> None:
+def test_the_stages_belong_to_the_pipeline(pipelines: RunningTriton) -> None:
     """Clients do not see the stages; the runtime counts both calls of each request, and keeps no tensor."""
-    before = read_status(triton.pid)["metas"]["minilm"]
-    with caller(triton) as call:
-        call("minilm", {"text": as_text(["one"])})
+    before = read_status(pipelines.pid)["metas"]["minilm"]
+    with caller(pipelines) as call:
+        call("minilm", {"text": strings(["one"])})
         refusal(lambda: call("minilm_encoder", {})).assert_is("NOT_FOUND", "grpc")
-    after = read_status(triton.pid)["metas"]["minilm"]
+    after = read_status(pipelines.pid)["metas"]["minilm"]
 
     assert after["models"] == ["minilm_encoder", "minilm_pool"]
     assert after["calls"] == before["calls"] + 2

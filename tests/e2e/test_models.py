@@ -11,16 +11,17 @@ import numpy as np
 import PIL.Image
 import pytest
 
+import example_bundles
 from examples import family, fno, unet
 from examples.build import MODELS
 from examples.resnet18 import hooks
 from rsrv.hooks.text import as_text
-from rsrv.wire.socket import read_status
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.numerics import TOLERANCE
 from tests.e2e.calls import PROTOCOLS, Array, caller
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.examples.sources import source
+from tests.status import read_status
 
 #: These check the examples; the exporters have quicker tests.
 pytestmark = pytest.mark.long
@@ -34,11 +35,17 @@ def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+def real_models() -> Path:
+    """The folder of the real models, some of which are trained first."""
+    return example_bundles.ensure(MODELS)
+
+
+@pytest.fixture(scope="module")
+def server(real_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """Serve the real models, with room for each of their tensors once."""
     folder = tmp_path_factory.mktemp("models")
-    _, room = bytes_of(example_bundles, MODELS)
-    sources = [example_bundles / name for name in MODELS]
+    _, room = bytes_of(real_models, MODELS)
+    sources = [real_models / name for name in MODELS]
     repository = make_repository(folder, *sources, settings=f"runtime: {{weight_budget_bytes: {room}}}")
     with running_triton(repository, folder / "server.log", expected=["weights_thrash"]) as running:
         yield running
@@ -52,7 +59,7 @@ def close(got: Array, want: Array, dtype: str = "f32") -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_files_become_the_classes_that_pytorch_finds(
-    server: RunningTriton, example_bundles: Path, protocol: str
+    server: RunningTriton, real_models: Path, protocol: str
 ) -> None:
     """PNG and JPEG files of different sizes in one request get the classes of eager PyTorch in this process."""
     rng = np.random.default_rng(3)
@@ -62,7 +69,7 @@ def test_files_become_the_classes_that_pytorch_finds(
         small.resize(size).save(file := io.BytesIO(), kind)
         files.append(file.getvalue())
     inputs = {"file": as_text(files)}
-    want = hooks.postprocess(source(example_bundles, "resnet18")(hooks.preprocess(inputs)))
+    want = hooks.postprocess(source(real_models, "resnet18")(hooks.preprocess(inputs)))
 
     with caller(server, protocol) as call:
         got = call("resnet18", inputs)
@@ -71,10 +78,10 @@ def test_files_become_the_classes_that_pytorch_finds(
     np.testing.assert_allclose(got["scores"], want["scores"], rtol=1e-3)
 
 
-def test_images_become_the_logits_that_flax_finds(server: RunningTriton, example_bundles: Path) -> None:
+def test_images_become_the_logits_that_flax_finds(server: RunningTriton, real_models: Path) -> None:
     """Three images get Flax's logits, in one request and each alone."""
     image = np.random.default_rng(5).standard_normal((3, 64, 64, 3)).astype(np.float32)
-    want = source(example_bundles, "vit_tiny")({"image": image})["logits"]
+    want = source(real_models, "vit_tiny")({"image": image})["logits"]
     with caller(server) as call:
         together = call("vit_tiny", {"image": image})["logits"]
         alone = [call("vit_tiny", {"image": one[None]})["logits"] for one in image]
@@ -82,19 +89,19 @@ def test_images_become_the_logits_that_flax_finds(server: RunningTriton, example
     close(np.concatenate(alone), want)
 
 
-def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, example_bundles: Path) -> None:
+def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, real_models: Path) -> None:
     """Many scenes in one request get masks as good as in training."""
     known = unet.held_out()
     with caller(server) as call:
         logits = call("unet", {"image": known.images})["logits"]
-    close(logits[:2], source(example_bundles, "unet")({"image": known.images[:2]})["logits"])
+    close(logits[:2], source(real_models, "unet")({"image": known.images[:2]})["logits"])
     assert unet.overlap(logits, known) >= unet.REQUIRED_OVERLAP
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fno_f32", np.float32), ("fno_f64", np.float64)])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_operator_stands_for_the_solver(
-    server: RunningTriton, example_bundles: Path, protocol: str, name: str, dtype: type
+    server: RunningTriton, real_models: Path, protocol: str, name: str, dtype: type
 ) -> None:
     """The operator solves unseen starts in both precisions and on both grids."""
     unseen, wanted = fno.held_out()
@@ -102,11 +109,11 @@ def test_the_operator_stands_for_the_solver(
         start: Array = unseen[:5, ::every].astype(dtype)
         with caller(server, protocol) as call:
             end = call(name, {"start": start})["end"]
-        close(end, source(example_bundles, name)({"start": start})["end"], name[-3:])
+        close(end, source(real_models, name)({"start": start})["end"], name[-3:])
         assert fno.mean_error(end, wanted[:5, ::every]) < fno.REQUIRED_ERROR
 
 
-def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundles: Path) -> None:
+def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, real_models: Path) -> None:
     """Eight fine-tunes are resident in room for one backbone, and the status counts its bytes once."""
     with caller(server) as call:
         for name in family.TASKS:
@@ -117,10 +124,10 @@ def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundl
     found = read_status(server.pid)
     models = [found["models"][name] for name in family.TASKS]
     assert {(model["weights"], model["evictions"]) for model in models} == {("resident", 0)}
-    logical, physical = bytes_of(example_bundles, MODELS)
+    logical, physical = bytes_of(real_models, MODELS)
     for tier in found["memory"].values():
         assert tier["logical_bytes"] == logical
         assert tier["physical_bytes"] <= physical
     # The heads are small: eight of the family take little more than one.
-    logical, physical = bytes_of(example_bundles, family.TASKS)
+    logical, physical = bytes_of(real_models, family.TASKS)
     assert physical < logical / 6

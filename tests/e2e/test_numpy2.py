@@ -5,7 +5,6 @@ The corruption was silent, and partly only under concurrency: so every element o
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -15,13 +14,12 @@ import numpy as np
 import pytest
 
 from examples import glossary
-from local_triton import numpy2_bin
 from rsrv.serve import demo
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES, LEAST_STEPS
 from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, caller, random_u32, refusal
-from tests.e2e.harness import RunningTriton, make_repository, running_triton
+from tests.e2e.harness import RunningTriton, make_repository, path_with_numpy2, running_triton
 from tests.e2e.stateful import Stream
 from tests.e2e.test_answers import varied
 
@@ -62,8 +60,8 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     others = [bundles.ensure() / name for name in ("every_dtype", "exact", "axes", "elastic")]
     generator = demo.DATA / demo.BUNDLES / "glossary_bytes"
     repository = make_repository(folder, folder / "fresh", generator, *others)
-    path = f"{numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
-    with running_triton(repository, folder / "server.log", env={"PATH": path}) as running:
+    environment = {"PATH": path_with_numpy2()}
+    with running_triton(repository, folder / "server.log", env=environment) as running:
         yield running
 
 

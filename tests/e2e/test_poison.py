@@ -14,11 +14,11 @@ import pytest
 
 from rsrv.wire import paths
 from rsrv.wire.blackbox import Phase, read_slots
-from rsrv.wire.socket import read_status
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, caller, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.e2e.test_guard import check_exact, sudden
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: steps of a request that executes for weeks, and of one that executes long enough to be seen

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import read_status
+from rsrv.control.v1 import control_pb2 as pb
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS
 from tests.e2e.calls import assert_same, caller, random_u32, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
-from tests.runtime_commands import command, configure
+from tests.e2e.lives import Living
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second.
@@ -39,9 +40,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]
 @pytest.fixture
 def server(running: RunningTriton) -> Iterator[RunningTriton]:
     """The server of all tests, whose discipline a test may change."""
-    discipline = configure(running.pid, {})["discipline"]
     yield running
-    configure(running.pid, {"discipline": discipline})
+    set_discipline(running, pb.DISCIPLINE_FAIR)
+
+
+def set_discipline(server: RunningTriton, discipline: pb.Discipline) -> None:
+    """Set it as an operator does: the control process, once it has started, gives the runtime rsrv.yaml's otherwise."""
+    operator = Living(server)
+    wait_until(lambda: operator.set_discipline(discipline), what="the runtime to take the discipline")
 
 
 def status(server: RunningTriton) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
             wait_until(lambda: arrived(server) > before, what=f"{name} to arrive")
             return ended
 
-        command(server.pid, {"command": "pause", "model": "steady", "mode": "hold"})
+        server.operate("pause", "steady")
         try:
             yield send
         finally:
@@ -90,7 +96,7 @@ def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
 
 def go(server: RunningTriton) -> None:
     """Let the requests execute that wait."""
-    command(server.pid, {"command": "continue", "model": "steady"})
+    server.operate("continue", "steady")
 
 
 def test_urgent_requests_pass_those_that_wait(server: RunningTriton, send: Callable[..., list[str]]) -> None:
@@ -110,7 +116,7 @@ def test_deadlines_decide_once_the_discipline_is_edf(
     """After a change to edf at run time, the sooner deadline goes first, also among waiting requests."""
     send("whenever")
     send("late", timeout=60_000_000)
-    assert configure(server.pid, {"discipline": "edf"})["discipline"] == "edf"
+    set_discipline(server, pb.DISCIPLINE_EDF)
     ended = send("soon", timeout=30_000_000)
 
     go(server)
@@ -120,7 +126,7 @@ def test_deadlines_decide_once_the_discipline_is_edf(
 
 def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: RunningTriton) -> None:
     """Under edf a request that would take longer than its deadline allows ends at once, and never executes."""
-    configure(server.pid, {"discipline": "edf"})
+    set_discipline(server, pb.DISCIPLINE_EDF)
     before = status(server)["steady"]
     x = np.ones((1, 4), np.uint32)
     with caller(server) as call:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import read_status
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.e2e.stateful import (
@@ -26,6 +25,7 @@ from tests.e2e.stateful import (
 )
 from tests.e2e.test_bls import add
 from tests.held import assert_returned, held, settled
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: A model of Triton's own that sends a sequence, asks a storyteller, and answers with the whole text.

@@ -10,15 +10,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
 
-from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
+from local_triton import EXEC_BOUND, LAUNCHER, LOOPBACK, free_ports, path_with_tritonserver
 from rsrv.wire.paths import base_directory
 from tests.e2e.harness import compilation_cache, is_alive, make_repository
 from tests.e2e.lives import COLUMNS, answer, place, write_version
@@ -45,7 +50,13 @@ class Terminal:
         return self._output.read_text()
 
     def wait_for(self, words: str, timeout: float = 60) -> None:
-        wait_until(lambda: words in self.text, timeout, what=f"{words!r} in {self.text}")
+        wait_until(lambda: words in self.text or self.status is not None, timeout, what=repr(words))
+        assert words in self.text, f"rsrv serve ended with {self.status}:\n{self.text}"
+
+    @property
+    def status(self) -> int | None:
+        """Return the exit status of `rsrv serve`, or None while it runs."""
+        return self.process.poll()
 
 
 @contextmanager
@@ -64,7 +75,7 @@ def serving(
         **os.environ,
         "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
         "RSRV_METRICS__LISTEN": "null",
-        "PATH": f"{INSTALLATION.launcher.parent}:{os.environ['PATH']}",
+        "PATH": path_with_tritonserver(),
         **(gpu or {}),
     }
     command = [sys.executable, "-m", "rsrv.cli.main", "serve", "bundles", "--config=rsrv.yaml"]
@@ -111,6 +122,121 @@ def test_a_folder_of_bundles_is_served_followed_and_stopped(folder: Path) -> Non
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(40) == 0, terminal.text
         assert terminal.text.endswith("Ctrl-C again stops at once.\n")
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses at which a process and its descendants listen."""
+    process = psutil.Process(pid)
+    sockets = [
+        connection
+        for one in [process, *process.children(recursive=True)]
+        for connection in one.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    return {connection.laddr.ip.removeprefix("::ffff:") for connection in sockets}
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except InferenceServerException as error:
+        return error.status() in ("StatusCode.UNAVAILABLE", "403")
+    return False
+
+
+def test_a_server_is_for_this_machine_and_its_operators_key(folder: Path) -> None:
+    """Nothing listens on other addresses; loads, logs, traces and shared memory need the key, and all else does not."""
+    with serving(folder) as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        assert listening(terminal.process.pid) == {LOOPBACK}
+        key = (folder / ".rsrv" / "operator-key").read_text().strip()
+        http = tritonclient.http.InferenceServerClient(f"{LOOPBACK}:{terminal.http_port}")
+        grpc = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{terminal.grpc_port}")
+        for client, header in ((http, "rsrv-key"), (grpc, "triton-grpc-protocol-rsrv-key")):
+            assert is_refused(client.get_model_repository_index)
+            assert is_refused(partial(client.load_model, "cats"))
+            assert is_refused(client.get_log_settings)
+            assert is_refused(client.get_trace_settings)
+            assert is_refused(client.get_system_shared_memory_status)
+            client.load_model("cats", headers={header: key})
+            assert client.get_inference_statistics("cats")
+            assert client.get_model_config("cats")
+            assert client.is_server_ready()
+        assert answer(terminal.grpc_port, "cats") == 1
+
+
+def test_a_folder_of_any_name_is_served(tmp_path: Path) -> None:
+    """Triton's shell and the Python of its stubs get a link, which leaves with the server."""
+    folder = tmp_path / 'it\'s $(one) & "two"; gr\u00fcn'
+    (folder / "bundles").mkdir(parents=True)
+    place(write_version(folder / "first", 1), folder / "bundles" / "cats")
+    (folder / "bundles" / "cats" / "model.py").write_text("def preprocess(inputs):\n    return inputs\n")
+    with serving(folder) as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        assert "cats is ready" in terminal.text
+        assert answer(terminal.grpc_port, "cats") == 1
+        place(write_version(folder / "second", 2), folder / "bundles" / "dogs")
+        terminal.wait_for("dogs is ready")
+        (link,) = [link for link in base_directory().glob("folder-*") if link.resolve() == folder / ".rsrv"]
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+    assert not link.is_symlink()
+
+
+def test_flags_that_xla_refuses_are_said_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runtime would die of them, and its models would be called cold."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_nonsense=1")
+    with serving(folder) as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        text = "the runtime did not start: XLA_FLAGS in the environment of tritonserver cannot be used: Unknown flag"
+        assert text in terminal.text
+        assert "Serving 0 of 1 models, 1 failed" in terminal.text
+
+
+def test_what_a_server_says_of_models_is_true(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that fails is not called cold, an alias is no model, and jax's variables for debugging change nothing."""
+    place(write_version(folder / "broken", 2), folder / "bundles" / "dogs")
+    (folder / "bundles" / "dogs" / "model.py").write_text(
+        "import no_such_module\n\n\ndef preprocess(i): return i\n"
+    )
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    with serving(folder, settings="aliases: {pets: {cats: 1}}\n") as terminal:
+        terminal.wait_for("dogs has failed: ")
+        terminal.wait_for("Stop with Ctrl-C")
+        assert "Serving 1 of 2 models, 1 failed" in terminal.text
+        assert "cold" not in terminal.text
+        assert answer(terminal.grpc_port, "pets") == 1
+        assert "are ignored: JAX_DISABLE_JIT" in (folder / ".rsrv" / "serve.log").read_text()
+
+
+@pytest.mark.long
+def test_a_directory_whose_name_is_not_utf_8_is_used(folder: Path) -> None:
+    """Lines with the name reach the log and the terminal."""
+    with serving(folder, "--directory", os.fsdecode(b"latin \xe9")) as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        assert answer(terminal.grpc_port, "cats") == 1
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(40) == 0, terminal.text
+        assert r"latin \udce9/serve.log" in terminal.text
+
+
+def test_connections_that_clients_keep_do_not_delay_a_stop(folder: Path) -> None:
+    """Triton would wait for the HTTP connection for its whole drain time, and for the gRPC stream without a limit."""
+    with serving(folder, "--drain=3000") as terminal:
+        terminal.wait_for("Stop with Ctrl-C")
+        http = HTTPConnection(LOOPBACK, terminal.http_port, timeout=60)
+        http.request("GET", "/v2/models/cats")
+        assert http.getresponse().read()
+        client = tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{terminal.grpc_port}")
+        client.start_stream(lambda result, error: None)
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(60) == 0, terminal.text
+        client.stop_stream()
+        client.close()
+        http.close()
+    log = (folder / ".rsrv" / "serve.log").read_text()
+    assert "successfully unloaded 'cats'" in log
+    assert "all models are unloaded, but clients keep connections open" in log
 
 
 @pytest.mark.long
@@ -185,7 +311,7 @@ def test_a_port_that_is_taken_ends_it_before_anything_is_loaded(folder: Path) ->
         port = taken.getsockname()[1]
         with serving(folder, f"--http-port={port}") as terminal:
             assert terminal.process.wait(30) == 1
-            assert terminal.text.startswith(f"rsrv serve: 0.0.0.0:{port} cannot be taken for http")
+            assert terminal.text.startswith(f"rsrv serve: {LOOPBACK}:{port} cannot be taken for http")
 
 
 def test_the_plain_command_of_triton_serves(folder: Path) -> None:
@@ -198,7 +324,7 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
         flags = [
             f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True)
         ]
-    command = [str(INSTALLATION.launcher), "--model-repository=gen/", *flags]
+    command = [str(LAUNCHER), "--model-repository=gen/", *flags]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), *command],

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.wire.socket import read_status
 from tests.e2e.calls import Refused, caller, outcome
 from tests.e2e.harness import EXPLICIT, HURRY, RunningTriton, make_repository, running_triton
 from tests.e2e.lives import COLUMNS, Living, place, version, write_version
+from tests.status import read_status
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
-from tests.runtime_commands import Refused, compact, set_residency
+from tests.status import read_status
 from tests.waiting import wait_until
 
 #: Bytes of `exact`: its kernel of 64 x 6 f32.
@@ -88,30 +87,25 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
 
 def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: bundles.Array) -> None:
     """A pinned model stays while others take turns; an unpinned one is read from its file; both as soon as told."""
-    assert read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES
+    assert read_status(server.pid)["host"]["physical_bytes"] == 2 * _BYTES
 
-    set_residency(server.pid, "first", "device")
+    server.operate("pin", "first")
     wait_until(lambda: where(server)["first"] == "resident", what="the pinned model's load")
     with caller(server) as call:
         for _ in range(3):
             for name in ("second", "third"):
                 assert_same(call(name, {"x": x}), {"y": x @ KERNELS[name]})
                 assert where(server)["first"] == "resident"
-        compact(server.pid)
+        server.operate("compact")
         assert_same(call("first", {"x": x}), {"y": x @ KERNELS["first"]})
-        set_residency(server.pid, "first", "system")
+        server.operate("unpin", "first")
         for name in ("second", "third"):
             assert_same(call(name, {"x": x}), {"y": x @ KERNELS[name]})
     assert where(server) == {"first": "absent", "second": "resident", "third": "resident"}
     wait_until(
-        lambda: read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES,
+        lambda: read_status(server.pid)["host"]["physical_bytes"] == 2 * _BYTES,
         what="the host's copy",
     )
-
-    with pytest.raises(Refused, match="no model 'fourth'"):
-        set_residency(server.pid, "fourth", "device")
-    with pytest.raises(Refused, match=r"models\.first\.residency: .*'unpinned', 'system' or 'device'"):
-        set_residency(server.pid, "first", "gpu")
 
 
 @pytest.mark.long

@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import native_front
-from tests.fuzz.bundles import check_bundles, check_modules
-from tests.fuzz.corpus import good_bundles
-from tests.fuzz.frames import check_answers, check_frames
+from tests.fuzz.onnx_files import check_onnx
 from tests.fuzz.watched import Verdict
 
-KINDS = ("bundles", "modules", "frames", "answers", "natives", "requests")
+KINDS = ("bundles", "modules", "frames", "answers", "onnx", "natives", "requests", "openai")
 
 
 def main() -> int:
@@ -42,6 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--answers", type=int, default=10_000, metavar="N", help="runtimes that do; default: %(default)s"
     )
+    parser.add_argument("--onnx", type=int, default=2000, metavar="N", help="files; default: %(default)s")
     parser.add_argument(
         "--natives",
         type=int,
@@ -51,6 +50,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--requests", type=int, default=20_000, metavar="N", help="of bad clients; default: %(default)s"
+    )
+    parser.add_argument(
+        "--openai", type=int, default=5000, metavar="N", help="to `rsrv openai`; default: %(default)s"
     )
     parser.add_argument(
         "--front", choices=("python", "native"), default="python", help="that these ask; default: %(default)s"
@@ -63,8 +65,14 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
         folder = Path(scratch)
+        # First: the others import jax, whose threads a fork does not copy.
+        found = [_report("onnx", check_onnx(seeds("onnx"), folder))]
+        from tests.fuzz.bundles import check_bundles, check_modules
+        from tests.fuzz.corpus import good_bundles
+        from tests.fuzz.frames import check_answers, check_frames
+
         good = good_bundles(folder / "good") if any(map(seeds, KINDS[:3])) else []
-        found = [
+        found += [
             _report("bundles", check_bundles(seeds("bundles"), good, folder)),
             _report("modules", check_modules(seeds("modules"), good, folder)),
             _report("frames", check_frames(seeds("frames"), good, folder)),
@@ -82,6 +90,11 @@ def main() -> int:
                 native_front.ensure()
             requests = check_requests(seeds("requests"), folder, front=options.front)
             found.append(_report("requests", requests))
+        if seeds("openai"):
+            from tests.fuzz.openai_bodies import check_openai
+
+            native_front.ensure()
+            found.append(_report("openai", check_openai(seeds("openai"), folder)))
     return int(any(found))
 
 

@@ -119,6 +119,34 @@ def compression(rng: Random, draft: Draft) -> None:
     draft.headers.append((b"Content-Encoding", name))
 
 
+def _late(body: bytes) -> bytes:
+    return b'{"x": "' + b"i" * 600_000 + b'", ' + body[1:]
+
+
+#: Ways to write JSON, and their Content-Encoding; the first ones leave the JSON as it is.
+_SAME_LENGTH = 3
+_SPELLINGS: tuple[tuple[Callable[[bytes], bytes], bytes], ...] = (
+    (bytes, b"identity"),
+    (_gzip, b"gzip"),
+    (zlib.compress, b"deflate"),
+    (lambda body: _gzip(_late(body)), b"gzip"),
+    (_late, b"identity"),
+    (lambda body: body.replace(b"e_", b"e\\u005F").replace(b"sha", b"sh\\u0061"), b"identity"),
+    (lambda body: b"\xef\xbb\xbf \n" + body + b"\0 the end", b"identity"),
+    (lambda body: _gzip(body) + _gzip(b"more"), b"deflate"),
+    (lambda body: body.replace(b'{"', b'{"shape": [1], "sequence_id": 1, "', 1), b"identity"),
+)
+
+
+@piece("http")
+def spelling(rng: Random, draft: Draft) -> None:
+    """Write the JSON in another way that Triton takes. Before binary data, its length must stay."""
+    spell, name = rng.choice(_SPELLINGS[:_SAME_LENGTH] if draft.binary else _SPELLINGS)
+    encode = draft.encode
+    draft.encode = lambda body: spell(encode(body))
+    draft.headers.append((b"Content-Encoding", name))
+
+
 @piece("http")
 def chunks(rng: Random, draft: Draft) -> None:
     """Few chunks: CVE-2025-23310 is about the effect of many thousand on Triton's own front end before 25.07."""

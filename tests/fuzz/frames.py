@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
 
+from rsrv.desired import document_of
 from rsrv.runtime.device import Array
 from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
@@ -72,7 +73,7 @@ class _Served:
             for name, content in files.items():
                 (directory / name).write_bytes(content)
         self._path = place / "socket"
-        settings = load_settings("traces: {endpoint: 'http://nowhere'}")
+        self._settings = settings = load_settings("traces: {endpoint: 'http://nowhere'}")
         device = FakeDevice(_compute)
         listener = listen(self._path)
         self._loop = Loop(listener, ServerProcess(os.getpid()), settings, lambda: device)
@@ -114,16 +115,21 @@ class _Served:
         assert [(one.request, one.status) for one in ends] == [(self._ids, Status.OK)], ends
 
     def _undo(self) -> None:
-        """Undo the commands of any connection: a paused model serves no request."""
+        """Want what rsrv.yaml says, whatever any connection wanted: a paused model serves no request."""
+        undo = {
+            "command": "follow",
+            "instance": token_hex(8),
+            "revision": 1,
+            "document": document_of(self._settings),
+        }
         with connect(self._path) as sock:
             sock.settimeout(_PATIENCE)
             receiver = Receiver(sock)
             send(sock, frames.hello())
             _close(receiver.receive()[1])
-            for command in _UNDO:
-                send(sock, frames.pack_json(Kind.COMMAND, command))
-                answer = frames.unpack_json(receiver.receive()[0])
-                assert "error" not in answer, answer
+            send(sock, frames.pack_json(Kind.COMMAND, undo))
+            answer = frames.unpack_json(receiver.receive()[0])
+            assert answer == {"instance": undo["instance"], "revision": 1}, answer
 
     def misbehave(self, rng: Random) -> str:
         sock = connect(self._path)
@@ -165,15 +171,10 @@ class _Served:
                 return "answered"
 
 
-_UNDO: tuple[dict[str, Any], ...] = (
-    {"command": "continue", "model": None},
-    {"command": "policy", "model": "m", "weight": 1.0, "max_delay_us": 0, "max_queue_depth": 1024},
-    {"command": "residency", "model": "m", "residency": "system"},
-)
 _META: Files = {
     "manifest.yaml": json.dumps(
         {
-            "format_version": "3.0",
+            "format_version": 3,
             "kind": "meta",
             "meta": {"calls": ["m"]},
             "client_inputs": [{"name": "x", "dtype": "f32", "shape": "nc", "dims": {"c": 4}}],

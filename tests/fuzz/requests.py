@@ -9,7 +9,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.carriers import TRACES
+from tests.fuzz.carriers import TRACES, spelling
 from tests.fuzz.drafts import (
     NOT_UTF8,
     PIECES,
@@ -57,7 +57,7 @@ def make(seed: int) -> Attack:
     chosen = tuple(rng.choices(names, k=rng.choice((1, 1, 2, 3))))
     numbers = any(PIECES[name].numbers for name in chosen)
     if rng.random() < 0.3:
-        draft = rng.choice((_sequence, _generation))(rng, protocol)
+        draft = rng.choice((_sequence, _generation, _strings))(rng, protocol)
         chosen = chosen if rng.random() < 0.3 else ()
     else:
         draft = honest(seed, rng.choice(_STOLID if numbers else MODELS), binary=rng.random() < 0.7)
@@ -74,6 +74,8 @@ def make(seed: int) -> Attack:
 
 #: Models with sequences, with text, with tokens.
 STATEFUL = ("sums", "brief", "brief_tokens")
+#: A model whose input and output are strings.
+STRINGS = "lengths"
 _IDS = (*range(1, 9), "a", "b", "\0", "x" * 300, 0, -1, 2**63, 2**64 - 1, 10**30, 1.5, True, "", None, [])
 _FLAGS = (True, True, False, False, False, 1, "true", None)
 _PROMPTS = (
@@ -135,6 +137,8 @@ def _generation(rng: Random, protocol: str) -> Draft:
     }
     draft = Draft(model, {"id": "g", "inputs": [tensor], "parameters": parameters}, False)
     draft.call, draft.cut = "ModelStreamInfer", rng.random() < 0.3
+    if rng.random() < 0.1:
+        _ask_classes(rng, draft, "text_output")
     if protocol == "http" and rng.random() < 0.9:
         fields = {name: data[0] if len(data) == 1 else data, **parameters}
         draft.path = b"/v2/models/%s/%s" % (
@@ -143,6 +147,42 @@ def _generation(rng: Random, protocol: str) -> Draft:
         )
         draft.encode = lambda _: json_bytes(fields)
     return draft
+
+
+#: Lengths that a string claims, instead of its own.
+_LENGTHS = (0, 1, 4, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+def _strings(rng: Random, protocol: str) -> Draft:
+    """Send strings, some with false lengths, and ask for their classes, which ends Triton before 25.07."""
+    texts = [rng.choice(("", "a", "two words", "x" * 300, "\0")) for _ in range(rng.choice((1, 1, 2, 8)))]
+    raw = b"".join(map(_raw, texts))
+    if rng.random() < 0.5:
+        at = rng.choice((0, len(raw) - len(_raw(texts[-1]))))
+        raw = raw[:at] + rng.choice(_LENGTHS).to_bytes(4, "little") + raw[at + 4 :]
+    if rng.random() < 0.2:
+        raw = raw[: rng.randrange(len(raw))]
+    tensor = {
+        "name": "text",
+        "shape": [rng.choice((len(texts), len(texts), 1, 0)), 1],
+        "datatype": "BYTES",
+        "raw": raw,
+        "data": texts,
+    }
+    draft = Draft(STRINGS, {"id": "t", "inputs": [tensor]}, rng.random() < 0.8)
+    if rng.random() < 0.3:
+        _ask_classes(rng, draft, "label")
+    return draft
+
+
+def _ask_classes(rng: Random, draft: Draft, output: str) -> None:
+    """Ask for the classes of strings; over gRPC before the tensors, or behind them."""
+    name = rng.choice((output, output + "\0x"))
+    asked = {"name": name, "parameters": {"classification": rng.choice((1, 2, 10**6))}}
+    draft.document["outputs"], draft.only_gateway = [asked], True
+    late = message_bytes(Draft(draft.model, {"id": "", "inputs": [], "outputs": [asked]}, True))
+    if rng.random() < 0.5:
+        draft.damage = lambda data: data if data.startswith(b"POST") else data + late
 
 
 def _raw(element: str | int) -> bytes:
@@ -282,6 +322,26 @@ def claimed_shape(rng: Random, draft: Draft) -> None:
     """Send numbers as JSON, far fewer than the shape needs."""
     draft.only_gateway, draft.binary = True, False
     rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE)
+
+
+#: Extents that Triton 24.10 takes for negative ones.
+_NEGATIVE = ([2**64 - 1], [0, 2**64 - 1], [2**64 - 1, 1], [1, 2**64 - 4])
+
+
+@piece("http")
+def hidden_claim(rng: Random, draft: Draft) -> None:
+    """Send a shape as in `claimed_shape`, so that it is hard to find."""
+    draft.only_gateway, draft.binary = True, False
+    rng.choice(draft.inputs)["shape"] = rng.choice((*_HUGE, *_NEGATIVE))
+    spelling(rng, draft)
+
+
+@piece("http")
+def deep(rng: Random, draft: Draft) -> None:
+    """Send lists so deep that Triton 24.10 overflows its stack."""
+    text = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b", "
+    draft.only_gateway, draft.binary = True, False
+    draft.encode = lambda body: text + body[1:]
 
 
 @piece()

@@ -18,7 +18,8 @@ import psutil
 import tritonclient.grpc
 
 from rsrv.settings import Front
-from rsrv.wire.socket import Closed, read_status
+from rsrv.wire.socket import Closed
+from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import RIGHT, Record
@@ -29,12 +30,25 @@ from tests.e2e import stateful
 from tests.e2e.gateways import entry, running_gateway
 from tests.e2e.harness import crashed_by_a_cancellation, is_alive, running_triton
 from tests.fuzz.noise import Noise
-from tests.fuzz.requests import MODELS, STATEFUL, Attack, make
+from tests.fuzz.requests import MODELS, STATEFUL, STRINGS, Attack, make
 from tests.fuzz.sending import PATIENCE, Answer, Ports, Sender
 from tests.fuzz.watched import Verdict
+from tests.status import read_status
 
 #: Requests between two checks of the server, and their senders.
 _BATCH, _TOGETHER = 16, 4
+#: Hooks of a model that tells the lengths of strings.
+_HOOKS = """
+import numpy as np
+
+
+def preprocess(inputs):
+    return {"length": np.array([[len(text)] for text in inputs["text"]], np.float32)}
+
+
+def postprocess(outputs):
+    return {"label": [b"%d" % int(length) for (length,) in outputs["same"]]}
+"""
 #: Seconds between two requests of an honest client.
 _PAUSE = 0.1
 #: Bytes that the gateway accepts, which some bad requests exceed.
@@ -80,6 +94,16 @@ def _generate(scratch: Path, front: Front) -> None:
     for name in STATEFUL:
         folder = stateful.ensure() if name == "sums" else stateful.ensure_brief()
         (scratch / "bundles" / name).symlink_to(folder / name)
+    export_bundle(
+        lambda params, length: {"same": length},
+        {},
+        {"length": np.zeros((1, 1), np.float32)},
+        batch_sizes=[1, 8],
+        out_dir=scratch / "bundles" / STRINGS,
+        hooks=_HOOKS,
+        client_inputs=[{"name": "text", "dtype": "bytes", "shape": "n"}],
+        client_outputs=[{"name": "label", "dtype": "bytes", "shape": "n"}],
+    )
     config = scratch / "rsrv.yaml"
     config.write_text(f"{_SETTINGS}stub: {{front: {front}}}\n")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -259,6 +283,11 @@ class _Life:
                     "sums", [tensor], sequence_id=1000 + self._sent, client_timeout=PATIENCE, **flags
                 )
                 sums.append(float(answer.as_numpy("y")[0, 0]))
+            texts = tritonclient.grpc.InferInput("text", [2, 1], "BYTES")
+            texts.set_data_from_numpy(np.array([[b"four"], [b""]], object))
+            labels = client.infer(STRINGS, [texts], client_timeout=PATIENCE).as_numpy("label")
+            if labels.ravel().tolist() != [b"4", b"0"]:
+                said.append(f"strings have the lengths {labels}")
         if sums != [1, 2, 3]:
             said.append(f"a sequence of ones has the sums {sums}")
         answer = stateful.generate(self._server, "brief", text_input="hello", max_tokens=20)

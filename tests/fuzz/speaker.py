@@ -58,6 +58,9 @@ class Speaker:
         self._meta = self.key.startswith("meta")
         self._generates = self.key.startswith("generator")
         self._numbers = itertools.count()
+        #: The control process that it pretends to be, and its revisions.
+        self._instance = f"{rng.getrandbits(64):x}"
+        self._revision = 0
         self._runs = [1]
 
     def is_wild(self) -> bool:
@@ -110,9 +113,12 @@ class Speaker:
                 return pack_tokens([(self._one((1,), _WILD_IDS), rng.choice((0, -1, 7))) for _ in many])[0]
             case Kind.DONE:
                 return frames.pack_completions([_completion(rng)])[0]
-            case Kind.COLD | Kind.STARTING:
-                pack = frames.pack_cold if kind is Kind.COLD else frames.pack_starting
-                return pack(rng.choice(_START_S), flat=not self.is_wild())
+            case Kind.COLD:
+                return frames.pack_cold(rng.choice(_START_S), flat=not self.is_wild())
+            case Kind.STARTING:
+                text = rng.choice(("", "3 of its 12 modules are compiled", "\u20ac" * 500))
+                step = frames.StartProgress(text, rng.choice(_START_S), rng.choice((0.0, *_START_S)))
+                return frames.pack_starting(step, flat=not self.is_wild())
         return HEADER.pack(kind, 0, 0) + json.dumps(self._object()).encode()
 
     def _generate(self) -> bytes:
@@ -176,6 +182,7 @@ class Speaker:
                 {"meta_concurrency": 1e308},
                 {"meta_concurrency": 0},
                 {},
+                *({"command": "follow", "instance": self._instance, **one} for one in self._documents()),
                 *(
                     {"command": command, "model": rng.choice(names), **rng.choice(_OPTIONS)}
                     for command in _COMMANDS
@@ -185,6 +192,19 @@ class Speaker:
         if rng.random() < 0.3:
             body[rng.choice((*body, "extra", "model", "key", ""))] = rng.choice(_JUNK)
         return rng.choice(_JUNK) if self.is_wild() else body
+
+    def _documents(self) -> list[dict[str, Any]]:
+        """Return a change of the desired document, and a whole document, good or bad."""
+        rng = self._rng
+        self._revision += 1
+        section = {rng.choice(("residency", "weight", "max_delay_us", "x")): rng.choice(_VALUES)}
+        entry = {"settings": section, rng.choice(("paused", "prefetched", "asked")): rng.choice(_VALUES)}
+        change = rng.choice(
+            ({"models": {"m": rng.choice((entry, None))}}, {"paused": rng.choice(_VALUES)}, {})
+        )
+        whole = {"scheduler": {}, "runtime": {}, "paused": None, "models": {}, **change}
+        number = {"revision": self._revision, "since": rng.choice((self._revision - 1, None, 0))}
+        return [{**number, "document": change}, {"revision": self._revision, "document": whole}]
 
     def _spoiled(self, frame: bytes) -> bytes:
         """Return the frame after some damage."""
@@ -218,12 +238,26 @@ class Speaker:
 
 
 _COMMANDS = (
-    "residency", "compact", "ping", "policy", "prefetch", "evict", "pause", "continue", "abort", "history", "load", "profile", "traces", "nothing"
+    "follow", "follow", "follow", "compact", "ping", "prefetch", "evict", "abort", "history", "load", "profile", "traces", "nothing"
 )  # fmt: skip
+_VALUES: tuple[Any, ...] = (
+    "device",
+    "unpinned",
+    "hold",
+    "reject",
+    "stop",
+    1,
+    0,
+    -1,
+    2**70,
+    0.5,
+    True,
+    None,
+    [],
+    {"a": 1},
+)
 _OPTIONS: tuple[dict[str, Any], ...] = (
-    {}, {"residency": "device"}, {"residency": "unpinned"}, {"mode": "drain"}, {"mode": "hold"}, {"mode": "reject"}, {"mode": 1},
-    {"weight": 1.0}, {"weight": 0}, {"weight": -1}, {"max_delay_us": 1}, {"max_queue_depth": 1}, {"max_queue_depth": 2**70},
-    {"request": "a"}, {"request": ["a"]}, {"directory": 1},
+    {}, {"request": "a"}, {"request": ["a"]}, {"directory": 1},
 )  # fmt: skip
 
 

@@ -1,10 +1,14 @@
 """Common properties of rsrv's commands."""
 
+import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
@@ -13,17 +17,14 @@ import pytest
 
 import rsrv
 import rsrv_bundle
-from rsrv.cli.main import former_node, parser
 from rsrv.cli.main import main as rsrv_main
+from rsrv.cli.main import parser
 from rsrv.command import command
 from rsrv.extras import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {
-    script.name: script
-    for script in distribution("rsrv").entry_points
-    if script.group == "console_scripts" and script.name != "rsrv-node"
-}
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+COMMANDS = {name: EntryPoint(name, value, "console_scripts") for name, value in SCRIPTS.items()}
 #: asyncio is a fifth of the modules that these may load.
 ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
 
@@ -40,14 +41,8 @@ print(*set(sys.modules) - before, file=sys.stderr)
 
 
 def test_these_are_the_commands() -> None:
-    """The installed commands are those of pyproject.toml."""
+    """The commands of a wheel are these."""
     assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim"}
-
-
-def test_the_former_command_names_the_one_that_replaces_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """A unit file or a container that still starts rsrv-node fails with the command to write there."""
-    assert former_node() == 2
-    assert "`rsrv serve BUNDLES` starts one tritonserver with all devices" in capsys.readouterr().err
 
 
 def test_a_missing_command_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,10 +57,48 @@ def test_messages_name_commands_that_exist() -> None:
     sources = [
         path for folder in ("triton_backend/rsrv", "gateway") for path in (ROOT / folder).rglob("*.py")
     ]
-    named = {name for path in sources for name in re.findall(r"`rsrv ([a-z]+)", path.read_text())}
+    named = {name for path in sources for name in re.findall(r"`rsrv ([a-z][a-z-]*)", path.read_text())}
     (commands,) = (one for one in parser()._actions if one.dest == "command")
     assert named <= {*(commands.choices or ())}
     assert "prefetch" in named
+
+
+def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A new command has its place there; the headlines stand above their commands."""
+    top = parser()
+    (commands,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
+    grouped = [name for names in top.command_groups.values() for name in names]
+
+    assert sorted(grouped) == sorted(one.dest for one in commands._choices_actions)
+    shown = top.format_help()
+    assert shown.index("\nserve:\n") < shown.index("\n  serve ") < shown.index("\nfind out why:\n")
+    assert all(re.search(rf"^ +{name}\b", shown, re.MULTILINE) for name in grouped)
+
+
+@pytest.mark.parametrize("words", [("help", "serve"), ("serve", "--help")])
+def test_help_is_a_command_as_well(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv help serve` is `rsrv serve --help`."""
+    with pytest.raises(SystemExit, match="0"):
+        rsrv_main(words)
+    assert capsys.readouterr().out.startswith("usage: rsrv serve ")
+
+
+def test_help_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone it lists all commands; an unknown one is an error."""
+    with pytest.raises(SystemExit, match="0"):
+        rsrv_main(["help"])
+    assert "find out why:" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        rsrv_main(["help", "serv"])
+    assert "unknown command 'serv'; did you mean 'serve'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["version"], ["-V"], ["--version"]])
+def test_the_version_has_three_spellings(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """People try the one that their other tools have."""
+    with pytest.raises(SystemExit, match="0"):
+        rsrv_main(words)
+    assert capsys.readouterr().out == f"rsrv {rsrv.__version__}\n"
 
 
 @pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
@@ -143,3 +176,51 @@ def test_the_shell_completes_all_commands(shell: str, capsys: pytest.CaptureFixt
 
     script = capsys.readouterr().out
     assert [name for name in COMMANDS if name not in script] == []
+
+
+_ENDED_AT_ITS_START = """
+import os, signal, sys
+import {module} as starting
+starting.run = lambda *_: os.kill(os.getpid(), signal.{signal})
+from {command} import main
+sys.exit(main({words}))
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("starting", "program", "words"),
+    [
+        ("rsrv.serve.command", "rsrv.cli.main", ["serve", "bundles"]),
+        ("rsrv_gateway.main", "rsrv_gateway.__main__", []),
+    ],
+)
+def test_a_server_that_is_stopped_while_it_starts_ends_with_0(
+    starting: str, program: str, words: list[str], number: str
+) -> None:
+    """A signal before the event loop runs is as good as a later one."""
+    script = _ENDED_AT_ITS_START.format(module=starting, command=program, words=words, signal=number)
+
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does() -> None:
+    """A command may finish its work first; the status names the signal, and the handler goes with the command."""
+    steps: list[str] = []
+
+    def main(argv: Sequence[str] | None) -> int:
+        if argv == ["finish"]:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            steps.append("finished")
+            return 0
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = command("rsrv", extra="serve")(main)
+    assert (run(["finish"]), steps) == (0, ["finished"])
+    assert run([]) == 143
+    assert signal.getsignal(signal.SIGTERM) == before

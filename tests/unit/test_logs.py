@@ -389,7 +389,7 @@ def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCa
         ("WARNING", "request 'a': QUEUE_FULL: why"),
         ("WARNING", "request 'c': DEADLINE: why"),
         ("ERROR", "request 'e' failed: why"),
-        ("ERROR", "request '' failed: why"),
+        ("ERROR", "a request without an id failed: why"),
         ("WARNING", "request 'f': QUEUE_FULL: why (2 more since the last such line)"),
         ("INFO", "request 'g': INVALID: why"),
     ]

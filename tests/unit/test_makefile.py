@@ -30,9 +30,22 @@ def test_a_python_that_is_too_old_ends_make_with_one_line(tmp_path: Path, target
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("target", ["dist", "test-wheel", "test-long", "demo", "serve"])
+@pytest.mark.parametrize("target", ["test", "test-unit", "test-wheel", "test-long"])
+def test_only_long_tests_wait_for_networks_to_be_trained(target: str) -> None:
+    """The others begin at once; their fixtures make small bundles, and take the demo's networks, which are trained."""
+    done = subprocess.run(
+        ["make", "-n", target, f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("tools/example_bundles.py" in done.stdout) is (target == "test-long")
+
+
+@pytest.mark.parametrize("target", ["dist", "test-wheel", "test-native", "test-long", "demo", "serve"])
 def test_what_users_type_needs_no_compiler(target: str) -> None:
-    """Only what is packed, and the long tests, build the native front, again after a change of a source."""
+    """Only what is packed, and the tests of the native front, build the native front, again after a change of a source."""
     source = "triton_backend/rsrv/native/link.c"
     done = subprocess.run(
         ["make", "-n", "-W", source, target, f"PYTHON={sys.executable}"],

@@ -1,11 +1,14 @@
 """rsrv.yaml: typed, overridable, and refused with the nearest known key."""
 
+from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from rsrv.settings import SettingsError, dump_settings, load_settings, read_settings
+from rsrv.settings import ModelSection, Settings, SettingsError, dump_settings, load_settings, read_settings
 
 
 def test_no_file_means_the_defaults() -> None:
@@ -74,6 +77,51 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
     assert load_settings(f"runtime: {{idle: {{host: {text}}}}}").runtime.idle.host == seconds
 
 
+#: The settings that are times and sizes, by the ends of their names, with a value and what it means there.
+UNITS = {"_s": ("5m", 300.0), "_ms": ("0.02s", 20.0), "_us": ("2ms", 2000), "_bytes": ("1GiB", 2**30)}
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in Settings.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield name, kind
+    yield "models.cats", ModelSection
+
+
+KEYS = [
+    (f"{section}.{key}", end)
+    for section, kind in sections()
+    for key in kind.model_fields
+    for end in UNITS
+    if key.endswith(end)
+]
+
+
+@pytest.mark.parametrize(("key", "end"), KEYS)
+def test_every_time_and_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, key: str, end: str) -> None:
+    """In the file and in the environment; the error of another text names the forms."""
+    assert len(KEYS) > 10
+    written, expected = UNITS[end]
+    section, _, name = key.rpartition(".")
+    nested = "{" + f"{name}: {written}" + "}"
+    for part in reversed(section.split(".")):
+        nested = "{" + f"{part}: {nested}" + "}"
+
+    found: Any = load_settings(nested)
+    for part in key.split("."):
+        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+    assert found == expected
+    forms = (
+        "a size such as 512MB, 16GB or 16GiB" if end == "_bytes" else "a time such as 500ms, 90s, 5m or 1h"
+    )
+    with pytest.raises(SettingsError, match=rf"{key}: must be .*{forms} \(found 'soon'\)"):
+        load_settings(nested.replace(written, "soon"))
+    if section in Settings.model_fields:
+        monkeypatch.setenv(f"RSRV_{section}__{name}".upper(), written)
+        assert getattr(getattr(load_settings(), section), name) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -110,7 +158,10 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
         ("traces: {endpoint: ''}", "traces.endpoint: "),
         ("gateway: {workers: [{host: 'http://gpu1'}]}", "'http://gpu1' is no name or address"),
         ("gateway: {workers: [{host: '[[::1]]'}]}", "is no name or address"),
-        ("runtime: {idle: {device: 10x}}", "runtime.idle.device: must be a time above 0 as 600, 90s, 10m"),
+        (
+            "runtime: {idle: {device: 10x}}",
+            "runtime.idle.device: must be a time above 0 such as 600, 90s, 10m",
+        ),
         ("runtime: {idle: {host: 0}}", "runtime.idle.host: must be a time above 0"),
         ("runtime: {idle: {host: true}}", "runtime.idle.host: must be a time above 0"),
         ("runtime: {idle: {disk: 1h}}", "runtime.idle.disk: unknown key; known are device, host"),
@@ -121,7 +172,6 @@ def test_a_duration_is_seconds_or_has_a_unit(text: str, seconds: float) -> None:
         ("models: {m: {idle: {server: 1h}}}", "models.m.idle: server is about the whole server"),
         ("models: {m: {warm_at: noon}}", "'noon' is not a time; write it as 08:55, Mon-Fri 08:55"),
         ("models: {m: {warm_at: [08:55, Mon-Fri 25:00]}}", "'Mon-Fri 25:00' is not a time"),
-        ("placement: {hysteresis: 0.2}", "placement.hysteresis is gone: leave it out: it is 0.1"),
         ("models: {m: {weight: 0}}", "models.m.weight: "),
         ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],
@@ -155,10 +205,6 @@ def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
             "RSRV_RUNTIME: runtime: must be a mapping (found 'cpu'). Write JSON, as RSRV_RUNTIME=",
         ),
         ("RSRV_PLACEMENT__REPLICAS=many", "placement.replicas: must be a number from 1 to 1024, auto or all"),
-        (
-            "RSRV_NODE__ARGUMENTS=[]",
-            "RSRV_NODE__ARGUMENTS: node.arguments is gone: put flags for tritonserver after --",
-        ),
     ],
 )
 def test_a_wrong_variable_is_refused_by_its_name(
@@ -172,12 +218,6 @@ def test_a_wrong_variable_is_refused_by_its_name(
 
     assert message in str(caught.value)
     assert "rsrv.yaml" not in str(caught.value)
-
-
-def test_a_former_key_names_what_replaces_it() -> None:
-    """A file that was written for an earlier version is refused with what to write instead."""
-    with pytest.raises(SettingsError, match=r"rsrv\.yaml: node\.gpus is gone: .*`rsrv serve --devices 0,1`"):
-        load_settings("node: {gpus: [0, 1]}", "rsrv.yaml")
 
 
 def test_other_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

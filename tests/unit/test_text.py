@@ -1,8 +1,11 @@
 """Figures with their units, and hints about unknown words."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from rsrv.text import amount, by_number, duration, nearest, percent, rate
+from rsrv.text import amount, by_number, duration, naming, nearest, os_error, percent, rate
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,25 @@ def test_names_sort_as_people_count() -> None:
     """Numbers within names are compared as numbers; names without one, and those that begin with one, sort among them."""
     names = ["m10", "m", "10", "m2", "9", "m2b10", "m2b9", "a"]
     assert sorted(names, key=by_number) == ["9", "10", "a", "m", "m2", "m2b9", "m2b10", "m10"]
+
+
+def test_an_error_without_a_file_gets_the_one_that_was_worked_on(tmp_path: Path) -> None:
+    """The system names no file when a write fails, as on a full disk."""
+    with pytest.raises(OSError, match="No space") as failed, naming(tmp_path), open("/dev/full", "w") as full:
+        full.write("text")
+    assert os_error(failed.value) == f"{tmp_path}: No space left on device"
+    with pytest.raises(FileNotFoundError) as missing, naming(tmp_path):
+        (tmp_path / "missing").read_text()
+    assert os_error(missing.value) == f"{tmp_path / 'missing'}: No such file or directory"
+
+
+def test_of_many_errors_of_a_copy_the_first_one_is_shown(tmp_path: Path) -> None:
+    """A folder of a hundred files that does not fit on a disk must not give a hundred errors in one line."""
+    for name in ("a", "b"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        (tmp_path / "source" / name / "file").symlink_to("missing")
+    with pytest.raises(shutil.Error) as failed:
+        shutil.copytree(tmp_path / "source", tmp_path / "target")
+    said = os_error(failed.value)
+    assert said.startswith(str(tmp_path / "target"))
+    assert said.endswith("/file: No such file or directory")

@@ -4,7 +4,15 @@ import os
 
 import pytest
 
-from rsrv.triton_command_line import Options, read_command_line
+from rsrv.triton_command_line import (
+    DEFAULT_PORTS,
+    Options,
+    address_flag,
+    listening,
+    open_apis_warning,
+    read_command_line,
+    restrictions,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +47,50 @@ def test_a_process_that_has_ended_has_no_command_line() -> None:
 
     assert read_command_line(pid) == []
     assert read_command_line(os.getpid())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "fd00::7"])
+@pytest.mark.parametrize("front", DEFAULT_PORTS)
+def test_an_address_is_read_as_it_is_written(host: str, front: str) -> None:
+    """Each front end has its own spelling of IPv6 addresses."""
+    address = listening(Options([address_flag(front, host), f"--{front}-port=7"]), front)
+
+    assert (address.host, address.port) == (host, 7)
+
+
+def test_each_restricted_api_has_its_key() -> None:
+    """A value may contain an equals sign; the other protocol has restrictions of its own."""
+    options = Options(
+        ["--grpc-restricted-protocol=trace,logging:k=a=b", "--grpc-restricted-protocol", "health:l=c"]
+    )
+
+    assert restrictions(options, "grpc") == {
+        "trace": ("k", "a=b"),
+        "logging": ("k", "a=b"),
+        "health": ("l", "c"),
+    }
+    assert restrictions(options, "http") == {}
+
+
+CLOSED = "model-repository,logging,trace,shared-memory:k=v"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model-control-mode=explicit", ["0.0.0.0:8000 or 0.0.0.0:8001 can load models", "register shared memory"]),
+        ("--model-control-mode=explicit --allow-grpc=false", ["reaches 0.0.0.0:8000 can load models"]),
+        ("", ["reaches 0.0.0.0:8000 or 0.0.0.0:8001 can choose the file"]),
+        (f"--http-restricted-api={CLOSED}", ["reaches 0.0.0.0:8001 can"]),
+        (f"--http-address=127.0.0.1 --grpc-address ::1 --http-restricted-api={CLOSED}", []),
+        ("--http-address=127.0.0.1 --grpc-address=[::1] --model-control-mode=explicit", []),
+        (f"--http-restricted-api={CLOSED} --grpc-restricted-protocol={CLOSED} --model-control-mode=explicit", []),
+        ("--http-restricted-api=trace,logging:k=v --allow-grpc=false --allow-client-shm=false", []),
+    ],
+)  # fmt: skip
+def test_a_server_says_what_other_machines_can_do_with_it(line: str, words: list[str]) -> None:
+    """Only APIs that other machines reach without a key count; a mode without loads has none to offer."""
+    warning = open_apis_warning(Options(["tritonserver", *line.split()]))
+
+    assert bool(warning) is bool(words)
+    assert all(word in warning for word in words), warning

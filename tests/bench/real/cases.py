@@ -67,7 +67,8 @@ def _pixels(rows: int) -> Arrays:
 
 
 def _texts(rows: int) -> Arrays:
-    return {"text": as_text([SENTENCES[row % len(SENTENCES)] for row in range(rows)])}
+    texts = [[SENTENCES[row % len(SENTENCES)].encode()] for row in range(rows)]
+    return {"text": np.array(texts, object)}
 
 
 _MINILM = ("minilm", "minilm_encoder", "minilm_pool")

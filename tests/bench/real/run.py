@@ -23,7 +23,7 @@ from typing import Self
 import tritonclient.grpc
 
 from local_triton import ServerFailed
-from rsrv.serve.triton_install import InstallError
+from rsrv.triton_install import InstallError
 from rsrv_bundle import read_bundle
 from scheduler_page import DOCS, rewrite, table
 from tests.bench.load import BenchFailed

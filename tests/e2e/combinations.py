@@ -1,0 +1,95 @@
+"""Records which states of a model's machines go together beside a test, and compares them with docs/architecture.md.
+
+A combination that the page lacks fails the test if a model stays in it. Looks are too rare to know every shorter one, so such
+a one is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from rsrv.control.sentences import lives, state_of, weights_of
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from tests.combinations import Combination, table
+from tests.e2e.harness import RunningTriton
+
+#: Seconds between two looks.
+_LOOK_S = 0.1
+#: Seconds that a model may stay in a combination that the page lacks.
+_PASSING_S = 0.5
+
+
+@contextmanager
+def recorded(server: RunningTriton) -> Iterator[None]:
+    """Record a server's combinations during a block; then fail if the page's table lacks one that lasted."""
+    longest: dict[Combination, float] = {}
+    stop = threading.Event()
+
+    def look() -> None:
+        since: dict[tuple[str, Combination], float] = {}
+        while not stop.wait(_LOOK_S):
+            try:
+                seen = _look(server)
+            except (OSError, ValueError, grpc.RpcError):
+                continue  # the server, or its control process, is being replaced
+            now = time.monotonic()
+            since = {one: since.get(one, now) for one in seen.items()}
+            for (_, combination), began in since.items():
+                longest[combination] = max(longest.get(combination, 0.0), now - began)
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watching.join()
+    rows = table()
+    unknown = {one: lasted for one, lasted in longest.items() if not any(row.has(one) for row in rows)}
+    print(f"{len(longest)} combinations of states met; the page lacks {unknown}")
+    lasting = sorted(one for one, lasted in unknown.items() if lasted >= _PASSING_S)
+    assert not lasting, "docs/architecture.md lacks combinations of states:\n" + "\n".join(map(str, lasting))
+
+
+def _look(server: RunningTriton) -> dict[str, Combination]:
+    """Return each model's combination of now. Empty if Triton's part changes meanwhile."""
+    address = server._control_address()
+    if address is None:
+        return {}
+    before = _index(server)
+    with grpc.insecure_channel(address) as channel:
+        answer = control_pb2_grpc.ControlStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+    if _index(server) != before:
+        return {}
+    words = lives(answer)
+    asleep = all(one.HasField("asleep_since_unix_s") for one in answer.devices)
+    found = {}
+    for model in answer.models:
+        text = words[model.name]
+        known = any(version.key for version in model.versions)
+        found[model.name] = Combination(
+            text.partition(",")[0]
+            + (", in an older version" if text.endswith("in an older version") else ""),
+            model.bundle,
+            before.get(model.name, "absent"),
+            "connected" if any(version.stubs for version in model.versions) else "waiting",
+            "asleep" if asleep else state_of(model.versions) if known else "none",
+            weights_of(model) or "none",
+        )
+    return found
+
+
+def _index(server: RunningTriton) -> dict[str, str]:
+    request = urllib.request.Request(f"http://{server.server.http_url}/v2/repository/index", b"{}")
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        found: list[dict[str, Any]] = json.load(answer)
+    return {one["name"]: one.get("state", "UNAVAILABLE") or "UNAVAILABLE" for one in found}

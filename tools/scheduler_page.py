@@ -1,17 +1,15 @@
-"""Make the tables and the picture of docs/scheduler.md with the simulator: the disciplines, and the eviction policies.
+"""Make the tables and the picture of docs/scheduler.md with the simulator: the disciplines.
 
     python tools/scheduler_page.py     # rewrites the tables in the page, and docs/images/scheduler-hog.png
 
-A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, and a test
+A table is in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, and a test
 compares them with the page; equal code and equal versions of matplotlib give equal pictures, byte for byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,10 @@ from matplotlib.figure import Figure
 
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import Outcome
-from rsrv.scheduler.eviction import POLICIES
-from rsrv.scheduler.settings import Eviction
 from rsrv.sim.metrics import summarize
 from rsrv.sim.plots import save
 from rsrv.sim.record import ExecutionRecord, Record, RequestRecord
-from rsrv.sim.scenario import Scenario, load_scenario, parse_scenario
-from rsrv.sim.schema import RequestKeys
+from rsrv.sim.scenario import Scenario, load_scenario
 from rsrv.sim.simulate import simulate
 from rsrv.sim.tally import percentile
 
@@ -189,10 +184,7 @@ def runs(name: str) -> dict[str, Run]:
 
 def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
     """Return the page's tables by name. `compared` is scenario -> scheduler -> run."""
-    return {
-        **{name: table(_comparison(name, those)) for name, those in compared.items()},
-        "cases": table(_cases()),
-    }
+    return {name: table(_comparison(name, those)) for name, those in compared.items()}
 
 
 def table(rows: Iterator[Sequence[str]]) -> str:
@@ -284,149 +276,6 @@ def _finish(figure: Figure, labelled: Axes) -> Figure:
     handles, labels = labelled.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     return figure
-
-
-# --- eviction ------------------------------------------------------------------------------------------------
-
-MODELS = 200
-MODEL_BYTES = 250_000_000
-LINK_BYTES_PER_S = 25e9
-REQUESTS_PER_S = 120.0
-SECONDS = 60.0
-
-#: Arrival and model of a request.
-Arrival = tuple[float, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Traffic and a budget, for both eviction policies."""
-
-    title: str
-    #: The budget, as a share of the bytes of all models.
-    room: float
-    scenario: Callable[[float], Scenario]
-
-
-def eviction_scenario(
-    arrivals: Sequence[Arrival], room: float, sizes: Sequence[int] = (MODEL_BYTES,) * MODELS
-) -> Scenario:
-    """Return a scenario of these requests, for models of these sizes; the device is empty at first."""
-    models = (
-        f"  {_name(k)}: {{cost: {{1: 0.003, 8: 0.006}}, weight_bytes: {sizes[k]}}}" for k in range(MODELS)
-    )
-    base = parse_scenario(
-        "\n".join(
-            (
-                f"duration: {arrivals[-1][0]}",
-                f"device: {{weight_budget_bytes: {int(room * sum(sizes))}, h2d_bytes_per_s: {LINK_BYTES_PER_S}}}",
-                "arrivals: []",
-                "models:",
-                *models,
-            )
-        )
-    )
-    return replace(base, requests=[RequestKeys(t=t, model=_name(k)) for t, k in arrivals])
-
-
-def _name(model: int) -> str:
-    return f"model-{model}"
-
-
-def zipf(exponent: float, start: float, end: float, *, rate: float = REQUESTS_PER_S) -> list[Arrival]:
-    """Draw independent requests, with the popularities in a random order of the models."""
-    random = Random(f"{exponent}/{start}")
-    models = list(range(MODELS))
-    random.shuffle(models)
-    weights = list(accumulate((k + 1) ** -exponent for k in range(MODELS)))
-    arrivals = []
-    t = start
-    while (t := t + random.expovariate(rate)) < end:
-        arrivals.append((t, random.choices(models, cum_weights=weights)[0]))
-    return arrivals
-
-
-def shifting(every: float) -> list[Arrival]:
-    """Draw requests whose popularities get another random order every so many seconds."""
-    return [
-        one for turn in range(int(SECONDS / every)) for one in zipf(1.0, turn * every, (turn + 1) * every)
-    ]
-
-
-def scan() -> list[Arrival]:
-    """Draw six in ten requests for 20 models alike, the others for all other models in turn."""
-    random = Random(1)
-    arrivals, t, turn = [], 0.0, 0
-    while (t := t + random.expovariate(REQUESTS_PER_S)) < SECONDS:
-        if random.random() < 0.6:
-            arrivals.append((t, random.randrange(20)))
-        else:
-            arrivals.append((t, 20 + turn % (MODELS - 20)))
-            turn += 1
-    return arrivals
-
-
-def visits() -> list[Arrival]:
-    """Draw visits of eight requests on average, 50 ms apart, each to a model; all models are as likely."""
-    random = Random(1)
-    arrivals = []
-    for start, model in zipf(0.0, 0.0, SECONDS, rate=REQUESTS_PER_S / 8):
-        t = start
-        while t < SECONDS:
-            arrivals.append((t, model))
-            if random.random() < 1 / 8:
-                break
-            t += random.expovariate(20.0)
-    return sorted(arrivals)
-
-
-def mixed_sizes(room: float) -> Scenario:
-    """Return models of 10 MB to 5 GB, every order of magnitude as likely."""
-    random = Random(2)
-    sizes = [int(10e6 * 500 ** random.random()) for _ in range(MODELS)]
-    return eviction_scenario(zipf(1.0, 0.0, SECONDS, rate=REQUESTS_PER_S / 3), room, sizes)
-
-
-def mixed_loads(room: float) -> Scenario:
-    """Return models of which every fourth takes four times as long to load."""
-    base = eviction_scenario(zipf(1.0, 0.0, SECONDS), room)
-    programs = {
-        name: replace(one, load_seconds=one.load_seconds * (1 if number % 4 else 4))
-        for number, (name, one) in enumerate(base.programs.items())
-    }
-    return replace(base, programs=programs)
-
-
-CASES: Mapping[str, Case] = {
-    "shift-20": Case(
-        "popularity changes every 20 s", 0.2, lambda room: eviction_scenario(shifting(20.0), room)
-    ),
-    "shift-2": Case("popularity changes every 2 s", 0.2, lambda room: eviction_scenario(shifting(2.0), room)),
-    "scan": Case(
-        "a scan of 180 models beside 20 hot ones", 0.15, lambda room: eviction_scenario(scan(), room)
-    ),
-    "visits": Case(
-        "visits: 8 requests each, then gone", 0.05, lambda room: eviction_scenario(visits(), room)
-    ),
-    "visits-more": Case("the same", 0.2, lambda room: eviction_scenario(visits(), room)),
-    "sizes": Case("sizes of 10 MB to 5 GB", 0.2, mixed_sizes),
-    "loads": Case("every fourth load takes 40 ms", 0.2, mixed_loads),
-}
-
-
-def _cases() -> Iterator[Sequence[str]]:
-    figures = ("hit rate", "p99")
-    yield ("case", "room", *(f"{figure}, `{policy}`" for figure in figures for policy in POLICIES))
-    for one in CASES.values():
-        by_policy = (_case(one.scenario(one.room), policy) for policy in POLICIES)
-        yield (one.title, f"{100 * one.room:g} %", *chain.from_iterable(zip(*by_policy, strict=True)))
-
-
-def _case(base: Scenario, policy: Eviction) -> Sequence[str]:
-    """Return the figures of a scenario under an eviction policy."""
-    record = simulate(replace(base, settings=replace(base.settings, eviction=policy)))
-    total: dict[str, Any] = summarize(record)["total"]
-    return _percent(total["hit_ratio"]), _ms(total["latency_p99_s"])
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ TABLES: Mapping[str, str] = {
     "models": "rsrv.runtime.model_states",
     "sequences": "rsrv.runtime.sequences",
     "generations": "rsrv.runtime.generations",
+    "fronts": "rsrv.front.states",
 }
 
 

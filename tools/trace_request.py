@@ -37,8 +37,9 @@ from rsrv.stub.connection import greet
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.replica import StubProcess
+from rsrv.stub.replicas import Replicas
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
+from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeDevice, FakePbUtils, FakeRequest
@@ -116,15 +117,18 @@ def running_engine(folder: Path) -> Iterator[Engine]:
         thread = threading.Thread(target=loop.run, name="loop")
         thread.start()
         try:
-            engine = Engine(
-                Session(lambda: greet(connect(path)), "doubling", str(bundle)),
-                StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)),
-                Hooks(),
-                (WireTensor("y", "f32", (-1, 3)),),
-                True,
-            )
-            yield engine
-            engine.close()
+            process, engines = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), list[Engine]()
+
+            def make(session: Session, attachment: Attachment) -> Engine:
+                outputs = (WireTensor("y", "f32", (-1, 3)),)
+                engines.append(Engine(session, attachment, process, Hooks(), outputs, True))
+                return engines[0]
+
+            session = Session(lambda: greet(connect(path)), "doubling", str(bundle))
+            model = Replicas(lambda device: session, make, "doubling", process)
+            model.load()
+            yield engines[0]
+            model.close()
         finally:
             loop.stop()
             thread.join(10)

@@ -94,8 +94,6 @@ def main() -> int:
             print(f"try_wheel: not in the wheel: {', '.join(missing)}", file=sys.stderr)
             return 1
         for command in sorted((folder / "venv" / "bin").glob("rsrv*")):
-            if command.name == "rsrv-node":
-                continue  # it only names its replacement
             print(f"{command.name} --help: {_help(command):.2f} s in an empty environment", flush=True)
         # Python reads no path file in a folder that a path file names, so the editable rsrv's has no effect.
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,31 @@ def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
     # In the wider of both dtypes: an image may have more pixels than those of the boxes can count.
     cut: Array = np.clip(boxes, 0, limits).astype(boxes.dtype)
     return cut
+
+
+def detections(
+    scores: Array, boxes: Array, sizes: Array, labels: Sequence[str], *, threshold: float = 0.5
+) -> list[list[dict[str, Any]]]:
+    """Return each image's objects as transformers' pipelines do: score, label, and a box in whole pixels.
+
+    scores: [n, k, classes + 1], probabilities, the last of no object. boxes: [n, k, 4], centre and size in shares of the image. sizes:
+    [n, 2], heights and widths. Objects whose best score is at most `threshold` are left out.
+    """
+    corners = convert(boxes, "cxcywh", "xyxy") * np.tile(sizes[:, None, ::-1], 2)
+    best, most = scores[..., :-1].argmax(-1), scores[..., :-1].max(-1)
+    return [
+        [
+            {
+                "score": float(most[row, place]),
+                "label": labels[best[row, place]],
+                "box": dict(
+                    zip(("xmin", "ymin", "xmax", "ymax"), map(int, corners[row, place]), strict=True)
+                ),
+            }
+            for place in np.flatnonzero(most[row] > threshold)
+        ]
+        for row in range(len(scores))
+    ]
 
 
 def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, centre: float = 0.5) -> Array:

@@ -1,11 +1,15 @@
 """Loading a bundle's `model.py`: trusted Python of the user's, executed in this process."""
 
+import builtins
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy.typing as npt
 
@@ -15,6 +19,8 @@ Hook = Callable[[Arrays], Arrays]
 
 #: Seconds that an import may take, however short the limit of hooks is: large libraries take some.
 _IMPORT_S = 60.0
+#: Folders of the executed files.
+_folders: list[Path] = []
 
 
 class HookError(Exception):
@@ -56,12 +62,96 @@ def import_limit_s(hook_timeout_s: float | None) -> float | None:
 
 
 def _execute(path: Path) -> types.ModuleType:
-    module = types.ModuleType(f"rsrv_hooks.{path.parent.name}")
+    """Execute a `model.py` as Python executes a script.
+
+    The file can import the modules in its folder. It has a module name, by which its functions and classes are pickled:
+    processes of `multiprocessing` get this process's `sys.path`, and import the file as `model`. The process of an alias or
+    a meta model executes several such files, whose folders may have modules with equal names.
+    """
+    folder = path.parent
+    if folder not in _folders:
+        _folders.append(folder)
+        if len(_folders) == 1:
+            sys.path.insert(0, str(folder))
+    number = 1 + _folders.index(folder)
+    module = types.ModuleType("model" if number == 1 else f"model_{number}")
     module.__file__ = str(path)
+    if number > 1:
+        module.__dict__["__builtins__"] = _Imports.of(f"bundle_{number}", folder).builtins
     sys.modules[module.__name__] = module  # pickles, dataclasses and typing look a module up by name
-    # Compiled here, not imported: a .pyc beside it would look to Triton like a new version of the model.
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
+    # Compiled here, not imported: a .pyc in its folder would look to Triton like a new version of the model.
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
+    except UnicodeEncodeError as error:
+        # Python in Triton's stub processes uses ASCII for file names, and cannot change that.
+        if sys.getfilesystemencoding() != "utf-8" and os.path.lexists(error.object.encode()):
+            raise HookError(
+                f"model.py cannot open {Path(error.object).name!a}: Triton's stub processes allow only ASCII in file "
+                "names. Rename the file"
+            ) from error
+        raise
+    except ModuleNotFoundError as error:
+        raise HookError(
+            f"model.py: {error}. Hooks run with the Python in {sys.prefix}: install the package there. "
+            "`rsrv triton pip install PACKAGE` does that for a server of `rsrv triton install`"
+        ) from error
     return module
+
+
+class _Imports(MetaPathFinder):
+    """The imports of a second or later bundle in a process. The modules in its folder form a package of their own."""
+
+    def __init__(self, package: str, folder: Path) -> None:
+        self._package, self._folder = package, folder
+        self.builtins = {**vars(builtins), "__import__": self._import}
+
+    @classmethod
+    def of(cls, package: str, folder: Path) -> Self:
+        """Return the imports of a bundle. A file that is executed again gets the same object."""
+        for finder in sys.meta_path:
+            if isinstance(finder, cls) and finder._package == package:
+                return finder
+        finder = cls(package, folder)
+        module = types.ModuleType(package)
+        module.__path__ = [str(folder)]
+        sys.modules[package] = module
+        sys.meta_path.insert(0, finder)
+        return finder
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> types.ModuleType:
+        """Do what the statement `import` does in a file of this bundle."""
+        first = name.partition(".")[0]
+        if level > 0 or PathFinder.find_spec(first, [str(self._folder)]) is None:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        module = builtins.__import__(f"{self._package}.{name}", globals, locals, fromlist)
+        return module if fromlist else sys.modules[f"{self._package}.{first}"]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of the package. Its own imports then work as the imports of `model.py`."""
+        if not fullname.startswith(f"{self._package}."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader.builtins = self.builtins
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    builtins: Mapping[str, Any]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__["__builtins__"] = self.builtins
+        super().exec_module(module)
 
 
 def _function(module: types.ModuleType, name: str, arguments: str) -> Callable[..., Any] | None:

@@ -1,10 +1,9 @@
-"""Print the size and the order of the source tree, and fail where it is out of order.
+"""Print the size of the source tree, and check its structure.
 
-    python tools/house.py
+    python tools/check_structure.py
 
-Lines and words are printed and not gated: shorter is not simpler. The command exits with 1 for circles of imports, class
-names that mean two things, modules too small for a file of their own, docstrings that begin with a pronoun or a
-particle, and more settings, make targets or pages than the budgets below.
+The command exits with 1 for circles of imports, imports against the layers, and class names that stand for two things. Sizes
+are printed only: shorter is not simpler.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,19 +27,6 @@ PACKAGES = {
     "rsrv_gateway": "gateway/rsrv_gateway",
     "rsrv_gen": "model_repository_gen/rsrv_gen",
 }
-#: folders of other code whose docstrings are checked, too
-OTHERS = (
-    "bundles/examples",
-    "tests/chaos",
-    "tests/e2e",
-    "tests/examples",
-    "tests/fuzz",
-    "tests/unit/bundle",
-    "tests/unit/gen",
-    "tests/unit/hooks",
-    "tests/unit/placement",
-    "tools",
-)
 #: packages below rsrv that make the core
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
 #: what the modules below a name may import of ours, beside each other
@@ -48,6 +34,7 @@ LAYERS = {
     "rsrv.wire": (),
     "rsrv.scheduler": ("rsrv.histogram", "rsrv.text"),
     "rsrv.placement": ("rsrv.settings_fleet", "rsrv.text"),
+    "rsrv.front": ("rsrv.wire", "rsrv.placement"),
 }
 #: packages at the top: who else may import them
 TOPS = {
@@ -56,15 +43,6 @@ TOPS = {
     "rsrv.serve": ("rsrv.cli", "rsrv.gpu"),
     "rsrv.gpu": ("rsrv.cli",),
 }
-#: a module with fewer lines and a single user belongs in that user
-FRAGMENT_LINES = 60
-#: limits that fail the command
-MAX_SETTINGS, MAX_TARGETS, MAX_PAGES = 85, 15, 20
-#: first words of a docstring that hide its subject
-_HIDDEN = re.compile(
-    r"(who|whose|whom|what|which|whether|that|this|these|those|it|its|they|their|of|as|also|and|or|if|when|where)\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -83,11 +61,6 @@ class Module:
     @property
     def lines(self) -> int:
         return self.text.count("\n")
-
-    @property
-    def is_entry(self) -> bool:
-        """Return whether it is run, or makes a package, and so needs no importer."""
-        return self.path.name in ("__init__.py", "__main__.py")
 
     def imports(self, names: Collection[str]) -> set[str]:
         """Return which of the modules `names` it imports, within functions, too."""
@@ -183,32 +156,6 @@ def homonyms(modules: Iterable[Module]) -> dict[str, list[str]]:
     return {name: where for name, where in sorted(places.items()) if len(where) > 1}
 
 
-def fragments(modules: Mapping[str, Module], graph: Mapping[str, set[str]]) -> list[str]:
-    """Return short modules that one other module alone imports."""
-    users = Counter(target for targets in graph.values() for target in targets)
-    return [
-        f"{name} ({module.lines} lines)"
-        for name, module in modules.items()
-        if module.lines < FRAGMENT_LINES and users[name] == 1 and not module.is_entry
-    ]
-
-
-def hidden_subjects(modules: Iterable[Module]) -> Iterator[str]:
-    """Yield the docstrings whose first word is a pronoun or a particle."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for module in modules:
-        for node in ast.walk(module.tree):
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            if text and _HIDDEN.match(text):
-                yield f"{module.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-
-
-def other_modules(root: Path = ROOT) -> list[Module]:
-    """Return the modules of OTHERS, named by their paths."""
-    paths = [path for folder in OTHERS for path in sorted((root / folder).rglob("*.py"))]
-    return [Module(str(path.relative_to(root)), path) for path in paths]
-
-
 def docstrings(modules: Iterable[Module]) -> int:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return sum(
@@ -267,8 +214,6 @@ def main() -> int:
     targets = re.findall(r"^([a-z][a-z-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     sources = [one.path for one in modules.values()] + sorted((ROOT / "tools").glob("*.py"))
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    hidden = list(hidden_subjects([*modules.values(), *other_modules()]))
-    keys = settings()
     print(
         f"source without tests: {lines_of(sources):,} lines, {len(sources)} files",
         f"core ({', '.join(CORE)}): {len(core)} files",
@@ -276,7 +221,7 @@ def main() -> int:
         f"tests, benches, chaos and fuzz: {lines_of(tests):,} lines",
         f"pages: {len(pages)}, {sum(len(page.read_text().split()) for page in pages):,} words",
         f"make targets: {len(targets)}",
-        f"settings: {keys}",
+        f"settings: {settings()}",
         f"docstrings: {docstrings(modules.values()):,}",
         traced_request(),
         sep="\n",
@@ -287,11 +232,6 @@ def main() -> int:
         "class names with two meanings": [
             f"{name}: {', '.join(where)}" for name, where in homonyms(modules.values()).items()
         ],
-        f"modules under {FRAGMENT_LINES} lines with one user": fragments(modules, graph),
-        "docstrings that hide their subject": hidden,
-        f"settings above {MAX_SETTINGS}": [str(keys)] if keys > MAX_SETTINGS else [],
-        f"make targets above {MAX_TARGETS}": [str(len(targets))] if len(targets) > MAX_TARGETS else [],
-        f"pages above {MAX_PAGES}": [str(len(pages))] if len(pages) > MAX_PAGES else [],
     }
     verbose = "-v" in sys.argv[1:]
     for what, found in faults.items():

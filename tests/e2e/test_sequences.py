@@ -147,7 +147,8 @@ def test_an_answer_streams_by_the_name_of_an_alias(server: RunningTriton) -> Non
     """The parts come as by the model's own name, and a refusal names alias and model."""
     with Stream(server, "champion", text_input="hello", max_tokens=30) as stream:
         parts = list(stream)
-    assert len(parts) > 2
+    # A busy server sends several tokens in a part.
+    assert len(parts) > 1
     assert "".join(part["text_output"] for part in parts) == told(b"hello", 30)
     with Stream(server, "champion", text_input="hello", max_tokens="x") as stream:
         ((message,),) = (part.values() for part in stream)

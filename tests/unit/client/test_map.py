@@ -7,7 +7,7 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from rsrv.client import AsyncClient, Client, InputError, RequestError
 from rsrv.client.retries import Code
 from rsrv.client.transport import AttemptFailed
 from tests.unit.client.fake_server import CONFIG, FakeServer
+from tests.waiting import PATIENCE_S
 
 TEXTS = {**CONFIG, "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": [1]}]}
 FULL = AttemptFailed(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full; retry after 0 ms")
@@ -249,6 +250,46 @@ def test_the_first_row_that_is_late_bounds_the_others(server: FakeServer) -> Non
             release.set()
             assert (await first).start == 0
             assert [answered.start async for answered in results.batches()] == list(range(4, 4000, 4))
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_source_holds_back_no_answer(client: Client) -> None:
+    """Answers are read while the next row is not there yet."""
+    answered = threading.Event()
+
+    def rows() -> Iterator[int]:
+        yield from range(4)
+        assert answered.wait(PATIENCE_S)
+        yield 4
+
+    numbers = []
+    for number, _ in client.map("m", rows()):
+        answered.set()
+        numbers.append(number)
+    assert numbers == [0, 1, 2, 3, 4]
+
+
+def test_an_asynchronous_source_is_a_data_set(server: FakeServer) -> None:
+    """Its rows are read on the client's own loop, and answers come while it waits."""
+
+    async def scenario() -> None:
+        answered = asyncio.Event()
+
+        async def rows() -> AsyncIterator[int]:
+            for row in range(4):
+                yield row
+            async with asyncio.timeout(PATIENCE_S):
+                await answered.wait()
+            yield 4
+
+        async with AsyncClient("localhost:1") as client:
+            found = []
+            async for _, row in client.map("m", rows()):
+                answered.set()
+                found.append(int(row["y"][0]))
+        assert found == [0, 2, 4, 6, 8]
+        assert server.requests == [[0, 1, 2, 3], [4]]
 
     asyncio.run(scenario())
 

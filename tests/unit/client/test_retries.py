@@ -29,6 +29,7 @@ TABLE = {
     (Code.UNAVAILABLE, f"[rsrv:QUEUE_FULL] {rules.NO_MEMORY}"): 0.05,
     (Code.UNAVAILABLE, f"[rsrv:STARTING] {rules.STILL_STARTING % ('', '', 60, 60, 600)}"): 0.05,
     (Code.UNAVAILABLE, f"[rsrv:RUNTIME_DOWN] {rules.DOWN}"): 0.05,
+    (Code.INTERNAL, "in ensemble 'e', [rsrv:QUEUE_FULL] too many requests wait; retry after 120 ms"): 0.12,
     (Code.UNAVAILABLE, "[rsrv:PAUSED] the model is paused"): 0.05,
     (Code.UNAVAILABLE, "Server is stopping, scheduler for model has stopped accepting new requests"): 0.05,
     (Code.CONNECTION, "Socket closed"): 0.05,

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterable,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -21,14 +22,14 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
 from rsrv.client.errors import InputError, RequestError
 from rsrv.client.in_flight import InFlightLimit
 from rsrv.client.retries import Circumstances, Code, Failure, Retry, decide
-from rsrv.client.rows import RowBatch, batches, size_of
+from rsrv.client.rows import RowBatch, RowGrouping, batches, size_of
 from rsrv.client.shared_memory import Placement, Region, Regions
 from rsrv.client.signature import Array, ModelSignature, to_bytes
 from rsrv.client.transport import AttemptFailed, InferOutput, InferRequest, InferTensor, connect, is_local
@@ -42,6 +43,24 @@ EARLY = 4
 IN_FLIGHT_BYTES = 256 << 20
 
 T = TypeVar("T")
+
+
+class ClientOptions(TypedDict, total=False):
+    """The options of a client, as AsyncClient describes them."""
+
+    timeout_s: float
+    headers: Mapping[str, str] | None
+    root_certificates: str | os.PathLike[str] | None
+    shared_memory: bool
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of a data set, as AsyncClient.map describes them."""
+
+    rows_per_request: int | None
+    in_flight: int | None
+    ordered: bool
+    timeout_s: float | None
 
 
 class Outputs(dict[str, Array]):
@@ -201,8 +220,8 @@ class AsyncClient:
         Args:
             model: name of the model.
             rows: columns (a mapping of arrays or lists, or a data frame), an array or a file (.npy, .npz, .parquet) for
-                the only input, or an iterable of rows. A row is a mapping, or the value of the only input. Paths and pictures of
-                Pillow in rows are sent as files.
+                the only input, or an iterable of rows, also an asynchronous one. A row is a mapping, or the value of the only
+                input. Paths and pictures of Pillow in rows are sent as files.
             rows_per_request: default: as many as the model takes, up to some megabytes.
             in_flight: requests at a time, at most; default: as many as raise the throughput.
             ordered: False: each answer as it comes.
@@ -211,9 +230,17 @@ class AsyncClient:
 
         async def requests() -> AsyncIterator[RowBatch]:
             signature = await self.signature(model, timeout_s=timeout_s)
+            if isinstance(rows, AsyncIterable):
+                grouping = RowGrouping(signature, rows_per_request)
+                async for row in rows:
+                    if batch := grouping.add(row):
+                        yield batch
+                if batch := grouping.rest():
+                    yield batch
+                return
             made = batches(signature, rows, rows_per_request)
             if isinstance(rows, Iterable) and not isinstance(rows, (Mapping, np.ndarray, str)):
-                # The caller's iterable may be slow. It runs on a thread, so that answers need not wait for it.
+                # The caller's iterable may be slow. It runs on a thread, so that nothing else of the loop waits for it.
                 loop = asyncio.get_running_loop()
                 while (batch := await loop.run_in_executor(None, next, made, None)) is not None:
                     yield batch
@@ -235,26 +262,36 @@ class AsyncClient:
         if in_flight is not None and in_flight < 1:
             raise InputError(f"in_flight is {in_flight}, and has to be at least 1")
         limit = InFlightLimit(time.monotonic(), in_flight)
-        answers: asyncio.Queue[asyncio.Task[Answered]] = asyncio.Queue()
-        running: dict[asyncio.Task[Answered], int] = {}
+        #: Tasks that have ended: requests, and the one that reads the next rows.
+        ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        running: dict[asyncio.Task[Any], int] = {}
+        reading: asyncio.Task[Any] | None = None
         #: Early answers by their first row (earlier rows have no answer yet), and the first rows in order.
         early: dict[int, Answered] = {}
         order: deque[int] = deque()
         exhausted = False
+
+        def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+            task = asyncio.create_task(work)
+            task.add_done_callback(ended.put_nowait)
+            return task
+
         try:
             while True:
-                while not exhausted and self._has_room(limit.limit, running, len(early)):
-                    batch = await anext(requests, None)
+                if not (reading or exhausted) and self._has_room(limit.limit, running, len(early)):
+                    reading = start(_next(requests))
+                if not (reading or running):
+                    return
+                task = await ended.get()
+                if task is reading:
+                    reading, batch = None, task.result()
                     if batch is None:
                         exhausted = True
-                        break
-                    task = asyncio.create_task(self._answer(model, batch, limit, timeout_s))
-                    running[task] = sum(map(size_of, batch.values.values()))
+                        continue
+                    request = start(self._answer(model, batch, limit, timeout_s))
+                    running[request] = sum(map(size_of, batch.values.values()))
                     order.append(batch.start)
-                    task.add_done_callback(answers.put_nowait)
-                if not running:
-                    return
-                task = await answers.get()
+                    continue
                 del running[task]
                 answered = task.result()
                 limit.answered(answered.stop - answered.start, time.monotonic())
@@ -265,9 +302,10 @@ class AsyncClient:
                 while order and order[0] in early:
                     yield early.pop(order.popleft())
         finally:
-            for task in running:
+            tasks = [*running, *([reading] if reading else [])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
     def _has_room(limit: int, running: Mapping[Any, int], early: int) -> bool:
@@ -453,8 +491,8 @@ class MapResults:
         return joined(list(self.batches()))
 
 
-async def _next(answers: AsyncGenerator[Answered, None]) -> Answered | None:
-    return await anext(answers, None)
+async def _next(values: AsyncIterator[T]) -> T | None:
+    return await anext(values, None)
 
 
 async def _ended(answers: AsyncGenerator[Answered, None]) -> None:
@@ -476,28 +514,14 @@ def joined(answers: Sequence[Answered]) -> dict[str, Array]:
 class Client:
     """A client for programs without asyncio. Threads may share it."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        headers: Mapping[str, str] | None = None,
-        root_certificates: str | os.PathLike[str] | None = None,
-        shared_memory: bool = True,
-    ) -> None:
+    def __init__(self, url: str, **options: Unpack[ClientOptions]) -> None:
         """Make a client; the arguments are those of AsyncClient."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rsrv.client", daemon=True)
         self._thread.start()
 
         async def connected() -> AsyncClient:
-            return AsyncClient(
-                url,
-                timeout_s=timeout_s,
-                headers=headers,
-                root_certificates=root_certificates,
-                shared_memory=shared_memory,
-            )
+            return AsyncClient(url, **options)
 
         try:
             self._client = self._wait(connected())
@@ -539,48 +563,13 @@ class Client:
         """Return what the model takes and returns; see AsyncClient.signature."""
         return self._wait(self._client.signature(model, timeout_s=timeout_s))
 
-    def infer(
-        self,
-        model: str,
-        inputs: Mapping[str, Any] | None = None,
-        /,
-        *,
-        timeout_s: float | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        request_id: str = "",
-        **arrays: Any,
-    ) -> Outputs:
+    def infer(self, model: str, inputs: Mapping[str, Any] | None = None, /, **arguments: Any) -> Outputs:
         """Send one request, and return its outputs; see AsyncClient.infer."""
-        return self._wait(
-            self._client.infer(
-                model,
-                {**(inputs or {}), **arrays},
-                timeout_s=timeout_s,
-                parameters=parameters,
-                request_id=request_id,
-            )
-        )
+        return self._wait(self._client.infer(model, inputs, **arguments))
 
-    def map(
-        self,
-        model: str,
-        rows: Any,
-        *,
-        rows_per_request: int | None = None,
-        in_flight: int | None = None,
-        ordered: bool = True,
-        timeout_s: float | None = None,
-    ) -> MapResults:
+    def map(self, model: str, rows: Any, **options: Unpack[MapOptions]) -> MapResults:
         """Return the answers to all rows of a data set; see AsyncClient.map."""
-        results = self._client.map(
-            model,
-            rows,
-            rows_per_request=rows_per_request,
-            in_flight=in_flight,
-            ordered=ordered,
-            timeout_s=timeout_s,
-        )
-        return MapResults(self, results)
+        return MapResults(self, self._client.map(model, rows, **options))
 
     def map_batches(
         self, model: str, requests: Iterable[RowBatch], in_flight: int | None = None

@@ -10,6 +10,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 #: Largest random share added to a pause, so that clients that were refused together do not return together.
 SPREAD: Final = 0.25
 
+#: The tag need not come first: ensembles and models that call others put their own names there.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 _AFTER = re.compile(r"retry after (\d+) ms")
 #: Triton's text about a model that it does not serve at the moment, which some of its releases send as INVALID_ARGUMENT.
@@ -48,7 +49,7 @@ class Failure:
     @property
     def tag(self) -> str:
         """The tag of rsrv's error, such as QUEUE_FULL, or an empty text."""
-        match = _TAG.match(self.text)
+        match = _TAG.search(self.text)
         return match[1] if match else ""
 
     @property

@@ -34,11 +34,11 @@ def batches(signature: ModelSignature, rows: Any, rows_per_request: int | None) 
             for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
         rows_per_request: default: as many as the model takes, up to some megabytes.
     """
-    _check(signature, rows_per_request)
+    grouping = RowGrouping(signature, rows_per_request)
     columns = columns_of(signature, rows)
     if columns is not None:
         return column_batches(signature, columns, rows_per_request)
-    return _row_batches(signature, iter(rows), rows_per_request)
+    return _row_batches(grouping, rows)
 
 
 def _check(signature: ModelSignature, rows_per_request: int | None) -> None:
@@ -92,20 +92,45 @@ def column_batches(
             yield RowBatch(start, stop, part)
 
 
-def _row_batches(signature: ModelSignature, rows: Iterator[Any], most: int | None) -> Iterator[RowBatch]:
-    """Yield the requests of single rows. Neighbours of the same shapes share a request."""
-    start = 0
-    pending: list[dict[str, Array]] = []
-    for number, row in enumerate(rows):
-        arrays = _row(signature, row, number)
-        if most is None:
-            most = _fitting(signature, {name: array[None] for name, array in arrays.items()})
-        if pending and (len(pending) == most or _shapes(pending[0]) != _shapes(arrays)):
-            yield _stacked(signature, start, pending)
-            start, pending = number, []
-        pending.append(arrays)
-    if pending:
-        yield _stacked(signature, start, pending)
+class RowGrouping:
+    """Makes requests of single rows. Neighbours of the same shapes share a request."""
+
+    def __init__(self, signature: ModelSignature, rows_per_request: int | None) -> None:
+        """Raises InputError if the model or the number does not allow it."""
+        _check(signature, rows_per_request)
+        self._signature = signature
+        self._most = rows_per_request
+        #: Number of rows so far, and the last ones, which are in no request yet.
+        self._count = 0
+        self._pending: list[dict[str, Array]] = []
+
+    def add(self, row: Any) -> RowBatch | None:
+        """Take a row. Return a request if one is complete. Raises InputError."""
+        arrays = _row(self._signature, row, self._count)
+        if self._most is None:
+            self._most = _fitting(self._signature, {name: array[None] for name, array in arrays.items()})
+        batch = None
+        if self._pending and _shapes(self._pending[0]) != _shapes(arrays):
+            batch = self.rest()
+        self._pending.append(arrays)
+        self._count += 1
+        return self.rest() if len(self._pending) == self._most else batch
+
+    def rest(self) -> RowBatch | None:
+        """Return the request of the rows that are in none yet; None if there are none."""
+        rows, self._pending = self._pending, []
+        if not rows:
+            return None
+        values = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return RowBatch(self._count - len(rows), self._count, values if self._signature.max_rows else rows[0])
+
+
+def _row_batches(grouping: RowGrouping, rows: Iterable[Any]) -> Iterator[RowBatch]:
+    for row in rows:
+        if batch := grouping.add(row):
+            yield batch
+    if batch := grouping.rest():
+        yield batch
 
 
 def _row(signature: ModelSignature, row: Any, number: int) -> dict[str, Array]:
@@ -165,14 +190,6 @@ def size_of(value: Any) -> int:
 
 def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in arrays.items()}
-
-
-def _stacked(signature: ModelSignature, start: int, rows: Sequence[Mapping[str, Array]]) -> RowBatch:
-    if not signature.max_rows:
-        return RowBatch(start, start + 1, rows[0])
-    return RowBatch(
-        start, start + len(rows), {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    )
 
 
 def read_columns(path: Path) -> Any:

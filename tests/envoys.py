@@ -85,7 +85,7 @@ def running_envoy(
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     envoy = RunningEnvoy(process, port, log)
     try:
-        wait_until(envoy.listening, 30, what="Envoy")
+        wait_until(envoy.listening, what="Envoy")
         yield envoy
     finally:
         process.kill()

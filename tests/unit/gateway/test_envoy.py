@@ -24,7 +24,7 @@ from tests.envoys import Change, ext_proc, manager, running_envoy
 from tests.unit.gateway.http_proxies import FakeHttpWorker
 from tests.unit.gateway.proxies import SERVICE, FakeBrain, FakeWorker, refusal
 from tests.unit.gateway.workers import Relay
-from tests.waiting import looped
+from tests.waiting import PATIENCE_S, looped
 
 Infer: Any = service_pb2.ModelInferRequest
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -60,7 +60,9 @@ class Street:
         call = self.client.unary_unary(
             SERVICE + "ModelInfer", Infer.SerializeToString, service_pb2.ModelInferResponse.FromString
         )
-        return call(Infer(model_name=model, raw_input_contents=[bytes(size)]), **{"timeout": 20, **options})
+        return call(
+            Infer(model_name=model, raw_input_contents=[bytes(size)]), **{"timeout": PATIENCE_S, **options}
+        )
 
     def stream(self) -> Any:
         call = self.client.stream_stream(
@@ -68,7 +70,7 @@ class Street:
             Infer.SerializeToString,
             service_pb2.ModelStreamInferResponse.FromString,
         )
-        return call(timeout=20)
+        return call(timeout=PATIENCE_S)
 
     async def post(self, model: str, body: bytes = b"{}", **headers: str) -> tuple[int, str, bytes]:
         """Return the status, the worker's name, and the body of an answer over HTTP."""
@@ -196,7 +198,7 @@ async def test_large_requests_without_raw_tensors_reach_the_worker(tmp_path: Pat
         call = town.client.unary_unary(
             SERVICE + "ModelInfer", Infer.SerializeToString, service_pb2.ModelInferResponse.FromString
         )
-        assert (await call(Infer(model_name="m", inputs=inputs), timeout=20)).model_version == "b"
+        assert (await call(Infer(model_name="m", inputs=inputs), timeout=PATIENCE_S)).model_version == "b"
 
 
 @looped
@@ -216,7 +218,7 @@ async def test_no_worker_gets_the_end_of_a_request_that_would_end_it(tmp_path: P
         message += Infer(inputs=[Infer.InferInputTensor(name="X", shape=[2**40, 2**40])]).SerializeToString()
         call = town.client.unary_unary(SERVICE + "ModelInfer")
         for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
-            code, details = await refusal(call(message, timeout=20, compression=compression))
+            code, details = await refusal(call(message, timeout=PATIENCE_S, compression=compression))
             assert (code, "more than 2147483647 elements" in details) == ("INVALID_ARGUMENT", True)
         assert [worker.got for worker in town.workers.values()] == [{}, {}, {}]
         assert [worker.got for worker in town.http.values()] == [[], [], []]

@@ -16,7 +16,7 @@ from rsrv_gateway import grpc_proxy
 from rsrv_gateway.connections import ChannelFactory, WorkerChannels, answer_of
 from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
-from tests.waiting import looped
+from tests.waiting import LIMITS_S, looped
 
 Code = grpc.StatusCode
 
@@ -135,20 +135,21 @@ async def test_deadlines() -> None:
         left.append(context.time_remaining())
         return service_pb2.ModelInferResponse()
 
-    async with serving(2, request_timeout_s=100) as house:
-        first, second = house.workers
-        first.does["ModelInfer"] = second.does["ModelInfer"] = note
+    async with serving(1, request_timeout_s=1000) as house:
+        (worker,) = house.workers
+        worker.does["ModelInfer"] = note
         await house.infer()
-        await house.call("ModelInfer", Infer(model_name="m"), timeout=20)
-        assert 50 < left[0] < 102
-        assert 0 < left[1] < 21  # gRPC rounds up.
+        await house.call("ModelInfer", Infer(model_name="m"), timeout=200)
+        assert 500 < left[0] < 1020
+        assert 0 < left[1] < 210  # gRPC rounds up.
 
-        cancelled = hold(first)
-        assert (await refusal(house.call("ModelInfer", Infer(model_name="m"), timeout=0.5)))[
-            0
-        ] == "DEADLINE_EXCEEDED"
+        cancelled = hold(worker)
+        for limit in LIMITS_S:
+            late = await refusal(house.call("ModelInfer", Infer(model_name="m"), timeout=limit))
+            assert late[0] == "DEADLINE_EXCEEDED"
+            if len(worker.got["ModelInfer"]) > 2:
+                break
         await cancelled.wait()
-        assert len(second.got["ModelInfer"]) == 1
 
 
 @looped
@@ -161,13 +162,13 @@ async def test_a_deadline_is_told_to_models() -> None:
             {"a": type(where)("a", where.grpc, control="unix:/control")}, {"m": Routes(ready=("a",))}
         )
         request = Infer(model_name="m")
-        await house.call("ModelInfer", request, timeout=20)
+        await house.call("ModelInfer", request, timeout=200)
         await house.call("ModelInfer", request)
         request.parameters["timeout"].int64_param = 5
-        await house.call("ModelInfer", request, timeout=20)
+        await house.call("ModelInfer", request, timeout=200)
 
         http_refusal, untold, own = worker.got["ModelInfer"]
-        assert 10_000_000 < http_refusal.parameters["timeout"].int64_param < 21_000_000
+        assert 50_000_000 < http_refusal.parameters["timeout"].int64_param < 210_000_000
         assert "timeout" not in untold.parameters
         assert own.parameters["timeout"].int64_param == 5
 
@@ -243,12 +244,12 @@ async def test_a_connection_that_is_half_open(monkeypatch: pytest.MonkeyPatch) -
         async with Relay(worker.port).running() as relay:
             where = type(worker.worker)("a", f"127.0.0.1:{relay.port}")
             await house.proxy.apply({"a": where}, {"m": Routes(ready=("a",))})
-            await house.infer()
+            await house.call("ModelInfer", Infer(model_name="m"), timeout=60)
             relay.stick()
 
             assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"
             assert house.brain.failures == ["a"]
-            assert (await house.infer()).model_version == "a"
+            assert (await house.call("ModelInfer", Infer(model_name="m"), timeout=60)).model_version == "a"
 
 
 @looped
@@ -292,8 +293,11 @@ async def test_a_connection_ends_with_its_last_call() -> None:
 
 
 @looped
-async def test_calls_that_come_at_the_end() -> None:
+async def test_calls_that_come_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end, calls that still arrive get answers or UNAVAILABLE, and none is cancelled."""
+    # On a busy machine, gRPC's threads may bring no call for a while although more are under way.
+    monkeypatch.setattr(grpc_proxy, "_QUIET_POLL_S", 0.1)
+    monkeypatch.setattr(grpc_proxy, "_QUIET_LIMIT_S", 60.0)
     async with serving(1) as house, AsyncExitStack() as ends:
         address = f"127.0.0.1:{house.proxy.grpc.port}"
         own = [("grpc.use_local_subchannel_pool", 1)]
@@ -312,7 +316,7 @@ async def test_calls_that_come_at_the_end() -> None:
         calling = [asyncio.create_task(call_on(client)) for client in clients * 4]
         while house.proxy.counts().requests.get(("m", "a", "OK"), 0) < len(calling):
             await asyncio.sleep(0)
-        await house.proxy.drain(30)
+        await house.proxy.drain(60)
 
         assert set(await asyncio.gather(*calling)) == {("UNAVAILABLE", "the gateway ends")}
 

@@ -245,7 +245,7 @@ def test_the_token(tmp_path: Path) -> None:
                 await house.call("ModelInfer", infer, metadata=(("authorization", f"{scheme} sesame"),))
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    looped(run)()
 
 
 @pytest.mark.parametrize("contents", ["", "two\nlines", "d\u00fcrfen"])
@@ -288,7 +288,7 @@ def test_tls(tmp_path: Path) -> None:
                     else:
                         assert (await refusal(live(b"")))[0] == "UNAVAILABLE"
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    looped(run)()
 
 
 def test_workers_use_tls(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_workers_use_tls(tmp_path: Path) -> None:
                     assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
                 await worker.kill()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    looped(run)()
 
 
 def _issue(folder: Path, authority: trustme.CA, *names: str) -> None:

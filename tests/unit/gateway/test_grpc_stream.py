@@ -14,7 +14,7 @@ from rsrv.placement.contract import Routes, Worker
 from rsrv_gateway import grpc_proxy
 from tests.unit.gateway.proxies import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
-from tests.waiting import looped
+from tests.waiting import LIMITS_S, looped
 
 Code = grpc.StatusCode
 TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(ready=())}
@@ -407,18 +407,25 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 async def test_a_call_is_late_beside_a_busy_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A late call does not condemn a connection on which a stream gets answers."""
     monkeypatch.setattr(grpc_proxy, "CHANNELS_PER_WORKER", 1)
-    async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3) as house:
+    async with serving(1, {"m": Routes(ready=("a",))}) as house:
         (worker,) = house.workers
-        worker.does["ModelInfer"] = never
+        passed = asyncio.Event()
+
+        async def late(_: Any, context: Any) -> None:
+            await passed.wait()
+            await context.abort(Code.DEADLINE_EXCEEDED, "late")
+
+        worker.does["ModelInfer"] = late
         call = await opened(house, "m")
         await call.read()
-        late = asyncio.ensure_future(refusal(house.infer()))
+        refused = asyncio.ensure_future(refusal(house.infer()))
         while "ModelInfer" not in worker.got:
             await asyncio.sleep(0)
         await ask(call, "m")
         await call.read()
+        passed.set()
 
-        assert (await late)[0] == "DEADLINE_EXCEEDED"
+        assert await refused == ("DEADLINE_EXCEEDED", "late")
         assert house.brain.failures == []
 
 
@@ -453,10 +460,17 @@ async def test_the_client_leaves_as_the_worker_fails() -> None:
 async def test_a_deadline() -> None:
     """The deadline of a stream applies at the worker, and the client gets DEADLINE_EXCEEDED."""
     async with serving(1) as house:
-        gone = hold(house.workers[0])
-        call = await opened(house, "m", timeout=0.3)
+        (worker,) = house.workers
+        gone = hold(worker)
+        for limit in LIMITS_S:
+            call = house.stream(timeout=limit)
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await ask(call, "m")
+            code = await call.code()
+            if worker.got:
+                break
 
-        assert (await ending(call))[0] == "DEADLINE_EXCEEDED"
+        assert code is Code.DEADLINE_EXCEEDED
         await gone.wait()
 
 

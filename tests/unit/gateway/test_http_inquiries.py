@@ -281,10 +281,11 @@ async def test_loading_takes_its_time() -> None:
 @looped
 async def test_a_stream_that_stops() -> None:
     """A stream is cut if its worker sends nothing for longer than a request may take."""
-    async with serving(1, request_timeout_s=0.05) as house:
+    async with serving(1) as house:
         (worker,) = house.workers
 
         async def stop(request: Any) -> web.StreamResponse:
+            house.proxy.http._timeout_s = 0.05
             await worker.read(request)
             response = web.StreamResponse()
             await response.prepare(request)

@@ -130,7 +130,7 @@ def test_a_dns_that_hangs_does_not_hold_back_the_end(monkeypatch: pytest.MonkeyP
 
     def hang(*_: Any, **__: Any) -> Any:
         asked.set()
-        waited_for.append(not ended.wait(5))
+        waited_for.append(not ended.wait(60))
         raise OSError
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
@@ -188,8 +188,7 @@ def test_without_a_thread_the_file_is_read_all_the_same(
             while "not notified (can't start new thread)" not in caplog.text:
                 await asyncio.sleep(0)
                 assert not running.done()
-        async with asyncio.timeout(20):
-            await changed.wait()
+        await changed.wait()
         await cancel([running])
 
     with caplog.at_level(logging.INFO):
@@ -283,7 +282,7 @@ def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_pat
         running = asyncio.create_task(members.run(changed.set))
         file.parent.mkdir()
         file.write_text("[{host: a}]")
-        await asyncio.wait_for(changed.wait(), 20)
+        await changed.wait()
         assert list(members.workers()) == ["a:8001"]
         running.cancel()
 

@@ -59,7 +59,7 @@ class Stream:
 
     async def got(self) -> Any:
         while True:
-            answer = await asyncio.wait_for(self.call.read(), 10)
+            answer = await self.call.read()
             assert answer is not grpc.aio.EOF
             if not answer.HasField("override_message_timeout"):
                 return answer

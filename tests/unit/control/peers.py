@@ -4,9 +4,9 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,15 @@ def slow_request(at: float, seconds: float) -> dict[str, Any]:
         "evicted": {"at": 0.5, "what": "weights absent", "why": "room", "model": "b", "bytes": 10},
         "batch": (2, 5, 8),
     }
+
+
+@contextmanager
+def impatient(link: RuntimeLink) -> Iterator[None]:
+    """Take the runtime of a link for down once it is silent for a moment, as it is when a test stops it."""
+    patient = link._timing
+    link._timing = replace(patient, silence_s=0.05)
+    yield
+    link._timing = patient
 
 
 async def no_queues() -> Mapping[str, tuple[int, float]]:
@@ -336,11 +345,9 @@ class FakeRuntime:
 
 
 @asynccontextmanager
-async def linked(
-    *directories: Path, settings: str = "", ping: float = 0.01, silence: float = 10.0, **more: Any
-) -> AsyncIterator[Runtimes]:
-    """Run links that ping often, and are patient unless a test is about silence."""
-    timing = LinkTiming(ping, silence, pause_s=0.01)
+async def linked(*directories: Path, settings: str = "", **more: Any) -> AsyncIterator[Runtimes]:
+    """Run links that ping often, and are patient unless a test makes one `impatient`."""
+    timing = LinkTiming(ping_s=0.01, silence_s=10.0, pause_s=0.01)
     runtimes = Runtimes(directories, load_settings(settings), timing, **more)
     running = asyncio.create_task(runtimes.run())
     try:
@@ -411,7 +418,6 @@ async def served(
     *,
     models: Iterable[str] = (),
     settings: str = "",
-    silence: float = 10.0,
     decides: bool = True,
     devices: int = 1,
 ) -> AsyncIterator[Served]:
@@ -429,7 +435,7 @@ async def served(
             one.entries[f"{name}@1"] = entry(name)
             one.models[name] = model_record(name)
     lifecycle = FakeLifecycle()
-    async with linked(*folders, settings=settings, silence=silence) as runtimes:
+    async with linked(*folders, settings=settings) as runtimes:
         link = runtimes.links[0]
         readiness = Readiness(runtimes, repository, lifecycle, decides=decides)
         cards = Cards(["cpu"] * len(runtimes.links))

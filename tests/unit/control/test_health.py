@@ -10,7 +10,16 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.health import Readiness
-from tests.unit.control.peers import FakeLifecycle, FakeRuntime, Served, add_model, entry, served, until
+from tests.unit.control.peers import (
+    FakeLifecycle,
+    FakeRuntime,
+    Served,
+    add_model,
+    entry,
+    impatient,
+    served,
+    until,
+)
 from tests.waiting import looped
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -163,12 +172,13 @@ async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
 @looped
 async def test_a_stopped_runtime_serves_nothing_until_it_goes_on(tmp_path: Path) -> None:
     """While the runtime's process is stopped, nothing serves; watchers see both changes."""
-    async with served(tmp_path, models=["a"], silence=0.05) as server:
+    async with served(tmp_path, models=["a"]) as server:
         whole = watch(server)
         assert (await whole.read()).status == SERVING
 
         server.runtime.stop()
-        assert (await whole.read()).status == NOT_SERVING
+        with impatient(server.link):
+            assert (await whole.read()).status == NOT_SERVING
 
         server.runtime.go_on()
         assert (await whole.read()).status == SERVING

@@ -307,8 +307,11 @@ async def test_moves_of_weights_push_no_other_event_out_of_the_log(
 
 
 @looped
-async def test_the_runtime_is_seldom_asked_without_watchers(tmp_path: Path) -> None:
-    """Without watchers the runtime is asked for figures every five seconds only; the log is kept all the time."""
+async def test_the_runtime_is_seldom_asked_without_watchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without watchers the runtime is asked for figures after a long pause only; the log is kept all the time."""
+    monkeypatch.setattr(module, "_REST_S", 3600.0)
     async with watched(tmp_path) as server:
         for _ in range(20):
             await server.runtimes.command({"command": "compact"})

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +321,9 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             await one.wait_closed()
         answer = b""
         while not answer:
-            answer = await say(port, b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            # The server has not noticed the end of the first connection yet, and closes this one with the request unread.
+            with suppress(ConnectionError):
+                answer = await say(port, b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
 
 

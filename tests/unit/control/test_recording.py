@@ -1,5 +1,6 @@
 """The command `rsrv record`: the trace that it writes, and the scenario that it makes of the server's figures."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ async def test_a_record_is_a_scenario_of_the_simulator(
         said = await rsrv("record", str(out), "--seconds", "0.01")
 
         assert said.status == 0
-        assert "2 requests in 0 s" in said.out
+        assert re.search(r"2 requests in \d+ s", said.out)
         assert said.err == "2 requests are missing: they came faster than they were read\n"
         assert out.read_text().splitlines() == [
             "t,model,rows,variant,deadline_s,priority,committed",
@@ -122,7 +123,8 @@ async def test_ctrl_c_and_sigterm_take_what_came_since_the_last_look(
     async with shell(tmp_path, capsys) as rsrv:
         rsrv.server.runtime.answers = later
         said = await rsrv("record", str(tmp_path / "out.csv"))
-        assert (said.status, "2 requests in 0 s" in said.out) == (0, True), said
+        assert said.status == 0, said
+        assert re.search(r"2 requests in \d+ s", said.out)
         assert load_scenario(tmp_path / "out.yaml").programs
     assert len(interrupts) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ async def test_devices_are_restarted_one_after_another(tmp_path: Path) -> None:
 
         assert said == [(0, RESTART), (1, RESTART)]
         assert [one.number for one in answer.devices] == [0, 1]
-        assert all(0 < one.first_s <= one.all_s < 10 for one in answer.devices)
+        assert all(0 < one.first_s <= one.all_s for one in answer.devices)
         assert [link.state.instance for link in server.runtimes.links] == ["90" * 8, "91" * 8]
         end(server)
 
@@ -126,7 +127,7 @@ async def test_the_command_prints_the_gaps(tmp_path: Path, capsys: pytest.Captur
         said = replaceable(rsrv.server)
         done = await rsrv("restart", "--device", "0", "--drain", "7")
         assert done.status == 0, done.err
-        assert done.out.startswith("device 0: the first model was back after 0.")
+        assert re.match(r"device 0: the first model was back after \d+\.\d\d s, all after", done.out)
         assert said == [(0, {**RESTART, "drain_s": 7.0})]
         assert (await rsrv("restart", "--device", "-1")).status == 2
         end(rsrv.server)

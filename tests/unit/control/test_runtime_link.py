@@ -11,7 +11,7 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.wire.frames import Kind
-from tests.unit.control.peers import FakeRuntime, entry, linked, until
+from tests.unit.control.peers import FakeRuntime, entry, impatient, linked, until
 from tests.waiting import looped
 
 
@@ -92,12 +92,12 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 async def test_a_silent_runtime_is_down_until_it_answers(tmp_path: Path) -> None:
     """A stopped runtime is down until it answers again, and commands fail, also one that has been sent."""
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    async with linked(tmp_path, silence=0.05) as runtimes:
+    async with linked(tmp_path) as runtimes:
         link = runtimes.links[0]
         await until(runtimes, lambda: link.up)
 
         runtime.stop()
-        with pytest.raises(RuntimeDown):
+        with impatient(link), pytest.raises(RuntimeDown):
             await link.command({"command": "compact"})
         assert not link.up
         assert link.silent_pid == os.getpid()

@@ -13,14 +13,14 @@ from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes, device_directories, merge, server_devices
 from rsrv.wire import paths
-from tests.unit.control.peers import FakeRuntime, entry, linked, until
+from tests.unit.control.peers import FakeRuntime, entry, impatient, linked, until
 from tests.waiting import looped
 
 FETCH = {"command": "prefetch", "model": "a"}
 
 
 @asynccontextmanager
-async def two(tmp_path: Path, *, silence: float = 10.0) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]]]:
+async def two(tmp_path: Path) -> AsyncIterator[tuple[Runtimes, list[FakeRuntime]]]:
     """Yield two runtimes that are up and have the ready model `a`, and the links to them."""
     folders = [tmp_path / name for name in ("0", "1")]
     found = []
@@ -28,7 +28,7 @@ async def two(tmp_path: Path, *, silence: float = 10.0) -> AsyncIterator[tuple[R
         folder.mkdir()
         found.append(FakeRuntime(folder / "runtime.sock", instance=f"{number}{number}" * 8))
         found[-1].entries = {"a@1": entry("a", stubs=[100 + number])}
-    async with linked(*folders, silence=silence) as runtimes:
+    async with linked(*folders) as runtimes:
         await until(runtimes, lambda: len(runtimes.live) == 2)
         yield runtimes, found
     for one in found:
@@ -152,10 +152,11 @@ async def test_a_runtime_that_was_dead_follows_what_the_other_follows(tmp_path: 
 @looped
 async def test_a_runtime_that_was_silent_misses_nothing(tmp_path: Path) -> None:
     """A runtime that was stopped follows the changes of that time when it goes on."""
-    async with two(tmp_path, silence=0.05) as (runtimes, (first, second)):
+    async with two(tmp_path) as (runtimes, (first, second)):
         desired = runtimes.desired
         second.stop()
-        await until(runtimes, lambda: len(runtimes.live) == 1)
+        with impatient(runtimes.links[1]):
+            await until(runtimes, lambda: len(runtimes.live) == 1)
         for change in (
             lambda: desired.pause(None, "hold"),
             lambda: desired.set_residency(["a"], "device"),

@@ -613,7 +613,7 @@ async def test_a_profile_that_cannot_start_says_why(tmp_path: Path, monkeypatch:
 @looped
 async def test_a_profile_that_takes_its_time_does_not_make_the_runtime_look_dead(tmp_path: Path) -> None:
     """A slow answer to StopProfile does not make the runtime count as down."""
-    async with served(tmp_path, silence=0.05) as server:
+    async with served(tmp_path) as server:
         server.runtime.answers = lambda command: None if command["command"] == "profile" else {}
         call = asyncio.ensure_future(server.control.StopProfile(pb.StopProfileRequest()))
         await server.runtime.came(lambda: bool(server.runtime.commands))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from tests.waiting import looped
 SLEEP = {"command": "sleep", "drain_s": 30.0, "force": False}
 
 
-def drowsy(server: Served, answer: dict[str, Any] | None = None) -> list[FakeRuntime]:
+def drowsy(
+    server: Served, answer: dict[str, Any] | None = None, gate: asyncio.Event | None = None
+) -> list[FakeRuntime]:
     """Have each runtime end at `sleep`, with a note that it sleeps; return those that were started since.
 
-    `answer`: of those to every command.
+    `answer`: of those to every command. `gate`: the runtimes end when this is set.
     """
     since: list[FakeRuntime] = []
     for runtime in server.all:
@@ -36,7 +39,10 @@ def drowsy(server: Served, answer: dict[str, Any] | None = None) -> list[FakeRun
             if command["command"] == "sleep":
                 (runtime._path.parent / LAST_RECORD).write_bytes(runtime.status().SerializeToString())
                 (runtime._path.parent / ASLEEP).write_text("1000.5")
-                runtime._loop.call_later(0.01, end, runtime)
+                if gate is None:
+                    runtime._loop.call_later(0.01, end, runtime)
+                else:
+                    asyncio.ensure_future(gate.wait()).add_done_callback(lambda _: end(runtime))
             return {}
 
         runtime.answers = obey
@@ -131,7 +137,7 @@ async def test_wake_starts_the_runtime_and_counts_no_restart(tmp_path: Path) -> 
         answer = await server.control.Wake(pb.WakeRequest())
 
         assert [one.number for one in answer.devices] == [0, 1]
-        assert answer.devices[0].seconds == 0 < answer.devices[1].seconds < 10
+        assert answer.devices[0].seconds == 0 < answer.devices[1].seconds
         assert len(woken) == 1
         assert [link.state.lives for link in server.runtimes.links] == [1, 1]
         # The stub has no connection to the new runtime until a request comes.
@@ -231,7 +237,8 @@ async def test_commands_do_not_wake_a_device_and_say_so(tmp_path: Path) -> None:
 async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
     """The device is awake in the end; a restart is refused meanwhile."""
     async with served(tmp_path, models=["a"]) as server:
-        woken = drowsy(server)
+        gate = asyncio.Event()
+        woken = drowsy(server, gate=gate)
         sleeping = server.control.Sleep(pb.SleepRequest(drain_s=30))
         await server.runtime.came(lambda: bool(server.runtime.commands))
         waking = server.control.Wake(pb.WakeRequest())
@@ -240,6 +247,7 @@ async def test_a_wake_during_a_sleep_comes_after_it(tmp_path: Path) -> None:
             grpc.StatusCode.FAILED_PRECONDITION,
             "another restart, sleep or wake is under way; wait for its end",
         )
+        gate.set()
         await sleeping
         assert (await waking).devices[0].seconds > 0
         assert len(woken) == 1
@@ -268,6 +276,6 @@ async def test_the_commands_print_the_devices(tmp_path: Path, capsys: pytest.Cap
         shown = await rsrv("status")
         clock = time.strftime("%H:%M:%S", time.localtime(1000.5))
         assert f"device  asleep since {clock}; the next request or `rsrv wake` wakes it" in shown.out
-        assert (await rsrv("wake")).out.startswith("device 0: awake after 0.")
+        assert re.match(r"device 0: awake after \d+\.\d", (await rsrv("wake")).out)
         assert (await rsrv("wake")).out == "device 0: awake already\n"
         assert (await rsrv("sleep", "--device", "-1")).status == 2

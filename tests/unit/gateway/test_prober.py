@@ -46,7 +46,7 @@ LOAD = pb.GetLoadResponse(
 )
 
 
-def prober(port: int, *, control: bool = False, timeout: float = 10.0, **settings: object) -> GrpcProber:
+def prober(port: int, *, control: bool = False, timeout: float = 60.0, **settings: object) -> GrpcProber:
     address = f"127.0.0.1:{port}"
     worker = Worker("w", address, control=address if control else None)
     return GrpcProber(worker, ChannelFactory(GatewaySection.model_validate(settings)), timeout)

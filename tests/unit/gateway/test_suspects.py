@@ -181,7 +181,7 @@ async def test_a_worker_has_died_if_it_served_and_nothing_listens_now() -> None:
 
         for stopping in (False, True):
             worker.does |= {"ServerReady": ready, "RepositoryIndex": index}
-            prober = GrpcProber(worker.worker, ChannelFactory(GatewaySection()), 5)
+            prober = GrpcProber(worker.worker, ChannelFactory(GatewaySection()), 60)
             assert (await prober.look())[0].alive
             assert not prober.has_died("m")
             if stopping:

@@ -99,8 +99,10 @@ async def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(chat, "MAX_TEMPLATE_S", 0.05)
     for endless in (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        # Each list has the one before twice, and its text twice the text.
-        "{% set n = namespace(x=1) %}" + "{% set n.x = [n.x, n.x] %}" * 60 + "{{ n.x }}",
+        # Each list has the one before twice, so a comparison takes twice the time, within one step of the template.
+        "{% set n = namespace(x=1, y=1) %}"
+        + "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}" * 60
+        + "{{ n.x == n.y }}",
     ):
         with pytest.raises(ApiError, match=r"more than 0\.05 s"):
             await templates.prompt({"template": endless}, [USER])

@@ -20,6 +20,7 @@ from rsrv.serve.plan import ServerPlan
 from rsrv.serve.supervise import RestartReason, Restarts, StopSignals, SupervisorHooks, supervise
 from rsrv.wire.paths import start_time
 from tests.unit.serve.test_plan import planned
+from tests.waiting import looped
 
 #: Prints a line, waits to be ended, and prints another. The fifo is never written to.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
@@ -45,6 +46,8 @@ class Scene:
         #: set when the server is to be started again
         self.restart_due: asyncio.Future[RestartReason] = asyncio.get_running_loop().create_future()
         self._more = asyncio.Event()
+        #: Seconds for the server to end by itself after its models are unloaded.
+        self.idle_s = 60.0
         #: What unloading the models does: True when they are unloaded, False or an error if they cannot be.
         self.unloaded: bool | Exception = False
 
@@ -52,7 +55,7 @@ class Scene:
         self, script: str, rest: Callable[[float], Awaitable[None]] | None = None, **changes: Any
     ) -> asyncio.Task[int]:
         hooks = SupervisorHooks(
-            self._write, self._started, self._watch, rest or self._rest, 0.2, self._unload, idle_s=0.05
+            self._write, self._started, self._watch, rest or self._rest, 0.2, self._unload, idle_s=self.idle_s
         )
         server = shell(script.format(fifo=self.fifo), **changes)
         return asyncio.create_task(supervise(server, hooks, self.orders))
@@ -101,10 +104,9 @@ def play(tmp_path: Path) -> Callable[[Play], None]:
     """Run a scene, which must end."""
 
     async def whole(scenario: Play) -> None:
-        async with asyncio.timeout(60):
-            await scenario(Scene(tmp_path))
+        await scenario(Scene(tmp_path))
 
-    return lambda scenario: asyncio.run(whole(scenario))
+    return looped(whole)
 
 
 def test_pauses_double_up_to_half_a_minute_and_ten_restarts_in_a_row_are_all() -> None:
@@ -288,7 +290,7 @@ asyncio.run(supervise(server, hooks, StopSignals()))
 
         end = select.poll()
         end.register(child)
-        assert end.poll(30_000)
+        assert end.poll(60_000)
         os.close(child)
 
 
@@ -356,7 +358,7 @@ def test_a_server_without_models_is_not_waited_for(
     """Triton waits for connections that clients keep; when its models are unloaded, it has nothing to lose."""
 
     async def scenario(scene: Scene) -> None:
-        scene.unloaded = True
+        scene.unloaded, scene.idle_s = True, 0.05
         serving = scene.run(STUBBORN, drain_s=3600.0)
         await scene.pid()
         scene.orders.once_more()

@@ -145,6 +145,7 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, g
 	$(BIN)/python tools/alerts_page.py
 	$(BIN)/python tools/scheduler_page.py
 	$(BIN)/python tools/state_diagrams.py
+	$(BIN)/python tools/compatibility_page.py
 	$(BIN)/python tools/simulator_page.py
 	PYTHONPATH=tools $(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 

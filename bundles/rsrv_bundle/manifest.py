@@ -2,23 +2,24 @@
 
 Format versions:
 
-- 3 is ours. Shapes are written row-major, and `sha256` has the checksums of the weights and of every module. An unknown
-  key is refused, and the error suggests the nearest known key. So a server that is too old for a key names that key.
-- 2.0 is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys are
-  ignored. The only keys of ours that it may have are `internal`, `meta.external` and `meta.restartable`.
+- 3 is ours. Shapes are written row-major, and `sha256` has the checksums of the weights and of every module.
+- 2.0 is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here.
+
+`rsrv_bundle.keys` lists the keys of both.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rsrv.text import nearest
 from rsrv_bundle import dtypes, yaml12
+from rsrv_bundle.compatibility import Feature, refusals
 from rsrv_bundle.errors import Problems
+from rsrv_bundle.keys import TENSOR_SECTIONS, known_keys
 from rsrv_bundle.padding import parse_pad
 from rsrv_bundle.spec import Kind, Manifest, TensorSpec
 from rsrv_bundle.state_sections import check_state, parse_generate, parse_state
@@ -37,26 +38,6 @@ _MAX_VARIANTS = 1000
 _MAX_SIZES = 1000
 _MAX_CALLS = 1000
 _MAX_SUMS = 1000
-_MAX_UNKNOWN = 20
-_SECTIONS = ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs")
-_KEYS = (
-    "format_version",
-    "name",
-    "description",
-    "kind",
-    "meta",
-    "internal",
-    *_SECTIONS,
-    "batching",
-    "input_shapes",
-    "provenance",
-    "numerics",
-    "sha256",
-    "state",
-    "generate",
-    "task",
-    "pad",
-)
 
 
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
@@ -97,23 +78,21 @@ class _Parser:
     def __init__(
         self, document: Mapping[str, Any], version: str, name: str, has_hooks: bool, problems: Problems
     ) -> None:
-        self.document = document
+        self.problems = problems
+        self.document = known_keys(document, version, self.bad)
         self.version = version
-        #: unknown keys are errors
+        #: False in format 2.0, whose keys may hold anything that the bundle's own reader does not look at
         self.strict = version != "2.0"
         self.name = name
         self.has_hooks = has_hooks
-        self.problems = problems
 
     def bad(self, key: str, rule: str) -> None:
         self.problems.add(FILE, key, rule)
 
     def parse(self) -> Manifest:
-        if self.strict:
-            self.known_keys("", self.document, _KEYS)
         kind = self.kind()
         self.text("name")
-        sections = {key: self.tensors(key) for key in _SECTIONS}
+        sections = {key: self.tensors(key) for key in TENSOR_SECTIONS}
         inputs = sections["executable_inputs"] or ()
         outputs = sections["executable_outputs"] or ()
         calls, external = self.meta(kind)
@@ -132,12 +111,35 @@ class _Parser:
             meta_restartable=self.restartable(kind),
             internal=self.internal(kind),
             provenance=self.mapping("provenance", lenient=not self.strict),
-            numerics=self.numerics() if self.strict else {},
-            sha256=self.sha256() if self.strict else {},
+            numerics=self.numerics(),
+            sha256=self.sha256(),
         )
+        manifest = replace(manifest, features=self.features(manifest))
+        for key, rule in refusals(manifest.features):
+            self.bad(key, rule)
         self.executable_rules(manifest)
         self.client_rules(manifest)
-        return self.with_options(manifest) if self.strict else manifest
+        return self.with_options(manifest)
+
+    def features(self, manifest: Manifest) -> frozenset[Feature]:
+        """Return the bundle's features, also those that it may not have."""
+        document, meta = self.document, manifest.kind == "meta"
+        clients = (*(manifest.client_inputs or ()), *(manifest.client_outputs or ()))
+        strings = any(spec.dtype == dtypes.BYTES for spec in clients)
+        if isinstance(generates := document.get("generate"), dict):
+            strings |= generates.get("tokenizer") is not None
+        present = {
+            Feature.META: meta,
+            Feature.HOOKS: self.has_hooks and not meta,
+            Feature.STRINGS: strings,
+            Feature.VARIANTS: document.get("input_shapes") is not None,
+            Feature.PADDING: document.get("pad") is not None,
+            Feature.STATE: document.get("state") is not None and generates is None,
+            Feature.GENERATION: generates is not None,
+            Feature.TASK: document.get("task") is not None,
+            Feature.INTERNAL: manifest.internal or (self.strict and document.get("internal") is True),
+        }
+        return frozenset(feature for feature, has in present.items() if has)
 
     def with_options(self, manifest: Manifest) -> Manifest:
         """Return the manifest with its sections `state`, `generate`, `task` and `pad`."""
@@ -147,7 +149,7 @@ class _Parser:
         if (generate := self.document.get("generate")) is not None:
             if state is None:
                 self.bad("generate", "needs the section state: a generation is a sequence with a slot")
-            spec = parse_generate(generate, manifest, self.has_hooks, self.bad)
+            spec = parse_generate(generate, manifest, self.bad)
             manifest = replace(manifest, generate=spec)
         if (task := self.document.get("task")) is not None:
             manifest = replace(manifest, task=parse_task(task, manifest, self.bad))
@@ -161,12 +163,6 @@ class _Parser:
         if len(values) > most:
             self.bad(key, f"has {len(values)} entries; {most} are allowed")
         return len(values) > most
-
-    def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
-        """Report an unknown key. In format 3, such a key is misspelt, or newer than this reader."""
-        known = tuple(known)
-        for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
-            self.bad(f"{where}.{key}" if where else key, f"unknown key{nearest(key, known)}")
 
     def text(self, key: str) -> str:
         value = self.document.get(key, "")
@@ -234,10 +230,6 @@ class _Parser:
             return ()
         if self.too_many(section, value, _MAX_TENSORS):
             return ()
-        if self.strict:
-            for i, entry in enumerate(value):
-                if isinstance(entry, dict):
-                    self.known_keys(f"{section}[{i}]", entry, ("name", "dtype", "shape", "dims"))
         specs = parse_tensors(value, section, self.bad, reverse=not self.strict)
         for name, count in Counter(spec.name for spec in specs).items():
             if count > 1:
@@ -251,8 +243,6 @@ class _Parser:
         if not isinstance(batching, dict):
             self.bad("batching", "must be a mapping")
             return ()
-        if self.strict:
-            self.known_keys("batching", batching, ("compiled_batch_sizes",))
         key = "batching.compiled_batch_sizes"
         sizes = batching.get("compiled_batch_sizes")
         if sizes is None:
@@ -277,8 +267,6 @@ class _Parser:
         if not isinstance(meta, dict) or not isinstance(meta.get("calls"), list):
             self.bad("meta.calls", "a meta model needs the list of the models it calls; it may be empty")
             return (), ()
-        if self.strict:
-            self.known_keys("meta", meta, ("calls", "external", "restartable"))
         calls = self.model_names("meta.calls", meta["calls"])
         external = self.model_names("meta.external", meta.get("external"))
         for name in external:
@@ -319,13 +307,8 @@ class _Parser:
     def internal(self, kind: Kind) -> bool:
         value = self.document.get("internal")
         # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
-        if self.strict and value is not None:
-            if not isinstance(value, bool):
-                self.bad("internal", f"must be true or false, not {value!r:.40}")
-            elif kind == "meta":
-                self.bad(
-                    "internal", "only a bundle of kind 'model' has it, a meta model is public; remove it"
-                )
+        if self.strict and value is not None and not isinstance(value, bool):
+            self.bad("internal", f"must be true or false, not {value!r:.40}")
         return kind == "model" and value is True
 
     # input_shapes: one set of sizes for each variant.
@@ -339,7 +322,6 @@ class _Parser:
                 self.bad("input_shapes", f"{rule}, so the sizes that are compiled must be listed")
             return ()
         if kind == "meta":
-            self.bad("input_shapes", "a meta model has no compiled shapes; remove it")
             return ()
         if not isinstance(block, list):
             self.bad("input_shapes", "must be a list of mappings from axis letter to size")

@@ -16,6 +16,7 @@ import numpy as np
 from rsrv.progress import steps
 from rsrv.text import amount
 from rsrv_bundle import dtypes, writer
+from rsrv_bundle.compatibility import Feature, refusal
 from rsrv_bundle.dtypes import is_whole
 from rsrv_bundle.errors import BundleError, Problems, TargetError
 from rsrv_bundle.half_modules import computed_in
@@ -102,8 +103,8 @@ def narrow_bundle(
     if Path(directory).resolve() in target.resolve().parents:
         raise TargetError(f"{out_dir}: is inside {directory}, which would be copied into itself")
     old = read_bundle(directory)
-    if not old.modules:
-        raise BundleError("has no modules of its own; narrow the bundles that it calls")
+    if why := refusal(Feature.HALF if weights == KEEP else Feature.NARROW, old.manifest.features):
+        raise BundleError(why)
     with writer.scratch_beside(target) as scratch:
         work = Path(scratch, target.name)
         report = narrow_into(

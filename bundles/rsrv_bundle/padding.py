@@ -37,9 +37,6 @@ def parse_pad(section: Any, manifest: Manifest, bad: Report) -> PadSpec | None:
         bad("pad", "must map the letter of one axis to its values, such as {t: {values: {tokens: 0}}}")
         return None
     [(axis, entry)] = section.items()
-    for key in entry:
-        if key not in ("values", "mask"):
-            bad(f"pad.{axis}.{key}", "unknown key; values and mask are allowed")
     values, mask = entry.get("values"), entry.get("mask")
     letters = {manifest.inputs[index].letters[at] for index, at in manifest.variable_axes}
     if letters != {axis}:
@@ -60,8 +57,6 @@ def parse_pad(section: Any, manifest: Manifest, bad: Report) -> PadSpec | None:
     lengths = [sizes[0] for sizes in manifest.input_shapes if sizes]
     if lengths != sorted(lengths):
         bad("input_shapes", f"the padded axis '{axis}' needs its lengths in ascending order")
-    if manifest.state is not None:
-        bad("pad", "a model with state is not padded: its sequences would remember the padding")
     for spec in (*manifest.inputs, *manifest.outputs):
         if spec.batch_axis is None:
             bad("pad", f"'{spec.name}' has no batch axis, so requests cannot share an execution")

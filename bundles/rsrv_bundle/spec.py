@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rsrv_bundle import dtypes
+from rsrv_bundle.compatibility import Feature
 
 Kind = Literal["model", "meta"]
 #: fate of a further sequence while every slot is taken
@@ -212,6 +213,7 @@ class Manifest:
     generate: GenerateSpec | None = None
     task: TaskSpec | None = None
     pad: PadSpec | None = None
+    features: frozenset[Feature] = frozenset()
 
     @property
     def chunks(self) -> tuple[int, ...]:

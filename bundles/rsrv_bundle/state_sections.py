@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, get_args
 
-from rsrv.text import nearest
 from rsrv_bundle import dtypes
+from rsrv_bundle.keys import GENERATE
 from rsrv_bundle.spec import GenerateSpec, Manifest, StateSpec, StateTensor, WhenFull
 from rsrv_bundle.tensors import MAX_EXTENT, MAX_NAME, Report, is_positive
 
-_STATE_KEYS = ("slots", "tensors", "idle_timeout_s", "when_full")
 #: tensors of a generation -> element type, sizes behind the batch axis, and both in words
 _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
     "tokens": ("i32", (-1,), "an executable input, i32 [n, t] with t of size -1"),
@@ -20,7 +19,6 @@ _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
     "sampling": ("f32", (4,), "an executable input, f32 [n, 4]"),
     "token": ("i32", (), "an executable output, i32 [n]"),
 }
-_GENERATE_KEYS = (*_ROLES, "context", "stop", "max_tokens", "tokenizer", "template", "chat")
 MAX_SLOTS = 65_536
 _IDLE_TIMEOUT_S = 60.0
 _MAX_IDLE_TIMEOUT_S = 7 * 86_400.0
@@ -34,7 +32,6 @@ def parse_state(section: Any, bad: Report) -> StateSpec | None:
     if not isinstance(section, dict):
         bad("state", "must be a mapping with slots and tensors")
         return None
-    _known("state", section, _STATE_KEYS, bad)
     slots = section.get("slots")
     if not is_positive(slots) or slots > MAX_SLOTS:
         bad("state.slots", f"must be a whole number from 1 to {MAX_SLOTS}, not {slots!r:.40}")
@@ -63,7 +60,6 @@ def _tensor(entry: Any, key: str, slots: int, bad: Report) -> StateTensor | None
     if not isinstance(entry, dict):
         bad(key, "must be a mapping with name, dtype and dims")
         return None
-    _known(key, entry, ("name", "dtype", "dims"), bad)
     name, dtype, dims = entry.get("name"), entry.get("dtype"), entry.get("dims")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         bad(key, f"needs a name of 1 to {MAX_NAME} printable characters")
@@ -88,13 +84,7 @@ def _tensor(entry: Any, key: str, slots: int, bad: Report) -> StateTensor | None
 def check_state(manifest: Manifest, bad: Report) -> None:
     """Report what a manifest with state may not have."""
     if manifest.kind == "meta":
-        bad("state", "a meta model has no state; remove it")
         return
-    if manifest.internal:
-        bad(
-            "internal",
-            "a model with state serves the sequences of clients, which calls of meta models are not",
-        )
     if not manifest.inputs:
         bad("executable_inputs", "a model with state needs an input, whose rows are sequences")
     for section, specs in (
@@ -109,14 +99,11 @@ def check_state(manifest: Manifest, bad: Report) -> None:
                 bad(f"{section}.{spec.name}", rule)
 
 
-def parse_generate(section: Any, manifest: Manifest, has_hooks: bool, bad: Report) -> GenerateSpec | None:
+def parse_generate(section: Any, manifest: Manifest, bad: Report) -> GenerateSpec | None:
     """Parse the section `generate` of a manifest that is otherwise whole, `generate` aside."""
     if not isinstance(section, dict):
         bad("generate", "must be a mapping with context and max_tokens")
         return None
-    _known("generate", section, _GENERATE_KEYS, bad)
-    if has_hooks:
-        bad("generate", "clients of a generation send and get text or tokens; remove model.py")
     names = {role: _role(role, section.get(role, role), manifest, bad) for role in _ROLES}
     others = {spec.name for spec in manifest.inputs} - set(names.values())
     if others:
@@ -207,16 +194,11 @@ def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[
             "when_full": state.when_full,
         }
     if generate is not None:
-        keys = _GENERATE_KEYS if generate.tokenizer else (*_ROLES, "context", "stop", "max_tokens")
+        keys = GENERATE if generate.tokenizer else (*_ROLES, "context", "stop", "max_tokens")
         sections["generate"] = {key: getattr(generate, key) for key in keys} | {"stop": list(generate.stop)}
         if not generate.chat:
             sections["generate"].pop("chat", None)
     return sections
-
-
-def _known(where: str, mapping: Mapping[str, Any], known: tuple[str, ...], bad: Report) -> None:
-    for key in [key for key in mapping if key not in known][:20]:
-        bad(f"{where}.{key}", f"unknown key{nearest(key, known)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -60,7 +60,6 @@ KINDS: Final[Mapping[str, _Roles]] = {
 _LABELLED = ("text-classification", "image-classification", "audio-classification")
 #: Kinds that may have labels although no tensor counts them.
 _MAY_BE_LABELLED = (*_LABELLED, "token-classification", "object-detection", "image-segmentation")
-_KEYS = ("kind", "inputs", "outputs", "labels", "dimensions")
 _MAX_LABELS, _MAX_LABEL, _MAX_DIMENSIONS = 50_000, 1000, 100
 
 
@@ -69,15 +68,11 @@ def parse_task(section: Any, manifest: Manifest, bad: Report) -> TaskSpec | None
     if not isinstance(section, dict):
         bad("task", "must be a mapping with kind, inputs and outputs")
         return None
-    for key in [key for key in section if key not in _KEYS][:20]:
-        bad(f"task.{key}", f"unknown key{nearest(key, _KEYS)}")
     kind = section.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         hint = nearest(kind, KINDS) if isinstance(kind, str) else ""
         bad("task.kind", f"{kind!r:.40} is not one of {', '.join(KINDS)}{hint}")
         return None
-    if manifest.internal:
-        bad("task", "clients cannot call an internal model; remove the task")
     if (kind == "text-generation") != (manifest.generate is not None):
         bad(
             "task.kind", "text-generation is the task of a bundle with the section generate, and only of such"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
 from rsrv.settings import ModelSection, Shares
 from rsrv.text import nearest
+from rsrv_bundle.compatibility import Feature, refusal
 from rsrv_bundle.reader import may_be_name
 from rsrv_gen import config
 from rsrv_gen.plan import (
@@ -88,7 +90,9 @@ def plan_aliases(
             refused[f"aliases.{name}"] = (
                 "a model cannot have this name: use letters, digits, '_', '-' and '.'"
             )
-        elif wrong := next((why for target in targets if (why := _wrong(target, aliases, good, broken))), ""):
+        elif wrong := next(
+            (why for target in targets if (why := _wrong(target, shares[target], aliases, good, broken))), ""
+        ):
             refused[name] = f"an alias of {wrong}"
         else:
             limits = {target: row_limits(models.get(target)) for target in targets}
@@ -99,7 +103,11 @@ def plan_aliases(
 
 
 def _wrong(
-    target: str, aliases: Mapping[str, Shares], good: Mapping[str, SourceBundle], broken: Collection[str]
+    target: str,
+    share: float | Literal["shadow"],
+    aliases: Mapping[str, Shares],
+    good: Mapping[str, SourceBundle],
+    broken: Collection[str],
 ) -> str:
     """Return why a model cannot be behind an alias; empty: it can."""
     if target in broken:
@@ -108,11 +116,6 @@ def _wrong(
         if target in aliases:
             return f"'{target}', which is an alias: name the models behind it"
         return f"'{target}', which is no bundle here{nearest(target, [*good, *broken])}"
-    facts = good[target].facts
-    if facts.meta:
-        return f"'{target}', which is a meta model: name a model"
-    if facts.internal:
-        return f"'{target}', which only meta models may call: its manifest says `internal: true`"
-    if facts.stateful and not facts.generates:
-        return f"'{target}', which keeps state: a sequence must go to its model by name"
-    return ""
+    role = Feature.SHADOW if share == "shadow" else Feature.ALIAS
+    why = refusal(role, good[target].facts.features)
+    return f"'{target}', {why}" if why else ""

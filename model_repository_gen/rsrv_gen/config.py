@@ -144,7 +144,7 @@ def render_alias(
     configs = {one: model_config(bundle, limits=limits[one], room=room) for one, bundle in bundles.items()}
     (first, found), *others = configs.items()
     for other, config in others:
-        if difference := _difference(found, config):
+        if difference := _difference(found, config) or _other_sizes(bundles[first], bundles[other]):
             raise ConfigError(
                 f"'{first}' and '{other}' differ, and clients of one name expect one interface: {difference}"
             )
@@ -156,8 +156,6 @@ def render_alias(
     for key in (TASK, CHAT):
         if not found.parameters[key].string_value:
             del found.parameters[key]
-    if "shadow" in shares.values() and found.model_transaction_policy.decoupled:
-        raise ConfigError("answers that are streams are not compared: leave out the models with `shadow`")
     found.parameters[ALIAS].string_value = json.dumps(shares)
     if guarded and all(map(is_batched, bundles.values())):
         _batch(found)
@@ -177,6 +175,20 @@ def _difference(one: Any, other: Any) -> str:
                 told = (found.get(tensor, "missing") for found in (before, after))
                 return f"{kind} '{tensor}' is {' and '.join(told)}"
     return ""
+
+
+def _other_sizes(one: Bundle, other: Bundle) -> str:
+    """Return how the sizes differ that two bundles accept along their variable axes; empty: not at all, or hooks decide."""
+    sizes = [_sizes(bundle.manifest) for bundle in (one, other)]
+    return "" if sizes[0] == sizes[1] or "" in sizes else f"requests may have {' and '.join(sizes)}"
+
+
+def _sizes(manifest: Manifest) -> str:
+    if manifest.client_inputs is not None or not manifest.input_shapes:
+        return ""
+    if manifest.pad is not None:
+        return f"each length from 1 to {manifest.input_shapes[-1][0]}"
+    return f"the sizes {', '.join(sorted('x'.join(map(str, sizes)) for sizes in manifest.input_shapes))}"
 
 
 def _interface(tensors: Iterable[Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rsrv.text import nearest
 from rsrv_bundle import Bundle, manifest
+from rsrv_bundle.compatibility import Feature, refusal
 from rsrv_bundle.errors import Problems
 
 
@@ -14,29 +15,18 @@ from rsrv_bundle.errors import Problems
 class BundleFacts:
     """Facts of a bundle that the plans of other models, and of the repository, depend on."""
 
-    meta: bool
-    internal: bool
-    hooks: bool
+    features: frozenset[Feature]
     calls: tuple[str, ...] = ()
     external: tuple[str, ...] = ()
-    #: keeps state, for sequences of clients or for a generation
-    stateful: bool = False
-    generates: bool = False
-    padded: bool = False
+
+    @property
+    def meta(self) -> bool:
+        return Feature.META in self.features
 
     @classmethod
     def of(cls, bundle: Bundle) -> BundleFacts:
         manifest = bundle.manifest
-        return cls(
-            meta=manifest.kind == "meta",
-            internal=manifest.internal,
-            hooks=bundle.hooks is not None,
-            calls=tuple(manifest.meta_calls),
-            external=tuple(manifest.meta_external),
-            stateful=manifest.state is not None,
-            generates=manifest.generate is not None,
-            padded=manifest.pad is not None,
-        )
+        return cls(manifest.features, tuple(manifest.meta_calls), tuple(manifest.meta_external))
 
 
 def unusable_metas(
@@ -66,13 +56,8 @@ def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collect
     if callee not in bundles:
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
         return f"calls '{callee}', which is no bundle here: {rule}{nearest(callee, [*bundles, *broken])}"
-    if bundles[callee].meta:
-        return f"calls '{callee}', which is a meta model; list the models that it calls"
-    if bundles[callee].stateful:
-        return f"calls '{callee}', which keeps state for the sequences of clients, and a call belongs to none"
-    if bundles[callee].padded:
-        return f"calls '{callee}', which has a padded axis; only clients can call such a model, so export it without pad"
-    return ""
+    why = refusal(Feature.CALLED, bundles[callee].features)
+    return f"calls '{callee}', {why}" if why else ""
 
 
 def _wrong_external(name: str, bundles: Mapping[str, BundleFacts], broken: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from rsrv.native import GUARD, LIBRARY
 from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import Bundle, BundleError, read_bundle
+from rsrv_bundle.compatibility import Feature, native_obstacle
 from rsrv_gen import config
 from rsrv_gen.metas import BundleFacts, callers
 from rsrv_gen.signatures import Signature, sign
@@ -164,13 +165,17 @@ def plan_repository(
     """
     calls = {name: source.facts.calls for name, source in sources.items()}
     metas = callers(calls)
-    internal = {name: metas.get(name, ()) for name, source in sources.items() if source.facts.internal}
+    internal = {
+        name: metas.get(name, ())
+        for name, source in sources.items()
+        if Feature.INTERNAL in source.facts.features
+    }
     planned, python = {}, {}
     for name in sorted(sources, key=lambda name: (sources[name].facts.meta, name)):
         if name not in internal or (internal[name] and transport == "bls"):
             section = models[name] if models and name in models else None
             native = ((section and section.front) or front) == "native"
-            if native and (why := _obstacle(sources[name].facts, internal=name in internal)):
+            if native and (why := native_obstacle(sources[name].facts.features) or missing_library()):
                 native, python[name] = False, why
             planned[name] = Recipe(
                 sources[name],
@@ -181,19 +186,6 @@ def plan_repository(
                 native=native,
             )
     return RepositoryPlan(planned, internal, python)
-
-
-def _obstacle(facts: BundleFacts, *, internal: bool) -> str:
-    """Return why a model cannot have the native front; empty: it can."""
-    if facts.meta:
-        return "it is a meta model"
-    if facts.hooks:
-        return "it has hooks"
-    if facts.stateful:
-        return "it keeps state"
-    if internal:
-        return "only meta models call it"
-    return missing_library()
 
 
 def row_limits(section: ModelSection | None) -> config.RowLimits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from rsrv.settings import load_settings
+from rsrv_bundle import Bundle
+from rsrv_bundle.compatibility import Feature
+from rsrv_bundle.spec import PadSpec
 from rsrv_gen.aliases import plan_aliases
 from rsrv_gen.cli import main
-from rsrv_gen.config import EXECUTE_ROWS
+from rsrv_gen.config import EXECUTE_ROWS, ConfigError, RowLimits, render_alias
 from rsrv_gen.metas import BundleFacts
 from rsrv_gen.plan import SourceBundle
 from rsrv_gen.update import Broken, Gone, RepositorySettings, RepositoryUpdate, Update, Written
 from rsrv_gen.write import is_alias
-from tests.unit.gen.bundles_for_tests import MANIFEST, write_bundle, write_meta
+from tests.unit.gen.bundles_for_tests import MANIFEST, bundle, spec, write_bundle, write_meta
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_of_models_with_state_those_that_generate_may_have_aliases(
     tmp_path: Path, *, generates: bool, reason: str | None
 ) -> None:
     """An answer is one request, whereas the steps of a sequence would go to several models."""
-    facts = BundleFacts(meta=False, internal=False, hooks=False, stateful=True, generates=generates)
+    facts = BundleFacts(frozenset({Feature.GENERATION if generates else Feature.STATE}))
     source = SourceBundle(tmp_path, None, facts)
 
     recipes, refused = plan_aliases({"champion": {"v7": 1.0}}, {"v7": source}, (), {}, "hard")
@@ -147,6 +151,34 @@ def test_targets_with_different_interfaces_are_refused(
 
     assert done.of(Broken)["fraud"].reason.startswith("'v7' and 'v8' differ")
     assert difference in done.of(Broken)["fraud"].reason
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (((4,), (8,), None), "requests may have each length from 1 to 8 and the sizes 4, 8"),
+        (((4,), (16,), 0), "requests may have each length from 1 to 8 and each length from 1 to 16"),
+        (((2,), (8,), 0), ""),
+    ],
+)
+def test_targets_that_take_other_lengths_are_refused(
+    other: tuple[tuple[int], tuple[int], int | None], difference: str
+) -> None:
+    """Otherwise a request of an alias would fail or not, depending on the model that gets it."""
+
+    def lengths(short: tuple[int], long: tuple[int], pad: int | None) -> Bundle:
+        made = bundle([spec("x", "nt")], [spec("y", "nc", c=2)], input_shapes=[short, long])
+        padding = None if pad is None else PadSpec("t", {"x": pad}, None)
+        return replace(made, manifest=replace(made.manifest, pad=padding))
+
+    bundles = {"short": lengths((4,), (8,), 0), "long": lengths(*other)}
+    limits = dict.fromkeys(bundles, RowLimits())
+
+    if difference:
+        with pytest.raises(ConfigError, match=difference):
+            render_alias("fraud", {"short": 1, "long": 1}, bundles, limits)
+    else:
+        assert b'name: "fraud"' in render_alias("fraud", {"short": 1, "long": 1}, bundles, limits)
 
 
 def test_an_alias_of_a_broken_bundle_stays_as_it_was(bundles: Path) -> None:

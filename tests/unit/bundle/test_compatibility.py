@@ -1,0 +1,62 @@
+"""The table of features: its page is current, and its cells have tests that exist."""
+
+from __future__ import annotations
+
+import ast
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+import compatibility_page as tool
+from rsrv_bundle.compatibility import FRONTS, PROOFS, Feature, cell, native_obstacle, refusal, refusals
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_page_is_current() -> None:
+    """The tables equal the present ones; `make pages` writes them."""
+    page = tool.PAGE.read_text(encoding="utf-8")
+
+    assert tool.rewrite(page) == page
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    """Otherwise the page would keep its old tables without a word."""
+    with pytest.raises(ValueError, match="<!-- compatibility -->"):
+        tool.rewrite("")
+
+
+@pytest.mark.parametrize("test", sorted({proof.test for proof in PROOFS}))
+def test_the_test_of_each_served_cell_exists(test: str) -> None:
+    """A renamed or removed test leaves no cell that says it is served."""
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.test.rpartition("::")[2])
+def test_no_cell_with_a_test_is_refused(proof: tuple[str, tuple[str, ...], tuple[Feature, ...]]) -> None:
+    """A test that shows that two features work together contradicts a refusal."""
+    _, fronts, features = proof
+    kinds = {cell(*pair, front).kind for pair in combinations(features, 2) for front in fronts}  # type: ignore[arg-type]
+
+    assert kinds == {"served"}
+
+
+def test_refusals_have_one_text_for_each_pair() -> None:
+    """The text is the same in either order, and names the manifest's key of the feature that has to go."""
+    assert refusal(Feature.ALIAS, {Feature.META}) == refusal(Feature.META, {Feature.ALIAS}) != ""
+    assert list(refusals({Feature.STATE, Feature.PADDING, Feature.VARIANTS})) == [
+        ("pad", "a model with state is not padded: its sequences would remember the padding")
+    ]
+    assert not list(refusals({Feature.HOOKS, Feature.STRINGS}))
+
+
+def test_each_feature_that_the_native_front_lacks_names_itself() -> None:
+    """The other features may have the native front."""
+    assert native_obstacle({Feature.VARIANTS, Feature.HOOKS}) == "it has hooks"
+    assert native_obstacle({Feature.VARIANTS, Feature.PADDING}) == ""
+    assert all(cell(Feature.HOOKS, other, "native").kind != "served" for other in Feature if other != "hooks")
+    assert FRONTS == ("python", "native")

@@ -19,9 +19,8 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 from browser_install import Browser
 from local_triton import EXEC_BOUND
+from tests.waiting import PATIENCE_S
 
-#: Seconds for each wait.
-_PATIENCE = 30.0
 _FLAGS = (
     "--headless",
     # The user of the tests may be root, and containers have no user namespaces.
@@ -76,7 +75,7 @@ class Page:
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         answer = self._answers[await self._send(method, params)]
-        said = await asyncio.wait_for(answer, _PATIENCE)
+        said = await asyncio.wait_for(answer, PATIENCE_S)
         assert "error" not in said, (method, said)
         result: dict[str, Any] = said["result"]
         return result
@@ -95,7 +94,7 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """Return the first true value of the expression."""
-        deadline = asyncio.get_running_loop().time() + _PATIENCE
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while not (value := await self.value(expression)):
             if asyncio.get_running_loop().time() > deadline:
                 text = await self.value("document.body?.innerText")
@@ -165,7 +164,7 @@ def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
 
 async def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
     """Return its port."""
-    deadline, file = asyncio.get_running_loop().time() + _PATIENCE, profile / "DevToolsActivePort"
+    deadline, file = asyncio.get_running_loop().time() + PATIENCE_S, profile / "DevToolsActivePort"
     while not (file.exists() and "\n" in file.read_text()):
         if process.poll() is not None or asyncio.get_running_loop().time() > deadline:
             raise AssertionError(f"the browser does not start:\n{(profile / 'log').read_text()}")

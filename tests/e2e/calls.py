@@ -17,6 +17,8 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.e2e.harness import RunningTriton
+from tests.status import read_status
+from tests.waiting import PATIENCE_S, wait_until
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -122,11 +124,28 @@ def at_once(
 
     def one(number: int) -> T:
         with caller(server, protocol) as call:
-            start.wait(60)
+            start.wait(PATIENCE_S)
             return work(call, number)
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, range(count)))
+
+
+def at_once_behind_a_pause(
+    server: RunningTriton, model: str, count: int, work: Callable[[Caller, int], T], protocol: str = "grpc"
+) -> list[T]:
+    """As `at_once`, with one request of each client, none of which executes before all of them have arrived."""
+    server.operate("pause", model)
+    with ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(at_once, server, count, work, protocol)
+        try:
+            wait_until(
+                lambda: read_status(server.pid)["models"][model]["queued"] == count or clients.done(),
+                what=f"{count} requests to wait",
+            )
+        finally:
+            server.operate("continue", model)
+        return clients.result()
 
 
 def random_u32(rng: np.random.Generator, rows: int) -> Array:

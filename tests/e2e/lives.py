@@ -72,7 +72,7 @@ def first_value(port: int, model: str) -> float:
     tensor = tritonclient.grpc.InferInput("x", [1, COLUMNS], "FP32")
     tensor.set_data_from_numpy(np.zeros((1, COLUMNS), np.float32))
     try:
-        return float(client.infer(model, [tensor], client_timeout=20).as_numpy("first")[0, 0])
+        return float(client.infer(model, [tensor], client_timeout=PATIENCE_S).as_numpy("first")[0, 0])
     finally:
         client.close()
 

@@ -25,7 +25,7 @@ from tests.e2e.gateways import RunningGateway, running_gateway, running_picker, 
 from tests.e2e.harness import RunningTriton, is_alive, running_triton
 from tests.envoys import running_envoy
 from tests.unit.gateway.spellings import SPELLINGS
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 Infer: Any = service_pb2.ModelInferRequest
 
@@ -113,7 +113,7 @@ def door(
 
 
 def post(port: int, model: str, body: bytes, encoding: str | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         headers = {} if encoding is None else {"Content-Encoding": encoding}
         connection.request("POST", f"/v2/models/{model}/infer", body, headers)
@@ -175,14 +175,14 @@ def test_no_request_over_grpc_ends_a_server(servers: list[RunningTriton], door: 
             data = message.SerializeToString() + classes
             for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
                 with pytest.raises(grpc.RpcError) as error:
-                    call(data, timeout=30, compression=compression)
+                    call(data, timeout=PATIENCE_S, compression=compression)
                 assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 messages = iter([good.SerializeToString(), data])
-                answers = stream(messages, timeout=30, compression=compression, metadata=_ERRORS_END)
+                answers = stream(messages, timeout=PATIENCE_S, compression=compression, metadata=_ERRORS_END)
                 # Behind an answer, Envoy can only break the stream off.
                 with pytest.raises(grpc.RpcError):
                     list(answers)
-        assert call(good.SerializeToString(), timeout=30)
+        assert call(good.SerializeToString(), timeout=PATIENCE_S)
     assert all(is_alive(server.pid) for server in servers)
 
 
@@ -233,7 +233,7 @@ def test_all_steps_of_a_sequence_over_grpc_reach_its_server(door: Door, compress
             message.parameters["sequence_id"].int64_param = sequence
             message.parameters["sequence_start"].bool_param = step == 0
             message.parameters["sequence_end"].bool_param = step == 3
-            answer = call(message, timeout=30, compression=compression)
+            answer = call(message, timeout=PATIENCE_S, compression=compression)
             return int.from_bytes(answer.raw_output_contents[0], "little")
 
         assert _steps(ask) == {"right": 20}
@@ -386,7 +386,7 @@ def test_a_rolling_restart_of_three_workers_fails_no_request(tmp_path: Path) -> 
                 infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
                 while not over.is_set():
                     try:
-                        infer(message.SerializeToString(), timeout=30)
+                        infer(message.SerializeToString(), timeout=PATIENCE_S)
                         outcomes["right"] += 1
                     except grpc.RpcError as error:
                         outcomes[str(error)] += 1

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.gateways import Fleet, RunningGateway, running_picker
 from tests.envoys import RunningEnvoy, running_envoy
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SIZES = (1000, 100_000, 10_000_000)
 
@@ -94,7 +94,7 @@ def test_every_request_of_a_thousand_gets_its_answer(envoy: RunningEnvoy, size: 
 
     def over_http(_: int) -> int:
         right = 0
-        with closing(http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=10)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=PATIENCE_S)) as connection:
             for _ in range(250):
                 connection.request("POST", "/v2/models/echo/infer", body, headers)
                 right += connection.getresponse().read().endswith(x.tobytes())
@@ -117,7 +117,7 @@ def test_a_stream_has_all_its_answers(envoy: RunningEnvoy) -> None:
         for number in (1, 3, 2):
             x = np.array([number, 0], np.int32)
             client.async_stream_infer("several", [tensor(tritonclient.grpc, x)])
-        assert sorted(answers.get(timeout=20) for _ in range(6)) == [1, 2, 2, 3, 3, 3]
+        assert sorted(answers.get(timeout=PATIENCE_S) for _ in range(6)) == [1, 2, 2, 3, 3, 3]
 
 
 def test_errors_are_those_of_the_gateway(envoy: RunningEnvoy) -> None:

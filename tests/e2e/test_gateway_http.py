@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
+from local_triton import TritonServer
 from tests.e2e.gateways import Fleet, running_gateway, write_repository
 from tests.e2e.harness import running_triton
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 INFER = "/v2/models/echo/infer"
 ONE = {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [7]}]}
@@ -164,12 +166,12 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
     """Answers are right, and each worker has given some; statistics count them all."""
 
     def executed(client: InferenceServerClient) -> int:
-        (model,) = client.get_inference_statistics("echo")["model_stats"]
+        (model,) = client.get_inference_statistics("counted")["model_stats"]
         return int(model["inference_count"])
 
     before = [executed(worker.http) for worker in fleet.workers]
     for value in range(40):
-        answer = ask(fleet.gateway.http_port, "POST", INFER, number(value))
+        answer = ask(fleet.gateway.http_port, "POST", "/v2/models/counted/infer", number(value))
         assert json.loads(answer.body)["outputs"][0]["data"] == [value]
 
     def counted() -> list[int]:
@@ -242,7 +244,11 @@ def test_settings_are_a_servers_own(fleet: Fleet) -> None:
 def test_a_server_behind_a_gateway_stops_in_order(tmp_path: Path) -> None:
     """A tritonserver that stops waits for no idle connection of the gateway: it unloads its models within its exit timeout."""
     with (
-        running_triton(write_repository(tmp_path / "models", ["echo"]), tmp_path / "server.log") as server,
+        running_triton(
+            write_repository(tmp_path / "models", ["echo"]),
+            tmp_path / "server.log",
+            make=partial(TritonServer, exit_timeout_s=int(PATIENCE_S)),
+        ) as server,
         running_gateway(tmp_path, [server]) as gateway,
     ):
         x = InferInput("X", [1], "INT32")

@@ -19,7 +19,7 @@ from rsrv.cli import main as cli
 from tests.e2e import bundles
 from tests.e2e.gateways import lonely_gateway, running_gateway
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
 #: Without this key, the worker's Triton does not list its models.
@@ -172,7 +172,7 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
         with grpc.secure_channel(url, credentials, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
             try:
-                return bool(call(b"", metadata=[("authorization", f"Bearer {secret}")], timeout=10))
+                return bool(call(b"", metadata=[("authorization", f"Bearer {secret}")], timeout=PATIENCE_S))
             except grpc.RpcError:
                 return False
 
@@ -184,7 +184,7 @@ def test_renewed_files_are_used_without_a_restart(tmp_path: Path) -> None:
         issue(two, "new")
         wait_until(lambda: is_live(two, "new"), what="the renewed files")
         assert not is_live(one, "old")
-        assert "gateway.tls_certificate was renewed, until" in gateway.log_text()
+        wait_until(lambda: "gateway.tls_certificate was renewed, until" in gateway.log_text(), what="the log")
         for file in (certificate, token):
             file.write_text("")
         wait_until(lambda: gateway.get("/metrics")[1].count("renewal_failed{") == 2, what="the metrics")
@@ -212,4 +212,4 @@ def test_the_server_itself(worker: Worker, files: Files) -> None:
     with grpc.secure_channel(f"127.0.0.1:{worker.server.grpc_port}", credentials) as channel:
         live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
         with pytest.raises(grpc.RpcError):
-            live(b"", timeout=5)
+            live(b"", timeout=PATIENCE_S)

@@ -24,6 +24,7 @@ from tests.e2e.calls import Arrays, Caller, Refused
 from tests.e2e.gateways import RunningGateway, running_gateway
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.status import read_status
+from tests.waiting import PATIENCE_S
 
 TWICE = """
 def run(inputs, call):
@@ -202,7 +203,7 @@ class Honest:
             if self._over.is_set():
                 break
             inputs, wanted = self._ask(number)
-            options: dict[str, Any] = {"client_timeout": 30} if protocol == "grpc" else {}
+            options: dict[str, Any] = {"client_timeout": PATIENCE_S} if protocol == "grpc" else {}
             if self._model == "counter":
                 options |= {"sequence_id": next(_SEQUENCES), "sequence_start": True, "sequence_end": True}
             try:
@@ -227,7 +228,7 @@ def send(port: int, model: str, start: bytes) -> tuple[int, str]:
         {"name": name, "shape": list(x.shape), "datatype": datatypes[x.dtype], "data": x.ravel().tolist()}
         for name, x in inputs.items()
     ]
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)
     try:
         connection.request(
             "POST", f"/v2/models/{model}/infer", start + json.dumps({"inputs": tensors}).encode()[1:]
@@ -277,7 +278,7 @@ def post(port: int, model: str, tensor: dict[str, Any], raw: bytes) -> tuple[int
     described = {**tensor, "parameters": {"binary_data_size": len(raw)}}
     step = {"sequence_id": next(_SEQUENCES), "sequence_start": True, "sequence_end": True}
     head = json.dumps({"inputs": [described], "parameters": step if model == "counter" else {}}).encode()
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)
     try:
         headers = {"Inference-Header-Content-Length": str(len(head))}
         connection.request("POST", f"/v2/models/{model}/infer", head + raw, headers)

@@ -191,14 +191,17 @@ def _exact(out_dir: Path) -> None:
 
 #: The actions of the hooks of `hooked`: a request's first element holds the number, 0 for none.
 DEEDS = (
-    "nothing", "raise", "exit", "sys_exit", "sleep", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
+    "nothing", "raise", "exit", "sys_exit", "wait", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
     "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place", "blame",
 )  # fmt: skip
 
+#: The variable with the folder in which a hook that waits and its test meet.
+MEETING = "RSRV_TEST_MEETING"
 HOOKS = f"""
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -217,8 +220,11 @@ def act(deed, name, array):
             os._exit(3)
         case "sys_exit":
             sys.exit(3)
-        case "sleep":
-            time.sleep(0.5)
+        case "wait":
+            meeting = Path(os.environ[{MEETING!r}])
+            (meeting / "waits").touch()
+            while not (meeting / "go").exists():
+                time.sleep(0.005)
         case "not_a_dict":
             return 17
         case "missing":

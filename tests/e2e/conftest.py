@@ -74,7 +74,9 @@ def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     folder = tmp_path_factory.mktemp("triton")
     repository = make_repository(folder, example_bundles, bundles.ensure(), settings=bundles.SETTINGS)
     expected = ("requests_fail", "queue_full")  # of `hooked` and `short_queue`
-    with running_triton(repository, folder / "server.log", expected=expected) as running:
+    (meeting := folder / "meeting").mkdir()
+    env = {bundles.MEETING: str(meeting)}
+    with running_triton(repository, folder / "server.log", env=env, expected=expected) as running:
         yield running
 
 

@@ -8,7 +8,9 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,7 +36,7 @@ from tests.e2e.calls import (
 )
 from tests.e2e.harness import RunningTriton
 from tests.status import read_status
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
 
@@ -271,43 +273,35 @@ def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Call
 
 
 @contextmanager
-def busy(triton: RunningTriton, seconds: float = 1) -> Iterator[None]:
-    """Keep the device busy with something long in this block, or at least at its start."""
-    before = model_status(triton, "elastic")
-    steps = int(seconds * bundles.LEAST_STEPS / before["costs"]["0/1"])
-
-    def work() -> None:
-        with caller(triton) as call:
-            x = random_u32(np.random.default_rng(0), 1)
-            inputs = {"x": x, "steps": np.full((1, 1), steps, np.int32)}
-            assert_same(call("elastic", inputs), {"y": bundles.stepped(x, steps + bundles.LEAST_STEPS)})
-
-    thread = threading.Thread(target=work)
-    thread.start()
+def paused(triton: RunningTriton, model: str) -> Iterator[None]:
+    """Hold the model's requests back in this block."""
+    triton.operate("pause", model)
     try:
-        wait_until(lambda: model_status(triton, "elastic")["dispatches"] > before["dispatches"])
         yield
     finally:
-        thread.join()
+        triton.operate("continue", model)
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: RunningTriton) -> None:
     """A model with room for two waiting requests refuses the rest at once, and answers the accepted ones."""
-    results = at_once(
-        triton,
-        12,
-        lambda own, number: outcome(
-            lambda: own("short_queue", {"x": random_u32(np.random.default_rng(number), 1)})
-        ),
-        call.protocol,
-    )
-    refused = [result for result in results if isinstance(result, Refused)]
-    assert refused
-    assert len(refused) < len(results)
+    refused: list[Refused] = []
+
+    def ask(own: Caller, number: int) -> Any:
+        result = outcome(lambda: own("short_queue", {"x": random_u32(np.random.default_rng(number), 1)}))
+        if isinstance(result, Refused):
+            refused.append(result)
+        return result
+
+    with ThreadPoolExecutor(1) as pool:
+        with paused(triton, "short_queue"):
+            asking = pool.submit(at_once, triton, 12, ask, call.protocol)
+            wait_until(lambda: len(refused) == 10 or asking.done(), what="ten refusals")
+        results = asking.result()
+    assert len(refused) == 10
     for each in refused:
         each.assert_is("UNAVAILABLE", call.protocol)
         assert each.message.startswith("[rsrv:QUEUE_FULL]")
-        assert re.search(r"retry after [1-9]\d* ms", each.message), each.message
+        assert re.search(r"retry after \d+ ms", each.message), each.message
     for number, result in enumerate(results):
         if not isinstance(result, Refused):
             x = random_u32(np.random.default_rng(number), 1)
@@ -319,8 +313,8 @@ def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: Running
 def test_a_passed_deadline_is_refused_and_never_executed(
     call: Caller, triton: RunningTriton, how: str
 ) -> None:
-    """A request whose deadline passes behind a long execution is refused, and the device never sees it."""
-    wait_until_idle(triton, "steady", "elastic")
+    """A request whose deadline passes while it waits is refused, and the device never sees it."""
+    wait_until_idle(triton, "steady")
     before = model_status(triton, "steady")
 
     def options() -> dict[str, Any]:
@@ -328,7 +322,7 @@ def test_a_passed_deadline_is_refused_and_never_executed(
             return {"timeout": 100_000}
         return {"parameters": {"rsrv_deadline_unix_ns": time.time_ns() + 100_000_000}}
 
-    with busy(triton):
+    with paused(triton, "steady"):
         refused = refusal(lambda: call("steady", {"x": random_u32(np.random.default_rng(1), 1)}, **options()))
     refused.assert_is("UNAVAILABLE", call.protocol)
     assert refused.message.startswith("[rsrv:DEADLINE]")
@@ -372,14 +366,14 @@ class Pending:
         self._context.cancel()
 
     def wait(self) -> None:
-        assert self._ended.wait(60)
+        assert self._ended.wait(PATIENCE_S)
 
 
 def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
-    """A cancelled request behind a long execution never executes."""
-    wait_until_idle(triton, "steady", "elastic")
+    """A request that is cancelled while it waits never executes."""
+    wait_until_idle(triton, "steady")
     before = model_status(triton, "steady")
-    with busy(triton):
+    with paused(triton, "steady"):
         request = Pending(triton.grpc, "steady", {"x": random_u32(np.random.default_rng(0), 1)})
         wait_until(lambda: model_status(triton, "steady")["queued"] == 1)
         request.cancel()
@@ -394,16 +388,16 @@ def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
 
 def test_many_cancelled_requests_are_never_executed(triton: RunningTriton) -> None:
     """Each of many waiting requests is cancelled without an execution, in any order."""
-    wait_until_idle(triton, "steady", "elastic")
+    wait_until_idle(triton, "steady")
     before = model_status(triton, "steady")
-    with busy(triton, 3):
+    with paused(triton, "steady"):
         requests = [
             Pending(triton.grpc, "steady", {"x": random_u32(np.random.default_rng(n), 1)}) for n in range(40)
         ]
         wait_until(lambda: model_status(triton, "steady")["queued"] == 40)
         for request in reversed(requests[4:]):
             request.cancel()
-        wait_until(lambda: model_status(triton, "steady")["queued"] == 4, 10, what="36 cancellations")
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 4, what="36 cancellations")
     for request in requests:
         request.wait()
     assert [request.error is None for request in requests] == [True] * 4 + [False] * 36
@@ -480,26 +474,19 @@ def test_a_hook_that_fails_harms_only_its_own_request(triton: RunningTriton) -> 
 
 @pytest.mark.parametrize("when", WHEN)
 def test_a_slow_hook_stalls_no_other_model(triton: RunningTriton, when: str) -> None:
-    """While a hook takes half a second, another model answers hundreds of requests."""
+    """While a hook waits, another model answers."""
     x = X.copy()
-    x[0, 0] = deed(when, "sleep")
-    done = threading.Event()
-
-    def slow() -> None:
-        with caller(triton) as call:
-            for _ in range(3):
-                assert_same(call("hooked", {"x": x}), {"y": 2 * x})
-        done.set()
-
-    thread = threading.Thread(target=slow)
+    x[0, 0] = deed(when, "wait")
+    meeting = Path(triton.server.env[bundles.MEETING])
     ones = np.ones((1, 64), np.float32)
-    answered = 0
-    with caller(triton) as call:
-        call("exact", {"x": ones})
-        thread.start()
-        while not done.is_set():
-            assert_same(call("exact", {"x": ones}), {"y": ones @ bundles.exact_kernel()})
-            answered += 1
-    thread.join()
-    # If each slow request stalled the other model, it would answer one meanwhile.
-    assert answered > 30
+    with ThreadPoolExecutor(1) as pool, caller(triton) as own, caller(triton) as call:
+        slow = pool.submit(own, "hooked", {"x": x})
+        try:
+            wait_until((meeting / "waits").exists, what="the hook")
+            for _ in range(30):
+                assert_same(call("exact", {"x": ones}), {"y": ones @ bundles.exact_kernel()})
+        finally:
+            (meeting / "go").touch()
+        assert_same(slow.result(), {"y": 2 * x})
+    for file in meeting.iterdir():
+        file.unlink()

@@ -38,7 +38,7 @@ from tests.e2e.calls import (
 )
 from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite, make_repository
 from tests.status import read_status
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def models_status(server: RunningTriton) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def perf_analyzer(server: RunningTriton, model: str, clients: int, *options: str
     command = [str(server.server.installation.perf_analyzer), "-m", model, "-u", server.server.grpc_url]
     # The windows may differ as they like.
     command += ["-i", "grpc", "--concurrency-range", str(clients), "-p", "400", "-r", "3", "-s", "9999"]
-    done = subprocess.run([*command, *options], text=True, capture_output=True, timeout=120, check=False)
+    done = subprocess.run([*command, *options], text=True, capture_output=True, timeout=600, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert not re.search(r"error|fail", said, re.IGNORECASE), said
@@ -89,11 +89,15 @@ def test_perf_analyzer_runs_without_an_error(triton: RunningTriton, clients: int
     counted, outcomes = succeeded_and_failed(triton, "mlp"), Counter(models_status(triton)["mlp"]["outcomes"])
     said = perf_analyzer(triton, "mlp", clients, "--input-data", "random")
     wait_until_idle(triton)
-    succeeded, failed = np.subtract(succeeded_and_failed(triton, "mlp"), counted)
-    assert failed == 0
-    assert succeeded >= reported(said, "Request count") > 0, said
-    # Triton counts a model's error answer as a success; the runtime does not.
-    assert dict(Counter(models_status(triton)["mlp"]["outcomes"]) - outcomes) == {"answered": succeeded}
+    answered = Counter(models_status(triton)["mlp"]["outcomes"]) - outcomes
+    assert answered.keys() == {"answered"}
+    assert answered["answered"] >= reported(said, "Request count") > 0, said
+
+    def more() -> list[int]:
+        return list(np.subtract(succeeded_and_failed(triton, "mlp"), counted))
+
+    # Triton counts a request after its answer, and a model's error answer as a success; the runtime does not.
+    wait_until(lambda: more() == [answered["answered"], 0], what="Triton's own count")
 
 
 # --- longer than ever before --------------------------------------------------------------------------------------
@@ -119,30 +123,41 @@ def test_an_execution_far_longer_than_predicted_holds_up_no_other_model(triton: 
         assert_same(surprise.result(), {"y": bundles.stepped(u, steps)})
         # Some seconds, on this machine.
         steps = int(3 * steps / (time.monotonic() - started))
-        for _ in range(30):
-            assert_same(sudden(call, 0), {"y": u})
 
-        before = models_status(triton)
-        long = pool.submit(sudden, other, steps)
-        wait_until(lambda: models_status(triton)["sudden"]["executing"] == 1, what="the long execution")
-        empty = {"a": np.zeros((3, 0), np.float32), "b": np.zeros((0, 2), np.float32)}
-        assert_same(call("axes", empty), {"sum": np.zeros((2, 0, 3), np.float32)})
-        too_many = {"x": np.ones((1025, 64), np.float32)}
-        refusal(lambda: call("exact", too_many)).assert_is("INVALID_ARG", "grpc")
-        for request in (
-            lambda: sudden(call, 0, timeout=50_000),
-            lambda: call("exact", {"x": x}, timeout=50_000),
-        ):
-            refused = refusal(request)
-            refused.assert_is("UNAVAILABLE", "grpc")
-            assert refused.message.startswith("[rsrv:DEADLINE]"), str(refused)
-        during = models_status(triton)
-        assert during["sudden"]["executing"] == 1, "too short: all of this was to happen meanwhile"
-        assert during["sudden"]["dispatches"] == before["sudden"]["dispatches"] + 1
-        assert during["exact"]["dispatches"] == before["exact"]["dispatches"]
-        # Without a deadline, it waits its turn.
-        assert_same(call("exact", {"x": x}), exact)
-        assert_same(long.result(), {"y": bundles.stepped(u, steps)})
+        def meanwhile(steps: int) -> bool:
+            """Send requests beside a long execution; return whether it lasted until all of them had ended."""
+            for _ in range(30):
+                assert_same(sudden(call, 0), {"y": u})
+            before = models_status(triton)
+            long = pool.submit(sudden, other, steps)
+            wait_until(
+                lambda: models_status(triton)["sudden"]["dispatches"] > before["sudden"]["dispatches"],
+                what="the long execution",
+            )
+            empty = {"a": np.zeros((3, 0), np.float32), "b": np.zeros((0, 2), np.float32)}
+            assert_same(call("axes", empty), {"sum": np.zeros((2, 0, 3), np.float32)})
+            too_many = {"x": np.ones((1025, 64), np.float32)}
+            refusal(lambda: call("exact", too_many)).assert_is("INVALID_ARG", "grpc")
+            ends = [
+                outcome(lambda: sudden(call, 0, timeout=50_000)),
+                outcome(lambda: call("exact", {"x": x}, timeout=50_000)),
+            ]
+            during = models_status(triton)
+            # Without a deadline, it waits its turn.
+            assert_same(call("exact", {"x": x}), exact)
+            assert_same(long.result(), {"y": bundles.stepped(u, steps)})
+            if not during["sudden"]["executing"]:
+                return False
+            for end in ends:
+                assert isinstance(end, Refused)
+                end.assert_is("UNAVAILABLE", "grpc")
+                assert end.message.startswith("[rsrv:DEADLINE]"), str(end)
+            assert during["sudden"]["dispatches"] == before["sudden"]["dispatches"] + 1
+            assert during["exact"]["dispatches"] == before["exact"]["dispatches"]
+            return True
+
+        # The machine may have been slower when the steps were counted.
+        assert any(meanwhile(longer * steps) for longer in (1, 4, 16, 64))
         assert_same(sudden(call, 0), {"y": u})
 
 
@@ -185,7 +200,7 @@ class Pending:
             self._context.cancel()
 
     def wait(self) -> None:
-        assert self._ended.wait(60), "a request never ended"
+        assert self._ended.wait(PATIENCE_S), "a request never ended"
 
 
 class Client:

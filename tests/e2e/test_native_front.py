@@ -66,7 +66,10 @@ def both(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     for module in repository.glob(f"*{BROKEN}/1/bundle/*.mlir"):
         module.unlink()  # it may be a link
         module.write_bytes(b"nonsense")
-    with running_triton(repository, folder / "server.log", extra_args=EXPLICIT, spare=True) as running:
+    expected = ("queue_full", "model_failed")
+    with running_triton(
+        repository, folder / "server.log", extra_args=EXPLICIT, spare=True, expected=expected
+    ) as running:
         yield running
 
 
@@ -147,13 +150,34 @@ def test_both_fronts_answer_and_refuse_alike(both: RunningTriton, protocol: str)
                 assert_same(native, python)
 
 
+@contextmanager
+def paused(server: RunningTriton, model: str, mode: str) -> Iterator[None]:
+    server.operate("pause", model, "--mode", mode)
+    try:
+        yield
+    finally:
+        server.operate("continue", model)
+
+
 def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
     """A model with room for two waiting requests refuses the rest with the same text over both fronts."""
     inputs = {"x": random_u32(np.random.default_rng(1), 1)}
 
     def refusals(model: str) -> set[str]:
-        answers = at_once(both, 12, lambda call, number: told(call, model, inputs, {}))
-        return {one for one in answers if isinstance(one, str)}
+        found: list[str] = []
+
+        def ask(call: Caller, _: int) -> None:
+            answer = told(call, model, inputs, {})
+            if isinstance(answer, str):
+                found.append(answer)
+
+        with ThreadPoolExecutor(1) as pool:
+            with paused(both, model, "hold"):
+                clients = pool.submit(at_once, both, 12, ask)
+                wait_until(lambda: len(found) == 10 or clients.done(), what="ten refusals")
+            clients.result()
+        assert len(found) == 10
+        return set(found)
 
     (python,) = refusals("short_queue")
     assert refusals(f"{NATIVE}short_queue") == {python}
@@ -162,20 +186,12 @@ def test_a_full_queue_refuses_alike(both: RunningTriton) -> None:
 def test_commands_refuse_alike(both: RunningTriton) -> None:
     """A paused model's refusal, and the end of a request that an operator aborts, have the same texts."""
 
-    @contextmanager
-    def paused(model: str, mode: str) -> Iterator[None]:
-        both.operate("pause", model, "--mode", mode)
-        try:
-            yield
-        finally:
-            both.operate("continue", model)
-
     def refused(call: Caller, model: str) -> Arrays | str:
-        with paused(model, "reject"):
+        with paused(both, model, "reject"):
             return told(call, model, {"x": X}, {})
 
     def aborted(call: Caller, model: str) -> Arrays | str:
-        with ThreadPoolExecutor(1) as pool, paused(model, "hold"):
+        with ThreadPoolExecutor(1) as pool, paused(both, model, "hold"):
             answer = pool.submit(told, call, model, {"x": X}, {"request_id": "stop"})
             wait_until(lambda: read_status(both.pid)["models"][model]["queued"] == 1, what="the request")
             assert command(both.pid, {"command": "abort", "request": "stop"})["aborted"] == 1
@@ -240,7 +256,7 @@ def test_a_hundred_cold_models_start_and_fall_back(
             x = X + client
             assert_same(call(f"m{number}", {"x": x}), {"y": x @ bundles.exact_kernel()})
 
-    assert is_cold()
+    wait_until(is_cold, what="a server without models and connections")
     at_once(server, 4, ask_for_ten)
     for _ in range(1, rounds):
         # The runtime looks for idle models once a minute.
@@ -310,7 +326,6 @@ def test_a_killed_runtime_costs_no_answer(both: RunningTriton) -> None:
         before = list(answered)
         wait_until(
             lambda: all(now > then + 1 for now, then in zip(answered, before, strict=True)),
-            timeout=60,
             what="answers",
         )
 

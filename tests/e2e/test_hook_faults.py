@@ -31,8 +31,8 @@ from tests.e2e.metas import rows, write_meta, write_scale
 from tests.status import read_status
 from tests.waiting import wait_until
 
-#: Seconds: of the limit, and of a hook that hangs.
-TIMEOUT, HANG = 1.5, 60
+#: Seconds: of the limit, which a busy machine's processes of well hooks must not reach, and of a hook that hangs.
+TIMEOUT, HANG = 8.0, 60
 LIMIT = 128 << 20
 SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
@@ -110,7 +110,7 @@ def run(inputs, call):
     x = inputs["x"]
     for _ in range(10 if x[0, 0] == 7 else 0):
         call("inner", {"x": x})
-        time.sleep(0.2)
+        time.sleep(1)
     if x[0, 0] < 0:
         time.sleep(60)
     return call("inner", {"x": x})
@@ -258,7 +258,7 @@ def test_a_hook_that_hangs_on_another_thread_leaves_no_request_unanswered(server
             assert answer.message == "the model's preprocess hook hangs; the model is being restarted"
         back(server, "sleeps", pid)
     log = server.log_text()
-    assert "preprocess has not returned for 1.5 s (stub.hook_timeout_s). It is here:" in log
+    assert "preprocess has not returned for 8 s (stub.hook_timeout_s). It is here:" in log
     assert "time.sleep(60)" in log
 
 
@@ -399,7 +399,8 @@ def test_a_hook_may_use_a_pool_of_processes(server: RunningTriton) -> None:
         answer = ask(server, "pools", -1.0)
         assert isinstance(answer, dict), answer
         assert (answer["y"] == -4).all()
-    assert server.stub_pids("pools") == [pid]
+    # A process of the pool may still be ending.
+    wait_until(lambda: server.stub_pids("pools") == [pid])
 
 
 @pytest.mark.parametrize("model", ["leaves", pytest.param("closes", marks=pytest.mark.long)])

@@ -162,7 +162,7 @@ def test_forty_requests_at_once_are_all_answered(house: House) -> None:
             assert (call("outside", rows(1 + number % 16, x))["y"] == 2 * x + 11).all()
 
     at_once(house.server, 40, work)
-    assert house.meta()["running"] == house.meta()["waiting"] == 0
+    wait_until(lambda: house.meta()["running"] == house.meta()["waiting"] == 0, what="the runs to leave")
 
 
 def test_a_deadline_passes_before_the_gate(house: House) -> None:
@@ -171,7 +171,7 @@ def test_a_deadline_passes_before_the_gate(house: House) -> None:
         inside = stopped.send(2)
         stopped.inside(2)
         (late,) = stopped.send(1, timeout=100_000)
-        refused = late.result(5)
+        refused = late.result(PATIENCE_S)
         assert isinstance(refused, Refused)
         refused.assert_is("UNAVAILABLE", "grpc")
         assert refused.message.startswith("[rsrv:DEADLINE]")
@@ -234,7 +234,7 @@ def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: 
         house.server.grpc.unload_model("triple")
         wait_until(lambda: not house.server.grpc.is_model_ready("triple"))
         stopped.go()
-        for refused in (inside.result(10), refusal(lambda: call("chain", rows(1)))):
+        for refused in (inside.result(PATIENCE_S), refusal(lambda: call("chain", rows(1)))):
             assert isinstance(refused, Refused)
             refused.assert_is("NOT_FOUND", "grpc")
             assert refused.message.startswith("stage 'triple': model 'triple' is not loaded, or ")

@@ -115,7 +115,11 @@ def server(
     write_bundles(folder / "bundles")
     repository = make_repository(folder, settings=f"meta: {{transport: {request.param}}}")
     plain_model(repository, "plain", PLAIN)
-    expected = ("requests_fail", "deadlines_gate")
+    # It depends on the machine where the deadlines of hurried requests pass.
+    expected = (
+        "requests_fail",
+        *(f"deadlines_{where}" for where in ("arrival", "execute", "gate", "load", "queue")),
+    )
     with running_triton(repository, folder / "server.log", expected=expected) as running:
         yield running
 
@@ -126,6 +130,7 @@ def chain(x: float) -> float:
 
 def test_both_transports_give_the_same(server: RunningTriton) -> None:
     """Both transports give the same for chained, parallel and awaited calls, hooks, external models and any rows."""
+    before = read_status(server.pid)["metas"]["chain"]
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:
             for count in (1, 3, 4, 16):
@@ -140,11 +145,15 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
                 refused.value.assert_is("NOT_FOUND", protocol)
             assert (call("triple", rows(1, 5.0))["y"] == 15).all()
 
-    status = read_status(server.pid)
-    assert status["metas"]["chain"]["models"] == ["double", "hooked", "triple"]
-    assert status["metas"]["chain"]["outcomes"]["answered"] == 8
-    assert status["metas"]["chain"]["calls"] == 24
-    assert status["metas"]["chain"]["device_seconds"] > 0
+    def answered(status: dict[str, Any]) -> int:
+        return int(status["outcomes"].get("answered", 0))
+
+    # The runtime counts a run when it has left.
+    wait_until(lambda: answered(metas(server)["chain"]) == answered(before) + 8, what="the count of all runs")
+    after = metas(server)["chain"]
+    assert after["models"] == ["double", "hooked", "triple"]
+    assert after["calls"] == before["calls"] + 24
+    assert after["device_seconds"] > before["device_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -204,14 +213,14 @@ def ask_something(call: Caller, rng: np.random.Generator) -> str:
     return "answered"
 
 
-def mix(server: RunningTriton, clients: int, seconds: float) -> Counter[str]:
-    """Send random requests of many clients for a while, and return their outcomes."""
+def mix(server: RunningTriton, clients: int, seconds: float, least: int = 1) -> Counter[str]:
+    """Send random requests of many clients for a while, `least` of each, and return their outcomes."""
 
     def work(call: Caller, number: int) -> Counter[str]:
         rng = np.random.default_rng(number)
         until = time.monotonic() + seconds
         ended: Counter[str] = Counter()
-        while time.monotonic() < until:
+        while time.monotonic() < until or ended.total() < least:
             ended[ask_something(call, rng)] += 1
         return ended
 
@@ -238,7 +247,7 @@ def total_held(server: RunningTriton) -> Held:
 
 def test_many_clients_at_once_get_their_own_answers(server: RunningTriton) -> None:
     """64 clients of meta models and of plain ones get right answers, and no memory stays."""
-    ended = mix(server, 64, 1)
+    ended = mix(server, 64, 1, least=3)
 
     assert ended["answered"] > 100, ended
     assert_idle(server)

@@ -19,7 +19,7 @@ from tests.e2e.calls import Caller, caller, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
 from tests.e2e.test_guard import check_exact, sudden
 from tests.status import read_status
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 #: steps of a request that executes for weeks, and of one that executes long enough to be seen
 ENDLESS, LONG = 2**31 - 1, 2000
@@ -48,21 +48,15 @@ def wait_for_execution(server: RunningTriton, *, alone: bool = False) -> None:
             return any((one.phase, one.alone) == (Phase.EXECUTING, alone) for one in slots)
         return False
 
-    wait_until(executes, 60, what="an execution")
+    wait_until(executes, what="an execution")
 
 
 def end_runtime(server: RunningTriton, number: signal.Signals) -> None:
     """Send the runtime a signal, and wait for the next one. The loop may execute, and then tells no pid."""
     box = paths.runtime_directory(server.pid, "0") / paths.BLACKBOX
-
-    def inode() -> int | None:
-        with suppress(FileNotFoundError):
-            return box.stat().st_ino
-        return None
-
-    before = inode()
-    os.kill(next(pid for pid in pids() if maps(pid, box)), number)
-    wait_until(lambda: inode() not in (None, before), what="the next runtime")
+    old = next(pid for pid in pids() if maps(pid, box))
+    os.kill(old, number)
+    wait_until(lambda: any(pid != old and maps(pid, box) for pid in pids()), what="the next runtime")
 
 
 def maps(pid: int, box: Path) -> bool:
@@ -93,7 +87,7 @@ def crowd(server: RunningTriton) -> Iterator[None]:
         finally:
             over.set()
         for one in asking:
-            one.result(60)
+            one.result(PATIENCE_S)
 
 
 def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTriton) -> None:
@@ -106,7 +100,7 @@ def test_a_hostile_request_ends_two_runtimes_and_fails_alone(server: RunningTrit
             end_runtime(server, signal.SIGSEGV)
             wait_for_execution(server, alone=True)
             end_runtime(server, signal.SIGSEGV)
-            refused.result(60).assert_is("INTERNAL", "grpc")
+            refused.result(PATIENCE_S).assert_is("INTERNAL", "grpc")
             check_exact(call)
             latest = read_status(server.pid)["pid"]
             refusal(lambda: sudden(call, ENDLESS)).assert_is("INTERNAL", "grpc")

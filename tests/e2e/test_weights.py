@@ -87,8 +87,11 @@ def test_equal_weights_are_stored_once(start_triton: StartTriton, tmp_path: Path
 
 def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: bundles.Array) -> None:
     """A pinned model stays while others take turns; an unpinned one is read from its file; both as soon as told."""
-    assert read_status(server.pid)["host"]["physical_bytes"] == 2 * _BYTES
 
+    def host_bytes() -> int:
+        return int(read_status(server.pid)["host"]["physical_bytes"])
+
+    wait_until(lambda: host_bytes() == 2 * _BYTES, what="the host's copies")
     server.operate("pin", "first")
     wait_until(lambda: where(server)["first"] == "resident", what="the pinned model's load")
     with caller(server) as call:
@@ -102,10 +105,7 @@ def test_an_operator_moves_weights_between_the_tiers(server: RunningTriton, x: b
         for name in ("second", "third"):
             assert_same(call(name, {"x": x}), {"y": x @ KERNELS[name]})
     assert where(server) == {"first": "absent", "second": "resident", "third": "resident"}
-    wait_until(
-        lambda: read_status(server.pid)["host"]["physical_bytes"] == 2 * _BYTES,
-        what="the host's copy",
-    )
+    wait_until(lambda: host_bytes() == 2 * _BYTES, what="the host's copy")
 
 
 @pytest.mark.long

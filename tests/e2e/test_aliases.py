@@ -63,11 +63,13 @@ def test_aliases_move_between_models_under_load(
         settings.write_text(settings.read_text().replace("champion:\n    v1: 1", "champion:\n    v2: 1"))
         wait_until(lambda: found[2] > 20, what="answers of the second model")
         found.clear()
+        wait_until(lambda: found[2], what="a further answer of the second model")
         assert rsrv.main(["alias", "champion", "v1", "--server", str(server.http_port)]) == 0
         assert capsys.readouterr().out == "champion: v1 100%\n"
         assert answer(call, "champion") == 1
         assert rsrv.main(["alias", "--server", str(server.http_port)]) == 0
         assert capsys.readouterr().out == "champion: v1 100%\nfraud: v1 50%, v2 50%\n"
+        wait_until(lambda: found[1], what="another answer of the first model")
         over.set()
         load.join()
     assert found.keys() == {1, 2}
@@ -104,11 +106,15 @@ def test_a_shadow_that_answers_otherwise_is_counted(
 
     different = 'rsrv_alias_shadows_total{alias="watched",model="v2",device="0",outcome="different"} 20'
     wait_until(lambda: different in life.metrics, what="the differences")
-    assert rsrv.main(["status", "watched", "--server", str(server.http_port)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("watched")]
-    assert [row[1:3] + row[4:] for row in rows] == [
-        ["v1", "100%", "20", "0"],
-        ["v2", "shadow", "0", "0", "20", "different"],
-    ]
+
+    def rows() -> list[list[str]]:
+        assert rsrv.main(["status", "watched", "--server", str(server.http_port)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = [line.split() for line in lines if line.startswith("watched")]
+        return [row[1:3] + row[4:] for row in found]
+
+    expected = [["v1", "100%", "20", "0"], ["v2", "shadow", "0", "0", "20", "different"]]
+    # The two models report their counts at times of their own.
+    wait_until(lambda: rows() == expected, what=f"{rows()} to be {expected}")
     assert 'rsrv_alias_responses_total{alias="watched",model="v2"' not in life.metrics
     life.close()

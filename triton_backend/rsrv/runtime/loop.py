@@ -90,8 +90,9 @@ class Loop:
         make_device: Callable[[], Device],
         blackbox: BlackBox | None = None,
         inspector: Inspector | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = time.monotonic
+        self._clock = clock
         self._started = self._clock()
         #: when the last request ended; the device sleeps `runtime.idle.server` seconds later
         self._last_request_ended = self._started

@@ -33,6 +33,7 @@ from rsrv.runtime.device import (
     never,
 )
 from rsrv_bundle.modules import Signature
+from tests.waiting import PATIENCE_S
 
 Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
 
@@ -69,7 +70,11 @@ class Gate:
                 return
             self.waiting.set()
             opened = self._open
-        opened.wait(30)
+        opened.wait(PATIENCE_S)
+
+    def wait_until_held(self) -> None:
+        """Wait until a thread is held here."""
+        assert self.waiting.wait(PATIENCE_S), "no thread is held"
 
 
 Operation = Literal["upload", "launch", "read", "read_slot", "write_slot", "page_lock", "profile"]
@@ -545,5 +550,5 @@ class FakeBackstop:
         self.told.put("cancel")
 
     def wait_for(self, what: float | str) -> None:
-        while self.told.get(timeout=30) != what:
+        while self.told.get(timeout=PATIENCE_S) != what:
             pass

@@ -19,6 +19,7 @@ from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import signature_of
 from tests.unit.bundle.forge import GOOD, changed, make_bundle, one_weight
 from tests.unit.bundle.test_modules import X4, Y4, W, returning
+from tests.waiting import PATIENCE_S
 
 GOOD_MODULE = returning(Y4, takes=(X4, W))
 
@@ -164,7 +165,7 @@ def test_the_process_ends_with_its_owner() -> None:
         assert child is not None
         child.answers.close()
         child.sock.close()
-        assert child.process.wait(20) == 0
+        assert child.process.wait(PATIENCE_S) == 0
 
 
 def test_the_command_says_which_module_crashes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from rsrv.hooks.text import Tokeniser
 from rsrv.stub.endpoint import run_hook
 from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
+from tests.logged import logged_here
 
 _SCRIPT = """
 import json, sys
@@ -69,7 +70,7 @@ def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.L
     with pytest.raises(RequestFailure) as failed:
         run_hook("preprocess", preprocess, {}, "request", guard)
     assert (failed.value.status, failed.value.text) == (Status.INVALID, "row 3 is upside down")
-    assert not caplog.records
+    assert not logged_here(caplog)
 
 
 class Unsayable(BadInput):

@@ -20,11 +20,12 @@ from rsrv.wire.placement_table import PlacementWriter
 from rsrv.wire.socket import Closed, send
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver
 from tests.unit.native.test_front import HOME, doubled, program
+from tests.waiting import PATIENCE_S
 
 __all__ = ["program"]
 
 TOO_LONG = (
-    r"the model is starting\. This request has waited for 0\.\d s; requests wait at most 0\.5 s without progress, and at most "
+    r"the model is starting\. This request has waited for \d+\.?\d* s; requests wait at most 0\.5 s without progress, and at most "
     "5 s in all. The start continues: send the request again later or with a later deadline, or start the model in advance "
     "with `rsrv prefetch --warm`"
 )
@@ -137,11 +138,13 @@ def test_a_runtime_hears_of_requests_that_come_and_go_during_the_start(program: 
         assert front.ask("send 1 1 reactant_timeout_ns=300000000")[0].startswith(
             "answer 1 4 [rsrv:DEADLINE] "
         )
+        # Another request before the runtime hears that none waits would take the place of that.
+        hurried, none = (heard.get(timeout=PATIENCE_S) for _ in range(2))
         front.tell("send 2 1")
         assert front.hear() == [doubled(2)]
         front.ask("close")
     assert (lazy.registrations[0]["asked"], lazy.registrations[0]["started"]) == (False, True)
-    hurried, none, patient = (heard.get(timeout=20) for _ in range(3))
+    patient = heard.get(timeout=PATIENCE_S)
     assert hurried["asked"]
     assert hurried["deadline_ns"] > 10**8
     assert (none, patient) == ({"asked": False}, {"asked": True})
@@ -232,14 +235,14 @@ def test_requests_that_cannot_wait_for_the_start_say_so(program: Path, tmp_path:
 
 def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> None:
     """Each step begins the limit anew, also after the death of a runtime; the answer says how far the start has come."""
-    lazy = Lazy(0.3)
+    lazy = Lazy(5.0)
     advances, stands, is_back = threading.Event(), threading.Event(), threading.Event()
 
     def start(connection: Connection) -> None:
         connection.greet()
         for done in range(1, 5):
-            advances.wait(0.2)
-            step = StartProgress(f"{done} of its 4 modules are compiled \u20ac", 0.3)
+            advances.wait(1.5)
+            step = StartProgress(f"{done} of its 4 modules are compiled \u20ac", 5.0)
             send(connection.sock, pack_starting(step, flat=True))
         assert stands.wait(60)
         connection.register(described(retry_s=2.0))
@@ -257,9 +260,9 @@ def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> N
     with Front(program, tmp_path, [lazy.cold, start, build_again]) as front:
         front.ask("open")
         (over,) = front.ask("send 1 1")
-        text = r"the model is starting: 4 of its 4 modules are compiled \u20ac\. This request has waited for (0\.[89]|1\.\d) s"
+        text = r"the model is starting: 4 of its 4 modules are compiled \u20ac\. This request has waited for \d+\.?\d* s"
         assert re.match(
-            rf"answer 1 4 \[rsrv:STARTING\] {text}; requests wait at most 0\.3 s without progress", over
+            rf"answer 1 4 \[rsrv:STARTING\] {text}; requests wait at most 5 s without progress", over
         )
         stands.set()
         assert front.ask("send 2 1") == [doubled(2)]
@@ -292,7 +295,7 @@ def test_a_step_that_cannot_be_read_ends_the_connection(tmp_path: Path, body: by
 
 
 def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path) -> None:
-    """Requests that wait, and those of the next second, get the reason at once; a later one starts the model."""
+    """Requests that wait, and those during the pause, get the reason at once; a later one starts the model."""
     lazy = Lazy()
     failing = threading.Event()
 
@@ -306,10 +309,9 @@ def test_a_failed_start_has_its_reason_and_a_pause(program: Path, tmp_path: Path
         front.ask("open")
         front.tell("send 1 1", "send 2 1")
         failing.set()
-        assert front.hear(2) == [f"answer 1 {text}", f"answer 2 {text}"]
-        assert front.ask("send 3 1") == [f"answer 3 {text}"]
         lazy.may_start.set()
-        number = 4
+        assert front.hear(2) == [f"answer 1 {text}", f"answer 2 {text}"]
+        number = 3
         while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
             assert said == [f"answer {number} {text}"]
             number += 1

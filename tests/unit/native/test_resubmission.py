@@ -16,7 +16,7 @@ from rsrv.wire.frames import ALONE, WAITED
 from rsrv.wire.placement_table import PlacementWriter
 from tests.unit.native.front import Behaviour, Connection, Front, behave, described, driver, submissions
 from tests.unit.native.test_front import HOME, Device, doubled, program, rejecting
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 __all__ = ["program"]
 
@@ -59,14 +59,16 @@ def test_the_next_runtime_answers(program: Path, tmp_path: Path) -> None:
 
 
 def test_no_runtime_for_longer_than_the_limit(program: Path, tmp_path: Path) -> None:
-    """Requests are refused after stub.retry_s, and later ones, which wait for as long themselves, are answered."""
+    """Requests are refused after stub.retry_s, and later ones are answered when there is a runtime again."""
     outage = Outage()
     with Front(program, tmp_path, [dying(0.3), outage.serve]) as front:
         front.ask("open")
         assert front.ask("send 1 1") == [f"answer 1 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
         outage.is_over.set()
-        front.tell("batch 2 3")
-        assert front.hear(3) == [doubled(2), doubled(3), doubled(4)]
+        number = 2
+        while (said := front.ask(f"send {number} 1")) != [doubled(number)]:
+            assert said == [f"answer {number} 4 [rsrv:RUNTIME_DOWN] {DOWN}"]
+            number += 1
         assert front.ask("close") == ["closed - ok 0 0"]
 
 
@@ -113,7 +115,7 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
     with Front(program, tmp_path, *lives) as front:
         front.ask("open")
         front.tell("batch 1 5")
-        assert seen.wait(30)
+        assert seen.wait(PATIENCE_S)
         # Not behind the suspects: the runtime has one of them only.
         front.tell("send 6 1")
         answers = front.hear(6)
@@ -189,7 +191,7 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
     with Front(program, tmp_path, [dying(launches=True), die_again]) as front:
         front.ask("open")
         front.tell("batch 1 2")
-        assert has_suspect.wait(30)
+        assert has_suspect.wait(PATIENCE_S)
         front.tell(f"batch 10 {MAX_REQUESTS}")
         answers = front.hear(MAX_REQUESTS + 2)
         assert [one for one in answers if " ok " not in one] == [f"answer 2 1 {SUSPECT}"]
@@ -208,11 +210,11 @@ def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_pa
             count, frame = connection.receive_requests()
             received.append(count)
             has_suspect.set()
-            assert is_back.wait(30)
+            assert is_back.wait(PATIENCE_S)
             connection.answer(frame, count)
 
     def come_back(connection: Connection) -> None:
-        assert has_suspect.wait(30)
+        assert has_suspect.wait(PATIENCE_S)
         home.serve(connection)
 
     lives: list[list[Behaviour]] = [[dying(launches=True), come_back], [stand_in]]
@@ -223,7 +225,7 @@ def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_pa
         table.write({"doubling": 1 << HOME | PINNED})
         front.ask("open")
         front.tell("batch 1 2")
-        assert has_suspect.wait(30)
+        assert has_suspect.wait(PATIENCE_S)
         log = tmp_path / "front.log"
         wait_until(lambda: "reconnected" in log.read_text(), what="the pinned device to be back")
         home.work_for(10000)

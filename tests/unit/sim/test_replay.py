@@ -21,7 +21,10 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from rsrv.cli import main as cli
 from rsrv.cli.replay import Unsendable, infer_request
 from rsrv.extras import install_command
+from rsrv.scheduler.events import Outcome
+from rsrv.sim.record import RequestRecord
 from rsrv.sim.scenario import load_scenario
+from tests.waiting import PATIENCE_S
 
 SCENARIO = """
 duration: 1
@@ -43,6 +46,8 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        #: `stopped` waits for it before it stops the client.
+        self.may_stop = Event()
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
         if request.name == "gone":
@@ -56,8 +61,9 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
         if request.model_name == "stopped":
             over = Event()
             context.add_callback(over.set)
+            self.may_stop.wait(PATIENCE_S)
             os.kill(os.getpid(), signal.SIGINT)  # to the process, whose main thread waits
-            over.wait(10)
+            over.wait(PATIENCE_S)
         if request.model_name == "late":
             context.abort(grpc.StatusCode.UNAVAILABLE, "[rsrv:DEADLINE] missed")
         if request.model_name in ("full", "closed"):
@@ -94,7 +100,9 @@ def test_a_trace_is_sent_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         said = capsys.readouterr()
         assert cli.main(["replay", str(trace), "--url", url, "--speed", "10", "--json"]) == 0
 
-    first, *_, last = (one for one in triton.asked[:3] if one.model_name == "fast")
+    # In any order, as the server takes them side by side.
+    of_first_replay = [one for one in triton.asked if one.model_name == "fast"][:2]
+    first, last = sorted(of_first_replay, key=lambda one: one.inputs[0].shape[0])
     assert (first.inputs[0].shape, last.inputs[0].shape, last.raw_input_contents[0]) == (
         [1, 3],
         [3, 3],
@@ -126,7 +134,7 @@ def test_what_answers_take_beside_the_runtime_is_noted(
     """`--fit` adds to the scenario what the simulator lacked at the median; the next replay lacks nothing of it."""
     trace, beside = tmp_path / "trace.csv", tmp_path / "trace.yaml"
     trace.write_text("t,model\n0,fast\n0.1,fast\n0.2,fast\n")
-    beside.write_text(f"# by rsrv record\n{SCENARIO}front_s: 5.0\n")
+    beside.write_text(f"# by rsrv record\n{SCENARIO}front_s: 100.0\n")
 
     def replayed(*options: str) -> dict[str, Any]:
         assert cli.main(["replay", str(trace), "--url", url, "--speed", "4", "--json", *options]) == 0
@@ -136,11 +144,11 @@ def test_what_answers_take_beside_the_runtime_is_noted(
     with serving(Triton()) as url:
         first = replayed("--fit")
         second = replayed()
-    assert first["simulated"]["total"]["latency_p50_s"] == pytest.approx(5.002)
-    assert first["late_p50_s"] < -4
+    assert first["simulated"]["total"]["latency_p50_s"] == pytest.approx(100.002)
+    assert first["late_p50_s"] < 0
     assert beside.read_text().startswith("# by rsrv record\n")
-    assert load_scenario(beside).front_s == pytest.approx(max(0.0, 5.0 + first["late_p50_s"]), abs=1e-5)
-    assert second["simulated"]["total"]["latency_p50_s"] < 5
+    assert load_scenario(beside).front_s == pytest.approx(max(0.0, 100.0 + first["late_p50_s"]), abs=1e-5)
+    assert second["simulated"]["total"]["latency_p50_s"] < 100
 
     beside.unlink()
     assert cli.main(["replay", str(trace), "--fit"]) == 1
@@ -201,11 +209,22 @@ def test_a_lost_server_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "closed: the first error: Socket closed" in said.err
 
 
-def test_ctrl_c_reports_the_requests_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_reports_the_requests_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After Ctrl-C while the last request waits for its answer, the report counts that request as cancelled."""
     trace = tmp_path / "trace.csv"
     trace.write_text("t,model\n0,fast\n0.1,stopped\n")
-    with serving(Triton()) as url:
+    triton = Triton()
+
+    class Noted(RequestRecord):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "ended" and getattr(self, "outcome", None) is Outcome.ANSWERED:
+                triton.may_stop.set()
+
+    monkeypatch.setattr("rsrv.cli.replay.RequestRecord", Noted)
+    with serving(triton) as url:
         assert cli.main(["replay", str(trace), "--url", url]) == 0
     assert capsys.readouterr().out.startswith("2 requests: 1 served, 1 cancelled")
 

@@ -21,6 +21,7 @@ from rsrv.stub.replies import Responses
 from rsrv.stub.session import Launcher
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
+from tests.waiting import PATIENCE_S
 
 RESPONSES = Responses(FakePbUtils)
 
@@ -209,7 +210,7 @@ def test_each_attempt_to_load_a_target_waits_for_the_same_import(
     stub = AliasStub()
     stub._served = stub.serve(Setup("c", config, tmp_path / "bundle", [], False, launcher, "1"), FakePbUtils)
     try:
-        first, second = (imports.get(timeout=30) for _ in range(2))
+        first, second = (imports.get(timeout=PATIENCE_S) for _ in range(2))
         assert first is second
         assert isinstance(first, HookImport)
     finally:

@@ -22,12 +22,12 @@ from rsrv.wire.calls import Entrance
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import Block, Interface, Variant
 from tests.fakes import FakeError, FakePbUtils, FakeTensor
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 Arrays = dict[str, Array]
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 #: Seconds for events that should happen at once.
-SOON = 30.0
+SOON = PATIENCE_S
 
 
 class FakeAnswer:
@@ -177,12 +177,12 @@ def test_a_call_says_what_it_has_to(triton: FakeBls, make: Callable[..., Bls]) -
         return {"y": X}
 
     triton.models["note"] = note
-    terms: dict[str, Any] = {"deadline_ns": in_ns(10), "run": 2**64 - 1, "traceparent": "00-1-2-01"}
+    terms: dict[str, Any] = {"deadline_ns": in_ns(SOON), "run": 2**64 - 1, "traceparent": "00-1-2-01"}
     make().start("note", {"x": X}, outputs=["y"], **terms).result()
     make().start("note", {"x": X}).result()
 
     assert seen[0]["parameters"] == {"rsrv_run": "18446744073709551615", "traceparent": "00-1-2-01"}
-    assert 0 < seen[0]["timeout"] <= 10_000_000
+    assert 0 < seen[0]["timeout"] <= SOON * 1e6
     assert seen[0]["requested_output_names"] == ["y"]
     assert seen[0]["preferred_memory"] == ("cpu", 0)
     assert "parameters" not in seen[1]
@@ -198,12 +198,12 @@ def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callab
     endpoint: Any = None
     ended: list[None] = []
     spans = Spans(lambda: ended.append(None))
-    calls = ThroughTriton(make(), in_ns(10), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
+    calls = ThroughTriton(make(), in_ns(SOON), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
     connection: Any = None
     run = DirectRun(connection, Entrance(0, 7, 0, 0), "")
     for run.stage in (None, 1):
         ended.clear()
-        calls.internal(Callee(0, remote, endpoint), {"x": X}, False, run).wait(in_ns(10))
+        calls.internal(Callee(0, remote, endpoint), {"x": X}, False, run).wait(in_ns(SOON))
         wait_until(lambda: bool(ended))
 
     assert [span.attributes.get("rsrv.stage.device") for span in spans.take()[0]] == [None, 1]

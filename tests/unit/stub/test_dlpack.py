@@ -8,6 +8,7 @@ import pytest
 
 from rsrv.stub.tensors import BrokenPairing, Tensors, make_capsule, read_capsule
 from tests.fakes import FakePbUtils, FakeTensor
+from tests.logged import logged_here
 
 DTYPES = {
     "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
@@ -98,7 +99,7 @@ def pb_utils(tensor: type) -> Any:
 def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCaptureFixture) -> None:
     """Tensors are right although the stub's numpy bridge is not. One warning names the danger for plain models, and the remedy."""
     tensors = Tensors(pb_utils(Numpy2UnderOldTriton))
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (warning,) = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
     assert "plain Python models that use this Python return empty tensors with the status OK" in warning
     assert f"Install numpy<2 into {sys.prefix}, or use Triton 24.11 or later" in warning
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
@@ -121,7 +122,7 @@ def test_a_working_pairing_uses_numpy(caplog: pytest.LogCaptureFixture) -> None:
     tensors = Tensors(FakePbUtils)
     tensor = FakeTensor("x", np.arange(3))
     tensors.check_text()
-    assert caplog.records == []
+    assert logged_here(caplog) == []
 
     assert tensors.read(tensor, "i64") is tensor._array
 

@@ -6,6 +6,7 @@ from typing import Any
 from rsrv.stub.hook_guard import DrainAndExit
 from rsrv.stub.replies import Reply, Responses
 from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
+from tests.waiting import PATIENCE_S
 
 
 def test_waiting_requests_are_answered_before_the_process_ends() -> None:
@@ -55,12 +56,12 @@ def test_of_several_threads_one_ends_the_process() -> None:
 
     def stop() -> None:
         inside.set()
-        go.wait(30)
+        go.wait(PATIENCE_S)
 
     end = DrainAndExit(stop, Responses(FakePbUtils), left.append, FakeBackstop())
     first = threading.Thread(target=end, args=["one"])
     first.start()
-    inside.wait(30)
+    inside.wait(PATIENCE_S)
 
     end("another")
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 _UNLOADED = """
 import atexit, ctypes, logging, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +40,7 @@ def unload(left: str, close: str = "pass", exit_s: float = 60.0) -> subprocess.C
     """Return the end of a process that has unloaded its model. One that does not end fails the test."""
     script = _UNLOADED.format(left=left, close=close, exit_s=exit_s)
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

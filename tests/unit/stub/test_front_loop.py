@@ -21,7 +21,7 @@ from rsrv.stub.replies import Reply, RequestFailure, Responses
 from rsrv.stub.request import ArrivalTime, ClientRequest, Outcomes
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest, FakeSender
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 RESPONSES = Responses(FakePbUtils)
 OUTCOMES = Outcomes(Meters(), RESPONSES)
@@ -106,7 +106,7 @@ def outage() -> Iterator[Outage]:
 
 
 def failure_of(request: FakeRequest) -> str:
-    answer = request.answers.get(timeout=30)
+    answer = request.answers.get(timeout=PATIENCE_S)
     assert answer.error is not None
     return str(answer.error.message)
 
@@ -177,7 +177,7 @@ def test_an_instruction_that_fails_loses_no_other(outage: Outage, monkeypatch: p
     told = Event()
     monkeypatch.setattr(outage, "tell", fail)
     request = outage.add()
-    assert told.wait(30)
+    assert told.wait(PATIENCE_S)
 
     outage.come_back()
 
@@ -271,7 +271,7 @@ def test_a_fault_of_checking_for_cancellation_leaves_the_others_waiting(
 
     monkeypatch.setattr(FakeSender, "is_cancelled", fail)
     outage.add()
-    assert checked.wait(30)
+    assert checked.wait(PATIENCE_S)
 
     outage.come_back()
 

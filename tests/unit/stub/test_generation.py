@@ -37,7 +37,7 @@ from rsrv.wire.generation import Generate, pack_tokens, read_generate
 from rsrv.wire.layout import Interface
 from rsrv.wire.socket import Closed, Receiver, send
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse, NewPbUtils, NewResponse
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS: dict[str, dict[str, Any]] = {"traces": {"enabled": False}, "stub": {"retry_s": 30.0}}
 FACTS = {"context": 16, "stop": [2], "max_tokens": 8, "tokenizer": None, "template": "{text}"}
@@ -108,7 +108,7 @@ class FakeSession:
     def live(self) -> Life:
         """Start a runtime, and return it when requests may use it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(30)
+        ours.settimeout(PATIENCE_S)
         board = memoryview(array("Q", [time.monotonic_ns() | 1] * 8))
         connection = RuntimeConnection(Greeted(theirs, Receiver(theirs), board, 1))
         model = Remote("m", cast(Interface, None), (), (), False, (), 0, stateful=True, generate=FACTS)
@@ -183,7 +183,7 @@ def model() -> Iterator[Model]:
 
 
 def next_of(request: FakeRequest) -> FakeResponse:
-    return request.answers.get(timeout=30)
+    return request.answers.get(timeout=PATIENCE_S)
 
 
 def text_of(response: FakeResponse) -> str:
@@ -295,12 +295,12 @@ def test_a_client_that_is_gone_ends_the_work(model: Model) -> None:
 def test_each_answer_has_a_deadline(model: Model) -> None:
     """The client's, or one of some minutes."""
     model.ask()
-    for timeout_us, most_s in ((0, 301), (2_000_000, 3)):
+    for timeout_us, seconds in ((0, 300), (2_000_000, 2)):
         request = FakeRequest({"text_input": np.asarray([b"hi"], object)}, timeout_us=timeout_us)
         before = time.monotonic()
         model.engine.execute([request])
         deadline_s = max(model.life.asked().deadline_ns for _ in range(1 if timeout_us else 2)) / 1e9
-        assert 0 < deadline_s - before <= most_s
+        assert before <= deadline_s - seconds <= time.monotonic()
 
 
 def test_an_answer_that_has_begun_ends_with_its_runtime(model: Model) -> None:
@@ -477,4 +477,4 @@ def test_a_hundred_answers_end_each_once(model: Model) -> None:
         assert rest_of(request) == (words.decode(), "length")
     wait_until(lambda: model.engine._deferred.idle)
     assert all(one.answers.empty() for one in requests)
-    assert len(os.listdir("/proc/self/fd")) <= files
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)

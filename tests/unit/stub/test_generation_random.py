@@ -15,7 +15,7 @@ from rsrv.wire.frames import Kind, Status, read_header, unpack_ids, unpack_json
 from rsrv.wire.generation import Generate, pack_generate, read_generate
 from tests.fakes import FakeRequest, FakeResponse
 from tests.unit.stub.test_generation import Model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 NAMES = [*_NUMBERS, "stop", "stream", "rsrv_priority", "Stop"]
 json_values = st.recursive(
@@ -63,6 +63,7 @@ class Crowd:
             try:
                 frame, _ = life.receiver.receive()
             except (TimeoutError, BlockingIOError):
+                life.sock.settimeout(PATIENCE_S)  # A stub may be slow to read.
                 break
             kind, count = read_header(frame)
             if kind is Kind.GENERATE:

@@ -26,9 +26,10 @@ from rsrv.stub.hook_guard import (
     frame_of,
 )
 from tests.fakes import FakeBackstop
+from tests.waiting import PATIENCE_S
 
 #: Seconds for events that should happen at once.
-SOON = 30.0
+SOON = PATIENCE_S
 
 
 @given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, CHECKS + 2)), max_size=8))
@@ -101,14 +102,14 @@ def test_waiting_for_a_call_is_not_hanging(guard: HookGuard) -> None:
         with guard.within("run", "busy"):
             while not go.is_set():
                 with guard.waiting():
-                    pass
+                    go.wait(0.001)
                 sum(range(1000))
 
     def hangs() -> None:
         with guard.within("preprocess", "hung"):
             go.wait(SOON)
 
-    guard.watch(0.1, said.put)
+    guard.watch(1.0, said.put)  # So long that a thread that waits for a core does not seem to hang.
     threads = [threading.Thread(target=one) for one in (waits, works, hangs)]
     for thread in threads:
         thread.start()
@@ -160,7 +161,7 @@ guard.start({"hook_timeout_s": TIMEOUT, "memory_limit_bytes": 1 << 26}, 0, end, 
 def run(script: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     text = _START.replace("TIMEOUT", repr(timeout)) + dedent(script)
     return subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

@@ -3,6 +3,7 @@
 import os
 import queue
 from collections.abc import Mapping
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from rsrv.stub.connection import Rejected
 from rsrv.stub.hook_import import HookImport
 from rsrv.stub.session import Attachment, Session
 from tests.fakes import FakeBackstop
+from tests.waiting import PATIENCE_S, wait_until
 
 #: The third line waits until the test opens the pipe for writing.
 WAITS = (
@@ -51,6 +53,17 @@ def imported(text: str, folder: Path) -> tuple[HookImport[Hooks], FakeBackstop]:
     return HookImport(file, partial(load_hooks, file), backstop), backstop
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, found: HookImport[Hooks], line: int) -> None:
+    """Limit the import to the timeout of hooks, which begins when the import has reached a line."""
+
+    def wait(results: list[Any], period: float) -> None:
+        wait_until(lambda: results[0].done() or found._place()[0] == line)
+        futures.wait(results, period)
+
+    monkeypatch.setattr(hook_import, "wait", wait)
+    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
+
+
 def result(found: HookImport[Hooks], session: RecordingSession, timeout: float | None = 90.0) -> Hooks:
     attachment = SimpleNamespace(key="a@1", settings={"stub": {"hook_timeout_s": timeout}})
     return found.result(cast("Session", session), cast("Attachment", attachment))
@@ -67,9 +80,9 @@ def test_a_file_is_executed_once_for_all_replicas(tmp_path: Path) -> None:
     assert hooks.preprocess({"x": np.ones(1)})["x"] == 2
     assert result(found, session, timeout=None) is hooks
     assert (session.opened, session.closed) == (1, 1)
-    assert session.reports.get(timeout=30)["importing"][1] == 0
+    assert session.reports.get(timeout=PATIENCE_S)["importing"][1] == 0
     assert session.reports.empty()
-    assert [backstop.told.get(timeout=30) for _ in range(2)] == [180.0, "cancel"]
+    assert [backstop.told.get(timeout=PATIENCE_S) for _ in range(2)] == [180.0, "cancel"]
     assert backstop.told.empty()
 
 
@@ -97,20 +110,20 @@ def test_an_import_that_hangs_fails_the_load_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rejects: bool
 ) -> None:
     """The runtime hears of it while it goes on, if there is one; the next attempt waits for the same import."""
-    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
     os.mkfifo(pipe := tmp_path / "pipe")
     found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    limit(monkeypatch, found, 3)
     session = RecordingSession(rejects=rejects)
 
-    with pytest.raises(HookError, match="importing for 0 s and is at line 3"):
+    with pytest.raises(HookError, match=r"importing for \d+ s and is at line 3"):
         result(found, session, timeout=0.1)
 
     assert "Path(" in caplog.text
     assert (session.opened, session.closed) == (1, 0 if rejects else 1)
     if not rejects:
-        reports = [session.reports.get(timeout=30)["importing"] for _ in range(11)]
+        reports = [session.reports.get(timeout=PATIENCE_S)["importing"] for _ in range(11)]
         assert [line for _, line in reports] == [0, *[3] * 10]
-        assert all(0 <= seconds < 30 for seconds, _ in reports)
+        assert all(seconds >= 0 for seconds, _ in reports)
     pipe.write_text("")
     assert result(found, session).preprocess is not None
 
@@ -135,12 +148,12 @@ def test_what_needs_the_main_thread_fails_with_a_hint(tmp_path: Path) -> None:
 
 def test_the_line_is_that_of_the_bundles_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of a library's module which has the same name."""
-    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
     os.mkfifo(pipe := tmp_path / "pipe")
     (library := tmp_path / "library").mkdir()
     (library / "model.py").write_text(WAITS.format(pipe=str(pipe)))
     text = f"import runpy\n\n\n\nrunpy.run_path({str(library / 'model.py')!r})\n\ndef preprocess(x):\n    return x\n"
     found, _ = imported(text, tmp_path)
+    limit(monkeypatch, found, 5)
     with pytest.raises(HookError, match="is at line 5"):
         result(found, RecordingSession(), timeout=0.1)
     pipe.write_text("")
@@ -155,9 +168,9 @@ def test_a_runtime_that_does_not_answer_is_told_once(tmp_path: Path, monkeypatch
             super().report(report, patience)
             raise TimeoutError
 
-    monkeypatch.setattr(hook_import, "import_limit_s", lambda seconds: seconds)
     os.mkfifo(pipe := tmp_path / "pipe")
     found, _ = imported(WAITS.format(pipe=str(pipe)), tmp_path)
+    limit(monkeypatch, found, 3)
     session = Silent()
     with pytest.raises(HookError, match="is at line 3"):
         result(found, session, timeout=0.1)

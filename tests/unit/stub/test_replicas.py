@@ -423,7 +423,7 @@ def test_a_device_joins_while_a_run_by_stage_begins(table: PlacementWriter, tmp_
     class Joining(FakeSession):
         def attach(self, on_step: object, *, started: bool, asked: bool) -> Any:
             if not self.failing:
-                begun.wait(10)
+                begun.wait(PATIENCE_S)
             return super().attach(on_step, started=started, asked=asked)
 
     def make(session: Any, attachment: object) -> ModelReplica[Any]:

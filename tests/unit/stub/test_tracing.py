@@ -8,6 +8,7 @@ from rsrv.stub.tracing import OpenSpan, Spans, end_call, end_request, read_trace
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT
 from tests.fakes import FakeRequest
+from tests.logged import logged_here
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -96,7 +97,7 @@ def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) 
 
     assert spans.begin(object(), {}) is None
     assert spans.begin(object(), {}) is None
-    assert len(caplog.messages) == 1
+    assert len(logged_here(caplog)) == 1
 
 
 def test_a_refused_request_says_why() -> None:

@@ -94,9 +94,12 @@ def settled(read: Callable[[], Held], timeout: float = 60.0) -> Held:
     return least
 
 
+def has_returned(before: Held, after: Held, share: float = 0.02) -> bool:
+    """Return whether no more is held than before: descriptors and threads exactly, resident memory within a share."""
+    fewer = after.descriptors <= before.descriptors and after.threads <= before.threads
+    return fewer and after.resident <= (1 + share) * before.resident
+
+
 def assert_returned(before: Held, after: Held, share: float = 0.02) -> None:
-    """Check that no more is held than before: descriptors and threads exactly, resident memory within a share."""
-    said = f"before: {before}; after: {after}"
-    assert after.descriptors <= before.descriptors, said
-    assert after.threads <= before.threads, said
-    assert after.resident <= (1 + share) * before.resident, said
+    """Check `has_returned`."""
+    assert has_returned(before, after, share), f"before: {before}; after: {after}"

@@ -5,6 +5,7 @@ from typing import Any
 
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import ask
+from tests.waiting import PATIENCE_S
 
 
 class Refused(Exception):
@@ -16,7 +17,7 @@ class Refused(Exception):
         self.code = code
 
 
-def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
+def compact(server_pid: int, gpu: str = "0", timeout: float = PATIENCE_S) -> None:
     """Free all weights that are not pinned at once, and load them again. Returns before that is done.
 
     Raises what `read_record` raises.
@@ -24,7 +25,9 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
     command(server_pid, {"command": "compact"}, gpu, timeout)
 
 
-def command(server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
+def command(
+    server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = PATIENCE_S
+) -> dict[str, Any]:
     """Send a command of docs/protocol.md, and return its answer.
 
     Raises Refused, then nothing has changed; and what `read_record` raises.

@@ -9,9 +9,12 @@ from rsrv.control.grpc_service import word
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import ask
+from tests.waiting import PATIENCE_S
 
 
-def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0, since: int = 0) -> dict[str, Any]:
+def read_status(
+    server_pid: int, gpu: str = "0", timeout: float = PATIENCE_S, since: int = 0
+) -> dict[str, Any]:
     """Return the record of a tritonserver's runtime, with the records of its models and meta models by name.
 
     `since` is the `next` of an earlier record. Raises as `read_record`.

@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from tests.builders import CLIENT, compiled_before, write_meta
 from tests.fakes import Compute, FakeDevice
 from tests.status import read_status
 from tests.unit.runtime.metas import Run, engine_of, meta_engine
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @compiled_before()
@@ -78,6 +79,16 @@ def shm() -> Iterator[Path]:
         yield Path(path)
 
 
+class Clock:
+    """The machine's clock, which a test may advance."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.passed
+
+
 @dataclass
 class Runtime:
     """One life of a runtime; `stop()` is its sudden end."""
@@ -86,6 +97,7 @@ class Runtime:
     device: FakeDevice
     socket: Path
     _thread: threading.Thread
+    _clock: Clock
 
     def open(self) -> Greeted:
         greeted = greet(connect(self.socket))
@@ -95,9 +107,14 @@ class Runtime:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def pass_time(self, seconds: float) -> None:
+        """Advance its clock."""
+        self._clock.passed += seconds
+        self.loop._inbox.post(lambda: None)  # The loop looks at its clock.
+
     def stop(self) -> None:
         self.loop.stop()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 
@@ -132,7 +149,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         path.unlink(missing_ok=True)
         listener = listen(path)
         settings = settings or load_settings()
-        device = FakeDevice(compute, asynchronous=asynchronous)
+        device, clock = FakeDevice(compute, asynchronous=asynchronous), Clock()
         loop = Loop(
             listener,
             ServerProcess(os.getpid(), devices),
@@ -140,6 +157,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
             lambda: device,
             blackbox=blackbox,
             inspector=inspector,
+            clock=clock,
         )
 
         if handover is not None:
@@ -150,7 +168,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
             listener.close()
 
         thread = threading.Thread(target=run)
-        runtime = Runtime(loop, device, path, thread)
+        runtime = Runtime(loop, device, path, thread, clock)
         thread.start()
         started.append(runtime)
         return runtime
@@ -266,8 +284,29 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
 
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the answer of a late request to its run, however long that takes on a busy machine."""
-    monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 30.0)
+    """Leave the answer of a late request to its run, and wait for calls, however long that takes on a busy machine."""
+    monkeypatch.setattr("rsrv.stub.deferred.DEADLINE_GRACE_S", 1e6)
+    for module in ("calls", "direct"):
+        monkeypatch.setattr(f"rsrv.stub.{module}.GRACE_NS", 10**15)
+
+
+@pytest.fixture
+def long_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let execute() wait for an answer in place, however long that takes on a busy machine."""
+    for module in ("engine", "meta_engine"):
+        monkeypatch.setattr(f"rsrv.stub.{module}.MAX_BLOCK_S", PATIENCE_S)
+
+
+@pytest.fixture
+def pass_stub_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that advances the clock by which stubs keep deadlines."""
+    real, passed_ns = time.monotonic_ns, [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: real() + passed_ns[0])
+
+    def advance(seconds: float) -> None:
+        passed_ns[0] += int(1e9 * seconds)
+
+    return advance
 
 
 def only_others_are_left(runtime: Runtime) -> bool:

@@ -16,6 +16,7 @@ from rsrv.stub.tensors import Array
 from rsrv.wire.socket import Closed
 from tests.fakes import FakeRequest, FakeResponse
 from tests.unit.runtime.metas import answer_of, engine_of
+from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.unit.runtime.conftest import Runtime
@@ -56,7 +57,7 @@ class Registering:
     rejected: list[str]
 
     def join(self) -> None:
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 

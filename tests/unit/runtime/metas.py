@@ -31,6 +31,7 @@ from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
 from tests.status import read_status
+from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.unit.runtime.conftest import Runtime
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
 #: x and y of 3 columns, as a manifest has them
 #: seconds; for what should happen at once
-SOON = 20.0
-#: Seconds of a deadline that passes in a stage: the run has to begin before, also on a busy machine.
-TO_BEGIN_S = 0.5
+SOON = PATIENCE_S
 
 Run = Callable[[dict[str, Array], Any], Any]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rsrv.runtime import child_processes
+from tests.waiting import PATIENCE_S
 
 _HANGS = "import signal; print(flush=True); signal.pause()"
 #: A server of this test's own: a process that has ended, whose stubs have another parent.
@@ -63,7 +64,7 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
 
     child_processes.end_orphans({process.pid: stub}, _SERVER, tmp_path)
 
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert not region.exists()
     os.close(stub.pidfd)
 
@@ -79,7 +80,7 @@ def test_shared_memory_of_a_stub_that_ends_by_itself_is_removed(
 
     child_processes.end_orphans({process.pid: stub}, _SERVER, tmp_path)
 
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(PATIENCE_S) == -signal.SIGTERM
     assert not region.exists()
     os.close(stub.pidfd)
 
@@ -97,7 +98,7 @@ def test_a_stub_that_has_not_connected_is_ended_with_its_server(
 
     child_processes.end_orphans({}, _SERVER, tmp_path / "gen")
 
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert not region.exists()
 
 
@@ -118,11 +119,11 @@ def test_stubs_are_ended_without_a_descriptor_for_further_ones(
         patch.setattr(os, "pidfd_open", pidfd_open)
         child_processes.end_orphans({connected.pid: stub}, _SERVER, tmp_path)
 
-    assert connected.wait(10) == -signal.SIGKILL
+    assert connected.wait(PATIENCE_S) == -signal.SIGKILL
     assert not region.exists()
     os.close(stub.pidfd)
     other.kill()
-    other.wait(10)
+    other.wait(PATIENCE_S)
 
 
 def test_another_servers_child_is_no_stub_of_ours() -> None:
@@ -132,7 +133,7 @@ def test_another_servers_child_is_no_stub_of_ours() -> None:
     assert child_processes.open_stub(process.pid, os.getppid()) is None
 
     process.kill()
-    process.wait(10)
+    process.wait(PATIENCE_S)
     assert child_processes.open_stub(4194303, os.getpid()) is None
     # A native front is the server itself.
     assert child_processes.open_stub(os.getpid(), os.getpid()) is None

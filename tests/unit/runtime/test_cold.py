@@ -41,7 +41,7 @@ from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import FakeCallees
 from tests.unit.runtime.watchers import Operator, Watcher
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
 LAZY = "runtime: {start: lazy}"
@@ -115,7 +115,7 @@ class Stub:
         return request
 
     def ask(self, start: float = 0.0) -> FakeResponse:
-        return self.send(start).answers.get(timeout=20)
+        return self.send(start).answers.get(timeout=PATIENCE_S)
 
 
 StartStub = Callable[..., Stub]
@@ -187,20 +187,22 @@ def test_a_slow_answer_carries_its_number(
 
 
 def test_the_first_requests_of_a_model_share_its_start(
-    lazy: Runtime, start_stub: StartStub, doubling: Path
+    lazy: Runtime, start_stub: StartStub, doubling: Path, long_in_place: None
 ) -> None:
     """Each has its answer when the model is ready; after that, requests are answered in place."""
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     requests = [stub.send(float(number)) for number in range(20)]
-    lazy.device.compiles.waiting.wait(10)
+    lazy.device.compiles.wait_until_held()
     with Watcher(lazy) as watcher:
         assert watcher.is_("doubling", state="loading")
 
         lazy.device.compiles.set()
         watcher.until(lambda: watcher.is_("doubling", state="ready"))
 
-    assert all(is_answered(one.answers.get(timeout=20), number) for number, one in enumerate(requests))
+    assert all(
+        is_answered(one.answers.get(timeout=PATIENCE_S), number) for number, one in enumerate(requests)
+    )
     assert stub.model.execute([FakeRequest({"x": np.zeros((1, 3), np.float32)})]) is not None
 
 
@@ -220,9 +222,9 @@ def test_a_start_that_fails_is_a_reason_and_a_pause(
     for file in doubling.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     # Its deadline counts from now: what was told of the start that failed is forgotten.
-    request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=20_000_000)
+    request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, timeout_us=100_000_000)
     assert stub.model.execute([request]) is None
-    assert is_answered(request.answers.get(timeout=20))
+    assert is_answered(request.answers.get(timeout=PATIENCE_S))
 
 
 def test_a_failed_start_is_forgotten_when_the_model_is_loaded_again(
@@ -271,12 +273,12 @@ def test_a_runtime_that_is_killed_during_a_start_costs_time(
     stub = start_stub(first, doubling)
     first.device.compiles.clear()
     request = stub.send(1.0)
-    first.device.compiles.waiting.wait(10)
+    first.device.compiles.wait_until_held()
 
     first.stop()
     stub.runtime = start_runtime(load_settings(LAZY))
 
-    assert is_answered(request.answers.get(timeout=20), 1.0)
+    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
     first.device.compiles.set()
 
 
@@ -310,7 +312,7 @@ def test_starts_follow_the_requests_that_come_and_go_meanwhile(
     queue = runtime.loop._builder._queue
     runtime.device.compiles.clear()
     stubs["a"].runtime = runtime
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
     for name in "bcd":
         stubs[name].runtime = runtime
     wait_until(lambda: queue.names() == {"b", "c", "d"})
@@ -318,11 +320,11 @@ def test_starts_follow_the_requests_that_come_and_go_meanwhile(
     given_up, waiting = stubs["c"].send(), stubs["d"].send()
     wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 2)
     given_up.cancelled = True
-    assert "cancelled" in error_of(given_up.answers.get(timeout=20))
+    assert "cancelled" in error_of(given_up.answers.get(timeout=PATIENCE_S))
     wait_until(lambda: sum(step.demand.urgency is Urgency.REQUESTED for step in queue._steps.values()) == 1)
     runtime.device.compiles.set()
 
-    assert waiting.answers.get(timeout=20).error is None
+    assert waiting.answers.get(timeout=PATIENCE_S).error is None
     wait_until(lambda: set(models().values()) == {"ready"} and len(models()) == 4)
     assert [key[0] for key in runtime.device.costs][:2] == ["a", "d"]
 
@@ -334,11 +336,11 @@ def test_clients_that_give_up_do_not_stop_a_start(
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     request = stub.send()
-    lazy.device.compiles.waiting.wait(10)
+    lazy.device.compiles.wait_until_held()
 
     request.cancelled = True
 
-    assert "cancelled" in error_of(request.answers.get(timeout=20))
+    assert "cancelled" in error_of(request.answers.get(timeout=PATIENCE_S))
     lazy.device.compiles.set()
     wait_until(lambda: models() == {"doubling": "ready"})
 
@@ -350,11 +352,11 @@ def test_an_unload_during_a_start_answers_those_who_wait(
     stub = start_stub(lazy, doubling)
     lazy.device.compiles.clear()
     request = stub.send()
-    lazy.device.compiles.waiting.wait(10)
+    lazy.device.compiles.wait_until_held()
 
     stub.model.close()
 
-    assert "unloaded" in error_of(request.answers.get(timeout=20))
+    assert "unloaded" in error_of(request.answers.get(timeout=PATIENCE_S))
     lazy.device.compiles.set()
     wait_until(lambda: models() == {})
 
@@ -375,7 +377,7 @@ def test_an_idle_model_falls_back_and_starts_again(
         dismiss(lazy, key)
 
         wait_until(lambda: models() == {})
-        assert stub.is_cold
+        wait_until(lambda: stub.is_cold)
 
 
 def look_for_idle(runtime: Runtime, after: float) -> float:
@@ -408,16 +410,16 @@ def test_models_fall_back_when_no_request_has_used_them_for_long(
         stub.ask()
     wait_until(lambda: all(stub.engine.idle for stub in stubs.values()))
 
-    assert 0 < look_for_idle(runtime, 580.0) <= 20
+    assert 0 < look_for_idle(runtime, 300.0) <= 300
     assert models() == dict.fromkeys("abcd", "ready")
     runtime.device.gate.clear()
     request = stubs["c"].send(1.0)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     look_for_idle(runtime, 700.0)
 
     wait_until(lambda: models() == dict.fromkeys("bcd", "ready"))
     runtime.device.gate.set()
-    assert request.answers.get(timeout=20).error is None
+    assert request.answers.get(timeout=PATIENCE_S).error is None
     assert stubs["a"].is_cold
     assert stubs["a"].ask(2.0).error is None
 
@@ -448,12 +450,13 @@ def test_a_change_of_what_may_fall_back_applies_at_once(
     stub = start_stub(runtime, doublings["a"])
     stub.ask()
     wait_until(lambda: stub.engine.idle)
-    assert look_for_idle(runtime, 0.0) > 30
+    before = look_for_idle(runtime, 0.0)
+    assert before > 30
 
     with Operator(runtime) as operator:
         change(operator)
 
-    wait_until(lambda: models() == {}, timeout=20)
+    wait_until(lambda: models() == {}, timeout=before - 10)
 
 
 def test_of_many_idle_models_some_fall_back_at_a_time(
@@ -508,12 +511,12 @@ def test_models_fall_back_one_after_another_while_memory_is_short(
     wait_until(lambda: all(stubs[name].engine.idle for name in "cd"))
     runtime.device.gate.clear()
     request = stubs["d"].send(1.0)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
 
     wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("abd", "ready"))
     wait_until(lambda: not relieve(runtime))
     runtime.device.gate.set()
-    assert request.answers.get(timeout=20).error is None
+    assert request.answers.get(timeout=PATIENCE_S).error is None
 
     wait_until(lambda: relieve(runtime) and models() == dict.fromkeys("ab", "ready"))
     assert stubs["d"].ask(2.0).error is None
@@ -543,7 +546,7 @@ def test_a_model_that_stays_keeps_no_other_one_warm(
     wait_until(lambda: relieve(lazy) and models() == {"a": "ready"})
     wait_until(lambda: not relieve(lazy))
     imported.set()
-    assert request.answers.get(timeout=20).error is None
+    assert request.answers.get(timeout=PATIENCE_S).error is None
 
 
 def test_a_scarcity_of_memory_ends_when_models_have_fallen_back(
@@ -611,14 +614,14 @@ def test_a_model_with_a_request_in_flight_does_not_fall_back(
     key = stub.attachment.key
     lazy.device.gate.clear()
     request = stub.send(1.0)
-    lazy.device.gate.waiting.wait(10)
+    lazy.device.gate.wait_until_held()
 
     dismiss(lazy, key)
     wait_until(lambda: stub.process.front.snapshot.start_timeout_s == 60.0)
     assert not stub.is_cold
 
     lazy.device.gate.set()
-    assert is_answered(request.answers.get(timeout=20), 1.0)
+    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
     assert models() == {"doubling": "ready"}
     assert is_answered(stub.ask(2.0), 2.0)
 
@@ -668,7 +671,7 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
 
     def preprocess(arrays: Arrays) -> Arrays:
         inside.set()
-        go_on.wait(20)
+        go_on.wait(PATIENCE_S)
         return arrays
 
     stub = start_stub(lazy, doubling, lambda: Hooks(preprocess))
@@ -680,7 +683,7 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     go_on.clear()
     inside.clear()
     request = stub.send(1.0)
-    inside.wait(10)
+    inside.wait(PATIENCE_S)
 
     def leave() -> None:
         attachment, engine.session.attachment = stub.attachment, None
@@ -691,7 +694,7 @@ def test_a_request_that_crosses_the_fall_back_starts_the_model_again(
     wait_until(lambda: models() == {})
     go_on.set()
 
-    assert is_answered(request.answers.get(timeout=20), 1.0)
+    assert is_answered(request.answers.get(timeout=PATIENCE_S), 1.0)
     assert models() == {"doubling": "ready"}
 
 
@@ -758,7 +761,7 @@ def test_a_sub_call_of_another_devices_run_is_to_be_repeated(
         request = FakeRequest({"x": np.zeros((1, 3), np.float32)}, parameters=parameters)
         for answer in stub.model.execute([request]) or ():
             request.answers.put(answer)
-        assert error_of(request.answers.get(timeout=20)) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
+        assert error_of(request.answers.get(timeout=PATIENCE_S)) == f"[rsrv:RUNTIME_DOWN] {DOWN}"
 
 
 def test_a_call_through_triton_starts_a_cold_callee(
@@ -774,6 +777,6 @@ def test_a_call_through_triton_starts_a_cold_callee(
     engine = start_meta(runtime, lambda inputs, call: call("a", inputs), "a", triton=triton)
 
     request = FakeRequest({"x": np.full((1, 3), 3, np.float32)})
-    (answer,) = engine.execute([request]) or (request.answers.get(timeout=20),)
+    (answer,) = engine.execute([request]) or (request.answers.get(timeout=PATIENCE_S),)
     assert is_answered(answer, 3.0)
     assert callee.state is ServingState.READY

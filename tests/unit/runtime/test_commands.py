@@ -63,7 +63,7 @@ def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
     """A drained model answers its queue and refuses new requests; other models are served."""
     runtime.device.gate.clear()
     executing = send_one(engines["a"])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     waiting = send_one(engines["a"])
     wait_until(lambda: queued("a") == 1)
 
@@ -139,7 +139,7 @@ def test_a_model_that_is_not_built_yet_is_wanted_until_it_is(
     """A model that is being built can be paused, and its weights are loaded as soon as it is built."""
     runtime.device.compiles.clear()
     registering = register(runtime, "a", doublings["a"])
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
 
     assert operator.do("prefetch", model="a")["code"] == "FAILED_PRECONDITION"
     assert (operator.prefetch("a"), operator.pause("a", "drain")) == ({}, {})
@@ -167,6 +167,7 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
 
         operator.evict("a")
         assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        watcher.until(lambda: watcher.is_("a", weights="absent"))
         operator.keep("a", "device")
         watcher.until(lambda: watcher.is_("a", weights="resident"))
         assert answered(send_one(engine)) == 1
@@ -228,7 +229,7 @@ def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
     newer = make_engine(runtime, doublings["c"], name="a")
     runtime.device.gate.clear()
     occupying = send_one(engines["b"])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     for engine in (engines["a"], newer):
         send_one(engine)
         assert refused(answer_of(send_one(engine)), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
@@ -305,7 +306,7 @@ def test_requests_are_found_by_their_id_and_by_number(
     """All requests with a client's id are found, while they wait and when they are answered; a number names one."""
     runtime.device.gate.clear()
     occupying = send_one(engines["b"])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     asked = [FakeRequest({"x": ramp(1, 1.0)}, id=id) for id in ("ours", "theirs", "ours")]
     engines["a"].execute(asked)
     wait_until(lambda: queued("a") == 3)
@@ -379,7 +380,7 @@ def test_the_record_says_what_there_is_to_do(start_runtime: StartRuntime, doubli
     assert (model["batch_input"], model["sequences"]) == ({"name": "x", "axis": 0}, {})
     runtime.device.gate.clear()
     asked = send_one(engine)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     waiting = send_one(engine)
     wait_until(lambda: queued("a") == 1)
     busy = read_status(os.getpid())
@@ -445,7 +446,7 @@ def test_of_two_versions_the_ready_one_shows(
     shown = read_status(os.getpid())["models"]["m"]
     runtime.device.uploads.clear()
     registering = register(runtime, "m", doublings["b"])
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
 
     assert read_status(os.getpid())["models"]["m"] == shown
     assert read_status(os.getpid())["models"]["m"]["weights"] == "resident"
@@ -454,7 +455,7 @@ def test_of_two_versions_the_ready_one_shows(
     registering.join()
     runtime.device.gate.clear()
     asked = send_one(old)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     old.close()
     assert read_status(os.getpid())["models"]["m"]["executing"] == 1
     runtime.device.gate.set()
@@ -489,7 +490,7 @@ def test_commands_that_follow_a_profile_are_answered_after_it(
     operator.send(command="ping")
     operator.send(command="profile")
     operator.send(command="nonsense")
-    assert runtime.device.profiles.waiting.wait(10)
+    runtime.device.profiles.wait_until_held()
 
     with Operator(runtime) as other:
         assert other.do("profile")["code"] == "FAILED_PRECONDITION"
@@ -510,7 +511,7 @@ def test_a_profile_outlives_its_client(
     runtime.device.profiles.clear()
     with Operator(runtime) as other:
         other.send(command="profile", directory=str(tmp_path / "p"))
-        assert runtime.device.profiles.waiting.wait(10)
+        runtime.device.profiles.wait_until_held()
     runtime.device.profiles.set()
     wait_until(lambda: operator.do("profile") == {})
 

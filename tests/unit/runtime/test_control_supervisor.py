@@ -11,6 +11,8 @@ import pytest
 
 from rsrv.runtime.child_processes import control_command, supervise
 from rsrv.wire.paths import CONTROL_LOCK, remove
+from tests.logged import logged_here
+from tests.waiting import PATIENCE_S
 
 
 class Over(Exception):
@@ -48,8 +50,7 @@ def test_one_that_ends_is_started_again_later_and_later(
         supervise(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
 
     assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    # Sessions of earlier tests may still search for their runtimes, and log it.
-    told = [one.getMessage() for one in caplog.records if one.name == "rsrv.runtime"]
+    told = [one.getMessage() for one in logged_here(caplog)]
     assert told[0] == "the control process ended with status 7; starting it again in 1 s"
 
 
@@ -62,7 +63,7 @@ def test_one_that_lived_long_is_started_again_soon(tmp_path: Path, caplog: pytes
         supervise(python(""), tmp_path, rests, clock=lambda: next(times))
 
     assert rests.seconds == [1, 2, 1, 2]
-    assert "rsrv.runtime" not in {one.name for one in caplog.records}
+    assert logged_here(caplog) == []
 
 
 def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,8 +71,9 @@ def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.
     with pytest.raises(Over):
         supervise([str(tmp_path / "nothing")], tmp_path, Rests(2))
 
-    assert len(caplog.messages) == 2
-    assert "cannot be started" in caplog.messages[0]
+    told = logged_here(caplog)
+    assert len(told) == 2
+    assert "cannot be started" in told[0].getMessage()
 
 
 def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -
     assert not started.exists()
     os.close(fd)
 
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE_S)
     assert started.exists()
 
 

@@ -25,7 +25,7 @@ from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import ask
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 BUILDING = UnfinishedTask(Phase.BUILDING, hung=False, key="b@1")
 WARMING = UnfinishedTask(Phase.WARMING, hung=False, key="w@1")
@@ -342,7 +342,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
     runtime.device.uploads.clear()
     greeted = runtime.open()
     send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doublings["a"])}))
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
 
     (found,) = read_slots(bytes(box.memory))
 
@@ -371,7 +371,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     runtime.device.gate.clear()
     request = FakeRequest({"x": ramp(1)})
     bad.execute([request])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     place = runtime.loop.activity.front(runtime.loop.launcher)
     assert place is not None
     place.mark_hung()
@@ -387,7 +387,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
 
     start_runtime(settings, blackbox=BlackBox(after))
 
-    assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
+    assert refused(request.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] bad@")
 
     wait_until(lambda: ask(good, FakeRequest({"x": ramp(1)}))[0].error is None)
     wait_until(lambda: "it hung while executing" in told(bad))

@@ -14,6 +14,7 @@ from rsrv.wire.frames import HEADER, Kind
 from rsrv.wire.socket import Closed, send
 from tests.builders import write_meta
 from tests.unit.runtime.conftest import Runtime, answer_to_register
+from tests.waiting import wait_until
 
 
 def test_a_model_is_described_in_flat_form(runtime: Runtime, doubling: Path) -> None:
@@ -47,11 +48,10 @@ def test_an_added_model_takes_few_kilobytes(runtime: Runtime, doubling: Path) ->
     tracemalloc.start()
     try:
         some += [register(f"more{number}") for number in range(20)]
-        gc.collect()
-        taken, _ = tracemalloc.get_traced_memory()
+        # What builds have used until a moment ago may still be there.
+        wait_until(lambda: gc.collect() >= 0 and tracemalloc.get_traced_memory()[0] < 20 * 26_000)
     finally:
         tracemalloc.stop()
-    assert taken < 20 * 26_000
     for sock in some:
         sock.close()
 

@@ -23,7 +23,7 @@ from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.counting import BROKEN, CONTEXT, MAX_TOKENS, count, expected, export_counting
 from tests.unit.runtime.watchers import Operator
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Client:
@@ -44,7 +44,7 @@ class Client:
         return number
 
     def receive(self) -> None:
-        for done in self.connection.receive(10):
+        for done in self.connection.receive(PATIENCE_S):
             self._ends[done.request] = done
         for request, token in self.connection.take_tokens():
             assert request not in self._ends, "a token after the end"
@@ -127,7 +127,7 @@ def test_generations_share_executions(client: Client) -> None:
     """Those that run step together, also one that comes later; nothing of one is in the answer of another."""
     client.runtime.device.gate.clear()
     first = client.ask([1], max_tokens=30, stop=[])
-    assert client.runtime.device.gate.waiting.wait(10)
+    client.runtime.device.gate.wait_until_held()
     prompts = {first: [1], **{client.ask([n], max_tokens=30, stop=[]): [n] for n in (2, 3, 4)}}
     warm = len(client.runtime.device.executed)
     client.runtime.device.gate.set()
@@ -247,7 +247,7 @@ def held(client: Client, prompt: Sequence[int] = (1,), steps: int = 2, **more: o
     """Begin a generation whose step after so many is held by the device; the device holds every other one, too."""
     client.runtime.device.gate.clear(after=steps)
     number = client.ask(list(prompt), **{"max_tokens": 30, "stop": [], **more})
-    assert client.runtime.device.gate.waiting.wait(10)
+    client.runtime.device.gate.wait_until_held()
     return number
 
 
@@ -319,9 +319,8 @@ def test_a_held_generation_stands_still_until_its_deadline(client: Client) -> No
 
 def test_a_deadline_ends_a_generation_within_a_step(client: Client) -> None:
     """The tokens before it are the client's; the step that executed meanwhile is the last."""
-    deadline = time.monotonic_ns() + 300_000_000
-    number = held(client, deadline_ns=deadline)
-    wait_until(lambda: time.monotonic_ns() > deadline)
+    number = held(client, deadline_ns=time.monotonic_ns() + 10**12)
+    client.runtime.pass_time(2000.0)
     client.runtime.device.gate.set()
 
     assert client.end(number) == (
@@ -416,7 +415,7 @@ def test_generations_are_for_models_that_generate(start_runtime: StartRuntime, d
     send(connection.sock, pack_generate(Generate(1, [1])))
 
     with pytest.raises(Closed):
-        connection.receive(10)
+        connection.receive(PATIENCE_S)
     connection.close()
 
 

@@ -24,16 +24,17 @@ def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta:
     runtime.device.gate.clear()
     one = request(value=100)
     sending = send(engine, one)
-    assert runtime.device.gate.waiting.wait(SOON)
+    runtime.device.gate.wait_until_held()
     guard.watch(0.2, said.put)
     hanging = threading.Thread(target=hangs)
     hanging.start()
 
+    # The run has waited for longer than the hook has hung.
     assert "the model's preprocess hook hangs" in said.get(timeout=SOON)
+    assert said.empty()
 
     go.set()
     runtime.device.gate.set()
     for thread in (sending, hanging):
         thread.join()
     assert_y(answer_of(one), rows(1, 404))
-    assert said.empty()

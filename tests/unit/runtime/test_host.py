@@ -22,8 +22,10 @@ from rsrv.runtime.host_weights import HostCounts, HostStore
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.held import open_files
+from tests.logged import logged_here
 from tests.unit.bundle.forge import make_bundle
 from tests.unit.runtime.weights import Array, bundle_of, check_counts, large, small
+from tests.waiting import PATIENCE_S, wait_until
 
 MakeBundle = Callable[..., Bundle]
 
@@ -74,7 +76,9 @@ def rewrite(bundle: Bundle, offset: int = -1, *, dated: bool = True) -> None:
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    """Return the bytes of this process in memory, but for those of files, which the kernel may drop at any time."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeBundle) -> None:
@@ -288,7 +292,7 @@ def test_weights_that_do_not_match_the_manifest_are_not_opened(
         store.open(torn, keep=keep)
 
     assert store.counts == HostCounts(0, 0, 0)
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
     rewrite(bundle, bundle.weights[0].offset + offset if offset > 0 else offset)
     weights = store.open(read_bundle(bundle.path, verify=False), keep=keep)
     assert (weights.read(1) == 2).all()
@@ -320,7 +324,7 @@ def test_a_missing_or_short_file_leaks_nothing(store: HostStore, make: MakeBundl
         store.open(gone, keep=True)
 
     assert store.counts == HostCounts(0, 0, 0)
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
 
 
 class Interrupted(HostMemory):
@@ -348,7 +352,7 @@ def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
 
     assert len(memory.released) == 1
     assert store.counts == HostCounts(0, 0, 0)
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
     check_counts(store)
 
 
@@ -385,7 +389,7 @@ def test_two_threads_that_keep_a_tensor_at_once_keep_one_copy(make: MakeBundle) 
     bundle = make(a=large(1))
     one, other = store.open(bundle, keep=False), store.open(bundle, keep=False)
     for both in ((one, one), (one, other)):
-        memory.before = lambda: meeting.wait(10)
+        memory.before = lambda: meeting.wait(PATIENCE_S)
         threads = [threading.Thread(target=weights.keep) for weights in both]
         for thread in threads:
             thread.start()
@@ -458,7 +462,7 @@ def test_memory_that_cannot_be_page_locked_is_used_without_the_lock(
     with caplog.at_level(logging.WARNING, host_memory.log.name):
         weights = store.open(make(a=large(1), b=large(2)), keep=True)
 
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged_here(caplog)] == [
         "host memory is not page-locked, so transfers take longer: no more"
     ]
     assert (weights.read(1) == 2).all()

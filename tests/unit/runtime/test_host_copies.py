@@ -33,7 +33,7 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, refused, send_one
 from tests.unit.runtime.watchers import set_residency
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 GIB = 1 << 30
 #: Bytes of a model of `export_doubling`: three f32.
@@ -485,7 +485,9 @@ def test_a_file_that_changed_fails_its_own_requests_only(house: House, tmp_path:
             assert house.ask("a") == 1
         else:
             text = "could not be loaded: weights.safetensors: was written to since the model was loaded"
-            assert refused(send_one(house.engines["a"]).answers.get(timeout=10), FakeError.INTERNAL, text)
+            assert refused(
+                send_one(house.engines["a"]).answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, text
+            )
         assert house.ask("b") == 2
 
 
@@ -516,7 +518,7 @@ def stall(house: House, disk: Gate) -> Any:
         command(os.getpid(), {"command": "evict", "model": name})
     disk.clear()
     slow = send_one(house.engines["a"])
-    assert disk.waiting.wait(10)
+    disk.wait_until_held()
     return slow
 
 
@@ -560,7 +562,7 @@ def test_a_model_that_leaves_while_its_weights_are_read_is_gone_after_that(house
     disk.set()
 
     wait_until(lambda: "a" not in house.status()["models"])
-    assert slow.answers.get(timeout=10).error is not None
+    assert slow.answers.get(timeout=PATIENCE_S).error is not None
     house.serve("a")
     assert house.ask("a") == 1
 
@@ -570,6 +572,7 @@ def test_a_read_that_fails_fails_its_own_requests(
     house: House, disk: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets the reason, further requests are refused for a while, and others are served."""
+    monkeypatch.setattr("rsrv.scheduler.weights._FIRST_BACKOFF_S", 60.0)
     slow = stall(house, disk)
 
     def fail(file: WeightsFile, *args: Any) -> bool:
@@ -579,7 +582,7 @@ def test_a_read_that_fails_fails_its_own_requests(
     disk.set()
 
     why = "could not be loaded: weights.safetensors: cannot be read: Input/output error"
-    assert refused(slow.answers.get(timeout=10), FakeError.INTERNAL, why)
+    assert refused(slow.answers.get(timeout=PATIENCE_S), FakeError.INTERNAL, why)
     assert house.status()["models"]["a"]["weights_state"] == "backoff"
     assert house.ask("b") == 2
 

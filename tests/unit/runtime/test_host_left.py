@@ -16,6 +16,7 @@ from rsrv.wire.paths import start_time
 from rsrv_bundle import Bundle, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.unit.runtime.weights import bundle_of, check_counts, large, small
+from tests.waiting import wait_until
 
 #: A live server, by its process, and one that has ended.
 LIVE = f"{os.getpid()}-{start_time(os.getpid())}-gpu0"
@@ -368,8 +369,12 @@ def test_a_note_names_its_file_by_all_that_the_system_tells(bundle: Bundle) -> N
     file = WeightsFile(bundle)
     assert bundle.weights_file is not None
     assert WeightsFile.version_of(str(bundle.weights_file)) == file.version
-    bundle.weights_file.chmod(0o600)
-    bundle.weights_file.chmod(0o644)
 
-    assert WeightsFile.version_of(str(bundle.weights_file)) != file.version
+    def change_and_compare() -> bool:
+        assert bundle.weights_file is not None
+        bundle.weights_file.chmod(0o600)
+        bundle.weights_file.chmod(0o644)
+        return WeightsFile.version_of(str(bundle.weights_file)) != file.version
+
+    wait_until(change_and_compare, what="the next tick of the file system's clock")
     file.close()

@@ -18,6 +18,7 @@ from rsrv.runtime.allocation import LARGE, Bytes
 from rsrv.runtime.host_memory import HostMemory, HostMemoryError, SharedMemory, TensorBytes, fresh
 from tests.held import open_files
 from tests.unit.runtime.peers import Peer
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
     del block, blocks
     memory.close()
 
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
 
 
 def test_a_restarted_runtime_uses_the_tensors_of_a_killed_one(
@@ -353,7 +354,7 @@ def test_an_error_of_the_system_has_a_remedy(
 
     assert remedy in str(caught.value)
     assert names(shm) == []
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
 
 
 def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +370,7 @@ def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest
         place(memory, 1)
 
     assert names(shm) == []
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
 
 
 def test_the_directory_is_closed_to_others(shm: Path) -> None:
@@ -431,7 +432,7 @@ def test_a_file_that_rsrv_did_not_make_is_refused(shm: Path, tmp_path: Path, wro
     with pytest.raises(HostMemoryError):
         memory.place(digest, content)
 
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before)
     assert memory.sweep() == (wrong != "link")
 
 

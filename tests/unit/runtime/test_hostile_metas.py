@@ -21,6 +21,7 @@ from rsrv.wire.socket import Closed
 from tests.builders import write_meta
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime
+from tests.waiting import PATIENCE_S
 
 
 @dataclass
@@ -49,12 +50,12 @@ class Peer:
     def answers(self, count: int = 1) -> list[Completion]:
         done: list[Completion] = []
         while len(done) < count:
-            done += self.lane.receive(10)
+            done += self.lane.receive(PATIENCE_S)
         return done
 
     def read_on(self) -> None:
         while True:
-            self.lane.receive(10)
+            self.lane.receive(PATIENCE_S)
 
     def works(self, token: int) -> bool:
         """Return whether a whole run works."""

@@ -16,7 +16,7 @@ from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
 from tests.held import open_files
 from tests.unit.runtime.conftest import Runtime, StartRuntime
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Client:
@@ -37,11 +37,11 @@ class Client:
     def read_on(self) -> None:
         """Read until the connection is closed, which raises."""
         while True:
-            self.lane.receive(10)
+            self.lane.receive(PATIENCE_S)
 
     def works(self) -> bool:
         self.lane.submit([self.submission()])
-        return self.lane.receive(10)[0].status is Status.OK
+        return self.lane.receive(PATIENCE_S)[0].status is Status.OK
 
 
 Misdeed = Callable[[Client], object]
@@ -204,7 +204,7 @@ def test_a_stub_that_does_not_read_stalls_no_other(start_runtime: StartRuntime, 
 
     received = 0
     while received < 4000:
-        received += len(lazy.lane.receive(10))
+        received += len(lazy.lane.receive(PATIENCE_S))
     lazy.lane.close()
     other.lane.close()
 
@@ -228,13 +228,13 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
     runtime.device.gate.clear()
     years = time.monotonic_ns() + 10**17
     client.lane.submit([client.submission(id=i, deadline_ns=years, rows=1) for i in range(20)])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     client.lane.submit([client.submission(id=20 + i, deadline_ns=years) for i in range(20)])
     runtime.device.gate.set()
 
     received = 0
     while received < 40:
-        received += len(client.lane.receive(10))
+        received += len(client.lane.receive(PATIENCE_S))
     client.lane.close()
 
 
@@ -314,12 +314,14 @@ def test_connections_without_end_wait_outside(
     with pytest.raises(TimeoutError):
         Receiver(waiting).receive()
     assert "room for 20 connections (about 6 models), with the 296 files that may be open" in caplog.messages
-    (line,) = {line for line in caplog.messages if "cannot take another connection" in line}
+    (line,) = wait_until(
+        lambda: {line for line in caplog.messages if "cannot take another connection" in line}
+    )
     assert "20 connections (about 6 models) are the limit" in line
     assert "raise the hard limit of open files (296)" in line
     for sock in crowd[:40]:
         sock.close()
-    waiting.settimeout(10)
+    waiting.settimeout(PATIENCE_S)
     assert frames.read_header(Receiver(waiting).receive()[0])[0] is Kind.WELCOME
     assert client.works()
     for sock in crowd:

@@ -23,6 +23,7 @@ from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, read_module
+from tests.logged import logged_here
 from tests.unit.runtime.conftest import build_here
 
 
@@ -46,7 +47,7 @@ def test_a_container_that_cannot_see_the_machines_card_serves_from_the_cpu_with_
 
     assert JaxDevice("auto").hardware.platform == "cpu"
 
-    (record,) = caplog.records
+    (record,) = logged_here(caplog)
     assert "has an NVIDIA card (/proc), which this container cannot see. Start it with" in record.getMessage()
 
 
@@ -109,6 +110,7 @@ def test_an_upload_brings_every_tensor_in_order() -> None:
 def test_an_upload_that_ends_early_leaves_nothing() -> None:
     """An upload that is abandoned, or whose source fails, leaves nothing."""
     device = JaxDevice("cpu")
+    gc.collect()  # Garbage arrays of another test would vanish during this one.
     before = len(jax.live_arrays())
     for given_up_at in (0, 2, 5):
         answers = iter([False] * given_up_at + [True])
@@ -144,6 +146,7 @@ ENDLESS = (1 << 46,)
 def test_an_upload_without_room_says_so_and_leaves_nothing() -> None:
     """An upload without room raises OutOfMemory, and frees the tensors before it."""
     device = JaxDevice("cpu")
+    gc.collect()  # Garbage arrays of another test would vanish during this one.
     before = len(jax.live_arrays())
 
     with pytest.raises(OutOfMemory):
@@ -424,7 +427,7 @@ def test_a_stored_executable_is_loaded_on_a_full_device(
 
     device._compile(exported, "", stored=True)
 
-    assert not caplog.records
+    assert not logged_here(caplog)
 
 
 def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

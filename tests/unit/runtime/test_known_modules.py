@@ -16,6 +16,7 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import check_signatures
 from tests.builders import export_sums
+from tests.logged import logged_here
 
 #: makes a device three times, each with what the former has left: the second lowers no module, and the third finds damage;
 #: also a loaded executable takes the memory of a model's state over
@@ -160,7 +161,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     assert found.entry("a", "here") == "key"
     assert found.entry("a", "elsewhere") is None
     assert found.entry("c", "here") == "other"
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged_here(caplog)] == [
         f"{path}: damaged lines: 4; what they name is parsed again"
     ]
     assert not found
@@ -175,4 +176,4 @@ def test_a_file_that_cannot_be_written_costs_only_time(
     known.add_entry("a", "here", "key")
     known.add_entry("b", "here", "key")
     assert known.entry("b", "here") == "key"
-    assert len(caplog.records) == 1
+    assert len(logged_here(caplog)) == 1

@@ -27,7 +27,7 @@ from tests.unit.runtime.engines import ramp, refused, send_one
 from tests.unit.runtime.metas import answer_of, ask, engine_of, queued
 from tests.unit.runtime.test_poison import HOSTILE, Server
 from tests.unit.runtime.watchers import Operator
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 #: Rows of a request of seven parts: the largest size of `doubling` is 8.
 ROWS = 53
@@ -48,7 +48,7 @@ def hold_first_parts(runtime: Runtime, engine: Engine, **options: Any) -> FakeRe
     runtime.device.executed.clear()
     runtime.device.gate.clear()
     request = send(engine, **options)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     wait_until(lambda: queued("doubling") == MAX_PARTS - 1)
     return request
 
@@ -98,7 +98,7 @@ def test_the_tensors_of_an_answered_request_are_free_at_once(
     monkeypatch.setattr(LargeRequest, "begin", note)
     engine = start_engine()
     assert_doubled(send(engine), ramp(ROWS))
-    wait_until(lambda: made[0]() is None, timeout=10)
+    wait_until(lambda: made[0]() is None, timeout=PATIENCE_S)
 
 
 def test_hooks_see_the_whole_request(start_engine: StartEngine) -> None:
@@ -163,7 +163,8 @@ def test_a_client_that_cancels_ends_all_parts(runtime: Runtime, engine: Engine) 
 
 def test_all_parts_have_the_deadline_of_the_request(runtime: Runtime, engine: Engine) -> None:
     """When it passes, the request ends once, although its first part still executes."""
-    request = hold_first_parts(runtime, engine, timeout_us=100_000)
+    request = hold_first_parts(runtime, engine, timeout_us=10**9)
+    runtime.pass_time(2000.0)
     assert refused(answer_of(request), FakeError.UNAVAILABLE, "DEADLINE")
     wait_until(lambda: queued("doubling") == 0)
     runtime.device.gate.set()
@@ -258,7 +259,7 @@ def send_hostile(server: Server) -> FakeRequest:
     x[17] = HOSTILE
     request = FakeRequest({"x": x})
     assert server.hostile.execute([request]) is None
-    server.executing.get(timeout=20)
+    server.executing.get(timeout=PATIENCE_S)
     return request
 
 
@@ -278,7 +279,7 @@ def test_a_death_repeats_only_the_parts_without_an_answer(
     wait_until(lambda: len(answered) == 2)
     server.parts.clear()
     server.kill()
-    server.executing.get(timeout=20)
+    server.executing.get(timeout=PATIENCE_S)
     server.released.set()
     assert_doubled(request, x)
     firsts = [float(first) for first in x[::8, 0]]
@@ -290,7 +291,7 @@ def test_a_part_that_ends_two_runtimes_ends_its_request(server: Server) -> None:
     """The request fails, and so does a later one with a part of equal inputs, although its other rows differ."""
     request = send_hostile(server)
     server.crash()
-    server.executing.get(timeout=20)
+    server.executing.get(timeout=PATIENCE_S)
     server.crash()
     assert refused(answer_of(request), FakeError.INTERNAL, SUSPECT)
     again = FakeRequest({"x": np.concatenate([request.inputs()[0].as_numpy()[:40], ramp(8)])})

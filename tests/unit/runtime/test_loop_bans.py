@@ -10,6 +10,7 @@ from rsrv.runtime.device import Array
 from rsrv.runtime.executor import BAN_S, SLOW_S, WINDOW_S, Executor, LoopBans
 from rsrv.runtime.threads import Inbox
 from tests.fakes import FakeDevice
+from tests.logged import logged_here
 from tests.unit.runtime.conftest import build_here, double
 from tests.unit.runtime.test_pipelining import lay_out, take_ends
 
@@ -97,7 +98,7 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
 
     assert [on_loop(dispatch) for dispatch in range(5)] == [True, True, True, False, False]
     assert executor.bans.count == 1
-    (record,) = caplog.records
+    (record,) = logged_here(caplog)
     assert "A thread executes the model for the next 60 s" in record.getMessage()
     now += BAN_S
     assert on_loop(5)

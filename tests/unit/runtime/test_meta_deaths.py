@@ -61,7 +61,7 @@ class Deaths:
 
     def die_in_a_call(self) -> None:
         """Have the runtime die while its device, which is held, executes."""
-        assert self.runtime.device.gate.waiting.wait(20)
+        self.runtime.device.gate.wait_until_held()
         self.die()
         self.runtime.device.gate.set()
 
@@ -327,7 +327,7 @@ def test_a_run_that_may_have_ended_a_runtime_has_the_device_to_itself(
         pause.reached()
         deaths.runtime.device.gate.clear()
         pause.go()
-        assert deaths.runtime.device.gate.waiting.wait(20)
+        deaths.runtime.device.gate.wait_until_held()
         assert [task.alone for task in read_slots(bytes(box.memory))] == [alone]
         deaths.runtime.device.gate.set()
         assert answer_of(one).error is None
@@ -396,15 +396,21 @@ def test_a_run_that_began_again_waits_for_retry_s_after_the_next_death(
 @both_kinds
 @pytest.mark.parametrize("kind", ["deadline", "cancelled", "unloaded", "retry_s"])
 def test_a_run_waits_no_longer_than_its_request(
-    start_runtime: StartRuntime, start_meta: StartMeta, run: Run, kind: str
+    start_runtime: StartRuntime,
+    start_meta: StartMeta,
+    run: Run,
+    kind: str,
+    pass_stub_time: Callable[[float], None],
 ) -> None:
     """Deadline, cancellation, unloading and `retry_s` end the wait for a runtime."""
     deaths = Deaths(start_runtime, "stub: {retry_s: 0.2}" if kind == "retry_s" else "stub: {retry_s: 60}")
     engine = start_meta(deaths.runtime, run)
-    one = request(timeout=1.0 if kind == "deadline" else 0)
+    one = request(timeout=1000 if kind == "deadline" else 0)
     deaths.runtime.device.gate.clear()
     assert engine.execute([one]) is None
     deaths.die_in_a_call()
+    if kind == "deadline":
+        pass_stub_time(2000.0)
     if kind == "cancelled":
         one.cancelled = True
     if kind == "unloaded":

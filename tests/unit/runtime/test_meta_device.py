@@ -34,7 +34,7 @@ def hold_device(runtime: Runtime, plain: Engine) -> Any:
     """Hold the device with a plain request until its gate opens; return the waiting thread."""
     runtime.device.gate.clear()
     thread = send(plain, request())
-    assert runtime.device.gate.waiting.wait(20)
+    runtime.device.gate.wait_until_held()
     return thread
 
 

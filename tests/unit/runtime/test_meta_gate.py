@@ -114,7 +114,7 @@ def test_what_a_run_does_before_its_first_call_does_not_count(
     for n in range(3):
         send(quick, one := request(value=n)).join()
         assert_y(answer_of(one), rows(1, 2 * n + 2))
-    assert running() == 0
+    wait_until(lambda: running() == 0)  # The last answer leaves before its run does.
     pause.go(2)
     for one in computing:
         assert_y(answer_of(one), rows(1, 3))
@@ -157,18 +157,23 @@ def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Ca
     return engine, pause, end
 
 
-def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+def test_waiting_ends_at_the_deadline(
+    runtime: Runtime, full: tuple[MetaEngine, Pause, Callable[[], None]]
+) -> None:
     """A run that waits beyond its deadline is answered without being called."""
     engine, pause, end = full
 
-    late = request(timeout=0.05)
+    late = request(timeout=1000)
     assert engine.execute([late]) is None
+    wait_until(lambda: waiting() == 1)
+    runtime.pass_time(2000.0)
     assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
 
     assert running() == 2
     assert not pause.is_reached
     end()
-    assert [status_of()["outcomes"][how] for how in ("answered", "expired")] == [2, 1]
+    # The answers leave before the runs do.
+    wait_until(lambda: [status_of()["outcomes"][how] for how in ("answered", "expired")] == [2, 1])
 
 
 def test_a_client_that_goes_while_it_waits_leaves_the_line(
@@ -261,6 +266,7 @@ def test_runs_of_another_meta_model_that_wait_make_the_device_look_busy(
     first = request()
     assert other.execute([first]) is None
     answer_of(first)
+    wait_until(lambda: running("other") == 0)
     engine = start_meta(runtime, chain)
     idle_s = engine.answers_in_s()
 

@@ -26,7 +26,7 @@ from tests.unit.runtime.metas import (
     status_of,
     stopping,
 )
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @both_kinds
@@ -40,11 +40,11 @@ def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: 
     wait_until(lambda: status_of()["running"] == 2)
     assert engine.execute([outside]) is None
     wait_until(lambda: status_of()["waiting"] == 1)
-    assert runtime.device.gate.waiting.wait(20)
+    runtime.device.gate.wait_until_held()
 
     closing = threading.Thread(target=engine.close)
     closing.start()
-    closing.join(10)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert_fails(answer_of(outside), FakeError.UNAVAILABLE, "the model is being unloaded")
     runtime.device.gate.set()

@@ -19,7 +19,7 @@ from tests.fakes import FakeRequest
 from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import ask, meta_engine, rows
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 CHAIN = """
     def run(inputs, call):
@@ -94,7 +94,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     lane = RuntimeConnection(runtime.open())
     calls = {name: str(doublings[name]) for name in "ab"}
     send(lane.sock, pack_json(Kind.REGISTER, {"model": "meta", "bundle": str(meta), "calls": calls}))
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
     waiting = threading.Thread(target=register, args=[runtime, lanes, other, {"b": doublings["b"]}])
     waiting.start()
 
@@ -102,7 +102,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     wait_until(lambda: not read_status(os.getpid())["metas"])
     runtime.device.compiles.set()
 
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     wait_until(lambda: models().keys() == {"b"})
     lanes.close()
     wait_until(lambda: not models())
@@ -124,7 +124,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     runtime.device.gate.clear()
     lane.submit([Entrance(0, 7, 0, 0)], pack_entrances)
     lane.call([Call(1, 7, 0, 0, 1, [spot], [spot])], [])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     lane.close()
     wait_until(lambda: not read_status(os.getpid())["metas"])
 
@@ -133,7 +133,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     coming.join(0.2)
     assert coming.is_alive()
     runtime.device.gate.set()
-    coming.join(20)
+    coming.join(PATIENCE_S)
 
     assert not coming.is_alive()
     with meta_engine(runtime, meta, calls) as engine:

@@ -22,7 +22,7 @@ def test_a_meta_model_shows_while_those_that_it_calls_are_built(
         target=lane.register, args=[{"model": "meta", "bundle": str(meta), "calls": calls}]
     )
     loading.start()
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
 
     try:
         assert read_status(os.getpid())["metas"]["meta"]["models"] == ["a", "b"]

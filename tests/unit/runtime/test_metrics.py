@@ -24,7 +24,7 @@ from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import ask
 from tests.unit.runtime.watchers import Operator
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -154,6 +154,7 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
     with reporting(engine):
         ask(engine, FakeRequest({"x": ramp(1)}), FakeRequest({"x": -ramp(1)}))
         wait_until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
+        wait_until(lambda: not metrics(runtime)["metas"]["meta"]["running"])
         said = metrics(runtime)
 
     meta = said["metas"]["meta"]
@@ -290,7 +291,7 @@ def test_a_report_of_something_else_ends_its_connection_alone(
 def test_a_report_without_a_registration_ends_the_connection(runtime: Runtime) -> None:
     """A report on a connection without a registration closes it."""
     greeted = runtime.open()
-    greeted.sock.settimeout(10)
+    greeted.sock.settimeout(PATIENCE_S)
     greeted.sock.send(pack_json(Kind.REPORT, {"requests": [0, 0], "responses": {}, "hooks": {}}))
     with pytest.raises(Closed):
         greeted.receiver.receive()

@@ -24,6 +24,7 @@ from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.precision import Treatment, product, treat
 from rsrv_bundle.products import Precision
 from tests.fakes import FakeDevice
+from tests.logged import logged_here
 from tests.status import read_status
 from tests.unit.runtime.conftest import StartRuntime, build_here
 from tests.unit.runtime.test_hostile_peers import Client
@@ -194,7 +195,7 @@ def test_what_else_is_odd_is_said(
     """Other oddities are logged as warnings."""
     probe(Multiplier(bits, bits), numerics)
 
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [record.getMessage() for record in logged_here(caplog) if record.levelno >= logging.WARNING]
     assert len(warnings) == (said is not None)
     assert said is None or said in warnings[0]
 

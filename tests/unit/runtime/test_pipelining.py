@@ -35,7 +35,7 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.engines import make_engine, ramp, refused
 from tests.unit.runtime.metas import answer_of
 from tests.unit.runtime.watchers import configure
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def in_depth(depth: int) -> Settings:
@@ -77,7 +77,7 @@ def forget_the_warm_up(runtime: Runtime) -> None:
 def launch(runtime: Runtime, engine: Engine, *requests: FakeRequest) -> None:
     """Send requests as one batch, and wait until it is launched."""
     assert engine.execute(list(requests)) is None
-    runtime.device.launched.get(timeout=10)
+    runtime.device.launched.get(timeout=PATIENCE_S)
 
 
 def correct(request: FakeRequest) -> bool:
@@ -197,7 +197,7 @@ def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
 
     wait_until(lambda: runtime.device.resident == 0)
     assert runtime.device.executed == [1, 1]
-    assert read_status(os.getpid())["models"] == {}
+    wait_until(lambda: read_status(os.getpid())["models"] == {})
 
 
 def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(

@@ -31,7 +31,7 @@ from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, answer_to_register, build
 from tests.unit.runtime.test_hostile_peers import Client
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 EAGER, REQUESTED = Urgency.EAGER, Urgency.REQUESTED
 #: Bytes of the weights below, so many that other reads do not count.
@@ -128,7 +128,7 @@ def test_bundles_that_requests_wait_for_are_read_first(
     inbox = Inbox()
 
     def make_device() -> FakeDevice:
-        starts.wait(30)
+        starts.wait(PATIENCE_S)
         return FakeDevice(lambda inputs, weights: [inputs[0]])
 
     settings = load_settings()
@@ -171,7 +171,7 @@ def test_stubs_hear_how_far_the_start_of_their_model_has_come(
     lanes = {name: runtime.open() for name in "ab"}
 
     def heard(name: str) -> str:
-        lanes[name].sock.settimeout(20)
+        lanes[name].sock.settimeout(PATIENCE_S)
         step = unpack_starting(lanes[name].receiver.receive()[0])
         assert step.limit_s == 7
         return step.text
@@ -210,7 +210,7 @@ def test_a_model_with_stored_executables_is_built_before_one_that_must_be_compil
     for name, lane in lanes.items():
         send(lane.sock, pack_json(Kind.REGISTER, {"model": name, "bundle": str(doublings[name])}))
         if name == "d":
-            assert runtime.device.compiles.waiting.wait(10)
+            runtime.device.compiles.wait_until_held()
     wait_until(lambda: len(runtime.loop._builder._queue) == 3)
     runtime.device.compiles.set()
 
@@ -236,7 +236,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
         send(lanes[name].sock, pack_json(Kind.REGISTER, wanted))
 
     ask("a")
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
     for name in "bcd":
         ask(name)
     wait_until(lambda: len(queue) == 3)
@@ -249,7 +249,7 @@ def test_a_model_whose_stubs_have_gone_before_its_build_is_not_built(
     for name in "bc":
         lanes[name].sock.close()
     wait_until(lambda: len(queue) == 1)
-    assert [entry.name for entry in loop._catalog.entries.values()] == ["a"]
+    wait_until(lambda: [entry.name for entry in [*loop._catalog.entries.values()]] == ["a"])
     runtime.device.compiles.set()
 
     for name in "ad":

@@ -14,6 +14,7 @@ from rsrv.stub.engine import Engine
 from tests.runtime_commands import compact
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, register, send_one
+from tests.waiting import PATIENCE_S
 
 #: Bytes of the bundle `doubling`: three f32.
 _BYTES = 12
@@ -61,7 +62,7 @@ def test_a_model_with_known_costs_is_served_without_a_warm_up(
 
     engine = make_engine(second, doublings["a"], name="a")
 
-    assert second.device.uploads.waiting.wait(10), "the weights return without a request"
+    second.device.uploads.wait_until_held()  # The weights return without a request.
     late = send_one(engine)
     assert not second.device.executed
     second.device.uploads.set()
@@ -97,7 +98,7 @@ def test_a_model_executes_while_anothers_weights_upload(runtime: Runtime, engine
 
     late = send_one(a)
 
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
     assert answered(send_one(c)) == 3
     assert runtime.device.uploads.waiting.is_set()
     runtime.device.uploads.set()
@@ -115,12 +116,12 @@ def test_weights_upload_while_a_model_is_compiled(
         target=lane.register, args=({"model": "d", "bundle": str(doublings["d"])},)
     )
     registering.start()
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
 
     assert answered(send_one(a)) == 1
 
     runtime.device.compiles.set()
-    registering.join(10)
+    registering.join(PATIENCE_S)
     lane.close()
 
 
@@ -134,10 +135,10 @@ def test_a_model_warms_up_while_another_is_compiled(
     served = make_engine(runtime, doublings["c"], name="c")
     runtime.device.uploads.clear()
     warming = register(runtime, "a", doublings["a"])
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
     runtime.device.compiles.clear()
     compiled = register(runtime, "b", doublings["b"])
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
 
     runtime.device.uploads.set()
 
@@ -157,10 +158,10 @@ def test_a_compaction_does_not_wait_for_a_compilation(
     """A compaction waits for a warm-up, and not for a compilation."""
     runtime.device.uploads.clear()
     warming = register(runtime, "d", doublings["d"])
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
     runtime.device.compiles.clear()
     compiled = register(runtime, "another", doublings["d"])
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
 
     compact(os.getpid())
     runtime.device.uploads.set()

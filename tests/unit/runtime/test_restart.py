@@ -37,7 +37,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 def one_executes_and_one_waits(runtime: Runtime, engine: Engine) -> tuple[FakeRequest, FakeRequest]:
     runtime.device.gate.clear()
     executing = send_one(engine)
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     waiting = send_one(engine)
     wait_until(lambda: queued("doubling") == 1)
     return executing, waiting
@@ -76,7 +76,7 @@ def test_runs_in_progress_end_in_the_old_runtime_and_others_begin_in_the_next_on
     requests = [request(value=n) for n in range(3)]
     runtime.device.gate.clear()
     assert engine.execute(requests) is None
-    assert runtime.device.gate.waiting.wait(20)
+    runtime.device.gate.wait_until_held()
     wait_until(lambda: (status_of()["running"], status_of()["waiting"]) == (2, 1))
     with Operator(runtime) as operator:
         operator.send(command="restart", drain_s=30)
@@ -97,7 +97,7 @@ def test_generations_in_progress_end_in_the_old_runtime(start_runtime: StartRunt
     client = Client(runtime, export_counting(tmp_path / "counting"))
     runtime.device.gate.clear()
     first = client.ask([3])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     with Operator(runtime) as operator:
         operator.send(command="restart", drain_s=30.0)
         until_a_restart_is_under_way(runtime)

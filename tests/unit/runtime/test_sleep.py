@@ -22,7 +22,7 @@ from tests.unit.runtime.conftest import Runtime, StartRuntime, answer_to_registe
 from tests.unit.runtime.engines import answered, make_engine, send_one
 from tests.unit.runtime.test_restart import one_executes_and_one_waits
 from tests.unit.runtime.watchers import Operator
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SETTINGS = load_settings("stub: {in_place_ms: 0}")
 
@@ -67,7 +67,7 @@ def test_stubs_hear_cold_before_the_runtime_ends(
 ) -> None:
     """A stub reads COLD and then the end; the next runtime was told to stay back, and is no fresh one."""
     greeted = runtime.open()
-    greeted.sock.settimeout(20)
+    greeted.sock.settimeout(PATIENCE_S)
     send(greeted.sock, pack_json(Kind.REGISTER, {"model": "doubling", "bundle": str(doubling)}))
     frame, fds = answer_to_register(greeted)
     assert read_header(frame)[0] is Kind.REGISTERED
@@ -182,7 +182,7 @@ def test_a_device_without_requests_sleeps_by_itself(
     try:
         runtime.device.gate.clear()
         executing = send_one(engine)
-        assert runtime.device.gate.waiting.wait(10)
+        runtime.device.gate.wait_until_held()
         assert runtime.alive
         runtime.device.gate.set()
         assert answered(executing) == 1

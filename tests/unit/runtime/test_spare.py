@@ -28,7 +28,7 @@ from rsrv.wire.frames import PROTOCOL_VERSION
 from rsrv.wire.paths import LAST_RECORD, SOCKET, asleep_since
 from rsrv.wire.socket import connect, listen, readable
 from tests.status import read_status
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 #: the arguments: pids in the places of tritonserver and of the runtime, a named pipe, and the modules
 _WAITS = """
@@ -117,7 +117,7 @@ def test_a_spare_that_ends_is_replaced_while_no_model_is_built(tmp_path: Path) -
 def renewed(keeper: SpareKeeper, *, fresh: bool = True) -> str:
     told: Queue[str] = Queue()
     keeper.prepare(told.put, fresh=fresh)
-    return told.get(timeout=20)
+    return told.get(timeout=PATIENCE_S)
 
 
 def test_a_system_without_a_thread_left_is_the_reason_of_a_refusal(
@@ -196,7 +196,7 @@ def test_a_spare_that_replaced_another_one_is_the_only_one(tmp_path: Path) -> No
         assert keeper._spare is not None
         assert keeper._spare.process.pid == fresh.pid
         keeper._spare.sock.shutdown(socket.SHUT_RDWR)
-        keeping.join(20)
+        keeping.join(PATIENCE_S)
         assert not keeping.is_alive()
 
 
@@ -212,7 +212,7 @@ def launcher(
         yield lambda: Launcher(server.pid, "0", settings, tmp_path, dict(os.environ))
         server.kill()
         server.wait()
-        wait_until(lambda: not list(Path(home).iterdir()), 20, what="the runtime to end with the server")
+        wait_until(lambda: not list(Path(home).iterdir()), what="the runtime to end with the server")
 
 
 class Machine(NamedTuple):
@@ -241,15 +241,15 @@ def test_the_spare_of_a_device_that_sleeps_waits_for_a_connection(sleeping: Mach
     answer = sleeping.waits()
     assert not answer.done()
     with connect(Path(sleeping.listener.getsockname())):
-        assert answer.result(20)
-        assert sleeping.waits().result(20)
+        assert answer.result(PATIENCE_S)
+        assert sleeping.waits().result(PATIENCE_S)
 
 
 def test_the_spare_of_a_device_that_sleeps_ends_with_the_server(sleeping: Machine) -> None:
     """Nobody would wake it."""
     answer = sleeping.waits()
     sleeping.server.kill()
-    assert not answer.result(20)
+    assert not answer.result(PATIENCE_S)
 
 
 def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess.Popen[bytes]) -> None:
@@ -265,6 +265,7 @@ def test_ends_are_seen_beside_more_than_a_thousand_open_files(server: subprocess
     finally:
         os.close(low)
         os.close(high)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_connections_after_a_death_reach_the_spare(
     """A stub that comes while there is no runtime waits at the socket, starts none, and is greeted by the spare."""
     launcher().open().sock.close()
     old = int(read_status(server.pid)["pid"])
-    (spare,) = wait_until(lambda: spares(server.pid), 60, what="a spare")
+    (spare,) = wait_until(lambda: spares(server.pid), what="a spare")
     spare.suspend()
 
     os.kill(old, signal.SIGKILL)
@@ -306,6 +307,6 @@ def test_connections_after_a_death_reach_the_spare(
     ):
         greeted = pool.submit(launcher().open)
         spare.resume()
-        greeted.result(30).sock.close()
+        greeted.result(PATIENCE_S).sock.close()
 
     assert int(read_status(server.pid)["pid"]) == spare.pid

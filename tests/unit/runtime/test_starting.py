@@ -22,7 +22,7 @@ from tests.status import read_status
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import answered, make_engine, ramp, send_one
 from tests.unit.runtime.metas import ask
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     engine = make_engine(runtime, doublings["a"], name="a")
     runtime.device.gate.clear()
     assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     engine.close()
     wait_until(lambda: states(runtime) == {"a": "draining"})
 
@@ -147,7 +147,7 @@ def test_a_model_that_is_leaving_starts_again_when_it_is_gone(
     start({"b": doublings["b"]})
     wait_until(is_ready(runtime, "b"))
     wait_until(lambda: not runtime.loop._registry._deferred)
-    assert sorted(states(runtime)) == (["b"] if let_go else ["a", "b"])
+    wait_until(lambda: sorted(states(runtime)) == (["b"] if let_go else ["a", "b"]))
 
 
 def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
@@ -157,7 +157,7 @@ def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
     engine = make_engine(runtime, doublings["a"], name="a")
     runtime.device.gate.clear()
     assert engine.execute([FakeRequest({"x": ramp(1)})]) is None
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     engine.close()
     wait_until(lambda: states(runtime) == {"a": "draining"})
 
@@ -171,7 +171,7 @@ def test_two_stubs_are_served_by_a_model_that_was_leaving_when_they_came(
     runtime.device.gate.set()
 
     for _ in range(2):
-        engine = engines.get(timeout=20)
+        engine = engines.get(timeout=PATIENCE_S)
         assert answered(send_one(engine)) == 1
         engine.close()
 

@@ -120,7 +120,7 @@ def test_steps_of_several_sequences_share_an_execution(runtime: Runtime, start_c
     executed = len(runtime.device.executed)
     runtime.device.gate.clear()
     first = client.ask(1)
-    runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     others = [client.ask(id, 0, 10.0 * id) for id in (3, 2)]
     wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 2)
     runtime.device.gate.set()
@@ -198,7 +198,7 @@ def test_a_failed_execution_ends_the_sequences(runtime: Runtime, start_client: S
         client.step(id, START)
     runtime.device.gate.clear()
     failing = client.ask(1)
-    runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
     queued = client.ask(2)
     wait_until(lambda: read_status(os.getpid())["models"]["sums"]["queued"] == 1)
     runtime.device.fail_next("read", error=DeviceError("told to"))
@@ -279,7 +279,7 @@ def test_state_leaves_a_full_host_while_models_leave_for_want_of_mappings(
     monkeypatch.setattr("rsrv.runtime.registry.Registry.relieve", lambda *_: True)
     runtime, _ = start_five("runtime: {host_memory_bytes: 30}")
     wait_until(lambda: counts()["stored"] == 1)
-    assert runtime.loop._weights.copies.shortage == "the runtime has few memory mappings left"
+    wait_until(lambda: runtime.loop._weights.copies.shortage == "the runtime has few memory mappings left")
 
 
 def test_state_stays_where_memory_is_not_plentiful_again(

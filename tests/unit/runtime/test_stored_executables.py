@@ -19,6 +19,7 @@ from rsrv.runtime.stored_executables import (
     find_executables,
     write_executables,
 )
+from tests.logged import logged_here
 
 HERE = CompileTarget(card="NVIDIA L4", capability="8.9", versions="jax 0.10.2", flags="")
 MODULE, OTHER = "a" * 64, "b" * 64
@@ -81,7 +82,7 @@ def test_another_target_compiles_and_one_line_says_what_differs(
 ) -> None:
     """A card, a version or a flag may each change the code."""
     assert find_executables(stored.parent, replace(HERE, **change)) is None
-    (record,) = caplog.records
+    (record,) = logged_here(caplog)
     assert record.getMessage() == f"no stored executable is used, and models are compiled: {stored} has {why}"
 
 
@@ -95,7 +96,7 @@ def test_files_for_other_cards_lie_beside_the_one_that_is_used(
     assert found is not None
     found.close()
     assert found.path == stored
-    (record,) = caplog.records
+    (record,) = logged_here(caplog)
     assert record.levelname == "INFO"
 
 
@@ -116,7 +117,7 @@ def test_a_repository_without_executables_says_nothing(
 ) -> None:
     """Most repositories have none."""
     assert find_executables(tmp_path, HERE) is None
-    assert not caplog.records
+    assert not logged_here(caplog)
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
@@ -143,7 +144,7 @@ def test_a_changed_byte_of_an_executable_costs_a_compilation(
     replace_entry(stored, MODULE, b"machine c0de")
     with StoredExecutables(stored) as found:
         assert found.get(MODULE) is None
-    (record,) = caplog.records
+    (record,) = logged_here(caplog)
     assert record.getMessage() == f"{stored}: {MODULE} is damaged, so it is compiled"
 
 

@@ -20,8 +20,8 @@ from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp, refused
-from tests.unit.runtime.metas import ask
-from tests.waiting import wait_until
+from tests.unit.runtime.metas import ask, queued
+from tests.waiting import PATIENCE_S, wait_until
 
 Array = npt.NDArray[Any]
 
@@ -108,10 +108,10 @@ def test_what_takes_longer_than_predicted_is_answered_later(
 
     assert engine.execute(list(requests)) is None
 
-    assert refused(requests[1].answers.get(timeout=10), FakeError.INVALID_ARG, "got [1, 4]")
+    assert refused(requests[1].answers.get(timeout=PATIENCE_S), FakeError.INVALID_ARG, "got [1, 4]")
     assert requests[0].answers.empty()
     runtime.device.gate.set()
-    np.testing.assert_array_equal(requests[0].answers.get(timeout=10).arrays["y"], 2 * ramp(2) + 1)
+    np.testing.assert_array_equal(requests[0].answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(2) + 1)
 
 
 def test_requests_that_come_while_others_wait_are_answered_too(
@@ -127,7 +127,7 @@ def test_requests_that_come_while_others_wait_are_answered_too(
     runtime.device.gate.set()
 
     for i, request in enumerate(requests):
-        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * ramp(1, i) + 1)
+        np.testing.assert_array_equal(request.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(1, i) + 1)
     (quick,) = ask(engine, FakeRequest({"x": ramp(1)}))
     np.testing.assert_array_equal(quick.arrays["y"], 2 * ramp(1) + 1)
 
@@ -152,15 +152,17 @@ def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
     """A request whose deadline passes in the queue is answered before the device is free."""
     engine = start_engine()
     runtime.device.gate.clear()
-    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}, timeout_us=20_000)
+    first, second = FakeRequest({"x": ramp(1)}), FakeRequest({"x": ramp(1)}, timeout_us=10**9)
     assert engine.execute([first]) is None
     runtime.device.executed.clear()
 
     assert engine.execute([second]) is None
+    wait_until(lambda: queued("doubling") == 1)
+    runtime.pass_time(2000.0)
 
-    assert refused(second.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert refused(second.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
     runtime.device.gate.set()
-    assert first.answers.get(timeout=10).error is None
+    assert first.answers.get(timeout=PATIENCE_S).error is None
     assert runtime.device.executed == [1]
 
 
@@ -175,9 +177,9 @@ def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: St
 
     second.cancelled = True
 
-    assert refused(second.answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
+    assert refused(second.answers.get(timeout=PATIENCE_S), FakeError.CANCELLED, "cancelled")
     runtime.device.gate.set()
-    assert first.answers.get(timeout=10).error is None
+    assert first.answers.get(timeout=PATIENCE_S).error is None
     assert runtime.device.executed == [1]
 
 
@@ -193,9 +195,9 @@ def test_each_waiting_request_is_checked_for_cancellation(
 
     requests[50].cancelled = True
 
-    assert refused(requests[50].answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
+    assert refused(requests[50].answers.get(timeout=PATIENCE_S), FakeError.CANCELLED, "cancelled")
     runtime.device.gate.set()
-    assert all(r.answers.get(timeout=10).error is None for r in requests if not r.cancelled)
+    assert all(r.answers.get(timeout=PATIENCE_S).error is None for r in requests if not r.cancelled)
 
 
 def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
@@ -217,7 +219,7 @@ def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
 
     runtime.device.gate.set()
 
-    assert all(request.answers.get(timeout=10).error is None for request in requests)
+    assert all(request.answers.get(timeout=PATIENCE_S).error is None for request in requests)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -235,7 +237,9 @@ def test_executions_of_any_length_and_depth_do_not_mix(
         assert engine.execute([request]) is None
 
     for i, request in enumerate(requests):
-        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * ramp(1 + i % 3, i) + 1)
+        np.testing.assert_array_equal(
+            request.answers.get(timeout=PATIENCE_S).arrays["y"], 2 * ramp(1 + i % 3, i) + 1
+        )
     engine.close()
 
 
@@ -250,10 +254,11 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(
 
     for request in requests:
         assert engine.execute([request]) is None
+        runtime.device.gate.wait_until_held()
 
-    assert refused(requests[3].answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+    assert refused(requests[3].answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
     runtime.device.gate.set()
-    assert all(request.answers.get(timeout=10).error is None for request in requests[:3])
+    assert all(request.answers.get(timeout=PATIENCE_S).error is None for request in requests[:3])
     engine.close()
 
 
@@ -390,7 +395,7 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     assert engine.execute(held[5:]) is None
     start_runtime()
     for start, request in enumerate(held):
-        answer = request.answers.get(timeout=10)
+        answer = request.answers.get(timeout=PATIENCE_S)
         assert answer.error is None
         np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1, start) + 1)
 
@@ -408,7 +413,7 @@ def test_a_model_is_ready_for_calls_while_its_runtime_restarts(
     call = FakeRequest({"x": ramp(1)})
     assert stub.execute([call]) is None
     start_runtime()
-    assert call.answers.get(timeout=10).error is None
+    assert call.answers.get(timeout=PATIENCE_S).error is None
 
 
 def test_a_request_waits_whose_runtime_ends_during_its_hook(
@@ -436,7 +441,7 @@ def test_a_request_waits_whose_runtime_ends_during_its_hook(
 
     start_runtime()
 
-    answer = request.answers.get(timeout=10)
+    answer = request.answers.get(timeout=PATIENCE_S)
     assert answer.error is None
     np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(1) + 1)
 
@@ -456,7 +461,7 @@ def test_a_runtime_that_does_not_come_back_is_told(start_runtime: StartRuntime, 
     wait_until(lambda: engine.session.reading is None)
     engine.execute(requests[1:])
     for request in requests:
-        assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+        assert refused(request.answers.get(timeout=PATIENCE_S), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     engine.close()
     assert attachment.direct.sock.fileno() == attachment.deferred.sock.fileno() == -1
 
@@ -491,7 +496,7 @@ def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -
     engine.close()
 
     for request in requests:
-        answer = request.answers.get(timeout=10)
+        answer = request.answers.get(timeout=PATIENCE_S)
         assert refused(answer, FakeError.UNAVAILABLE, "the model is being unloaded")
     runtime.device.gate.set()
 
@@ -571,7 +576,7 @@ def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
 
 
 def test_memory_that_was_refused_once_is_requested_again(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
     """A batch without memory is refused, and each later batch requests memory again."""
     engine = start_engine()

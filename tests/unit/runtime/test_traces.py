@@ -28,7 +28,7 @@ from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime
 from tests.unit.runtime.engines import make_engine, ramp
 from tests.unit.runtime.metas import FakeCallees, ask, meta_engine, model_engine
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -290,7 +290,7 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
     monkeypatch.setattr(RuntimeConnection, "report_spans", stuck)
     ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     reporting = Reporting(engine.session, engine.meters, period=0.01)
-    assert tried.wait(10)
+    assert tried.wait(PATIENCE_S)
     ask(engine, FakeRequest({"x": ramp(1)}, traceparent=SAMPLED))
     wait_until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
     reporting.close()
@@ -366,9 +366,9 @@ def test_marks_of_requests_that_are_refused_do_not_stay(
     assert calls is not None
     calls.direct.mark([Mark(1, TRACE, PARENT)])
     calls.direct.call([Call(1, 77, 0, 0, 1, (), ())], [])
-    calls.direct.receive(10)
+    calls.direct.receive(PATIENCE_S)
 
-    assert not any(connection.marks for connection in runtime.loop._transport.connections)
+    wait_until(lambda: not any(connection.marks for connection in runtime.loop._transport.connections))
     engine.close()
 
 

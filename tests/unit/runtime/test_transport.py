@@ -11,6 +11,8 @@ import pytest
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.wire.frames import Kind, ProtocolError, hello, pack_ids, pack_json
 from rsrv.wire.socket import connect, listen, send
+from tests.logged import logged_here
+from tests.waiting import PATIENCE_S
 
 
 def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
@@ -28,11 +30,11 @@ def turns(tmp_path: Path, frame: bytes, each: int) -> list[int]:
         peers.append(connect(tmp_path / "socket"))
         send(peers[-1], hello())
         for _ in ("accept", "greet"):
-            transport.handle(transport.wait(10))
+            transport.handle(transport.wait(PATIENCE_S))
     for peer in peers * each:
         send(peer, frame)
     while len(read) < 2 * each:
-        transport.handle(transport.wait(10))
+        transport.handle(transport.wait(PATIENCE_S))
     transport.close()
     for sock in (*peers, listener):
         sock.close()
@@ -60,7 +62,7 @@ def test_a_planned_end_waits_until_the_answers_are_read(tmp_path: Path) -> None:
     with listen(tmp_path / "socket") as listener:
         transport = Transport(listener, ignored, ignored, ignored)
         with connect(tmp_path / "socket") as peer:
-            transport.handle(transport.wait(10))
+            transport.handle(transport.wait(PATIENCE_S))
             (connection,) = transport.connections
             assert not connection.has_unread()
             connection.send(hello())
@@ -106,13 +108,13 @@ def test_a_connection_that_a_frame_closes_is_not_read_again(
         with connect(tmp_path / "socket") as peer:
             send(peer, hello())
             for _ in ("accept", "greet"):
-                transport.handle(transport.wait(10))
+                transport.handle(transport.wait(PATIENCE_S))
             for _ in range(2):
                 send(peer, pack_ids(Kind.CANCEL, [1]))
-        transport.handle(transport.wait(10))
+        transport.handle(transport.wait(PATIENCE_S))
         transport.close()
 
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not [record for record in logged_here(caplog) if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("said", [[1, inf], [inf, 1], [nan, 1], [-1.0, 1], [1, -1], [10**400, 1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rsrv.wire.socket import Closed
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.engines import ramp
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class TwoRuntimes:
@@ -71,15 +72,17 @@ def request(start: float) -> FakeRequest:
     return FakeRequest({"x": ramp(8, start)})
 
 
-def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes) -> None:
+def test_both_devices_execute_parts_of_one_batch(two: TwoRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executions take 1 ms each, so twelve of them end sooner on two devices, and each answer is right."""
+    # A runtime that waits for a core does not look stopped.
+    monkeypatch.setattr("rsrv.stub.connection.SILENT_S", inf)
     batch = [request(number) for number in range(12)]
     wait_until(lambda: all((expected := one.forecast()) and expected.warm for one in two.engines))
 
     assert two.replicas.execute(batch) is None
 
     for number, one in enumerate(batch):
-        answer = one.answers.get(timeout=10)
+        answer = one.answers.get(timeout=PATIENCE_S)
         assert answer.error is None
         np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, number) + 1)
     executed = [sum(runtime.device.executed) for runtime in two.runtimes]
@@ -91,7 +94,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
     two.hold(0)
     executing, queued = request(0), [request(start) for start in (1, 2, 3)]
     two.send(0, executing)
-    assert two.runtimes[0].device.gate.waiting.wait(10)
+    two.runtimes[0].device.gate.wait_until_held()
     two.send(0, *queued)
     # The runtime has read them.
     wait_until(lambda: two.engines[0].answers_in_s() > two.engines[1].answers_in_s())
@@ -99,7 +102,7 @@ def test_requests_survive_their_runtime(two: TwoRuntimes) -> None:
     two.runtimes[0].stop()
 
     for start, one in enumerate([executing, *queued]):
-        answer = one.answers.get(timeout=10)
+        answer = one.answers.get(timeout=PATIENCE_S)
         assert answer.error is None
         np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
 
@@ -113,12 +116,12 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
     batch = [request(0), request(1)]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(two.engines[0].execute, batch)
-        assert two.runtimes[0].device.gate.waiting.wait(10)
+        two.runtimes[0].device.gate.wait_until_held()
         two.runtimes[0].stop()
-        assert asked.result(10) is None
+        assert asked.result(PATIENCE_S) is None
 
     for start, one in enumerate(batch):
-        answer = one.answers.get(timeout=10)
+        answer = one.answers.get(timeout=PATIENCE_S)
         assert answer.error is None
         np.testing.assert_array_equal(answer.arrays["y"], 2 * ramp(8, start) + 1)
     two.runtimes[0].device.gate.set()
@@ -126,7 +129,7 @@ def test_a_batch_that_is_answered_in_place_survives_as_well(
 
 
 def test_requests_behind_a_broken_connection_survive(
-    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
+    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch, long_in_place: None
 ) -> None:
     """A runtime that dies before a batch's first frame has launched none of it, also where earlier answers lay."""
     two = TwoRuntimes(start_runtime, doubling, "")
@@ -145,7 +148,7 @@ def test_requests_behind_a_broken_connection_survive(
     batch = [request(number + 0.1) for number in range(12)]
     assert two.engines[0].execute(batch) is None
 
-    assert [one.answers.get(timeout=10).error for one in batch] == [None] * 12
+    assert [one.answers.get(timeout=PATIENCE_S).error for one in batch] == [None] * 12
     two.replicas.close()
 
 
@@ -154,30 +157,30 @@ def test_an_overdue_execution_makes_its_device_look_busy(two: TwoRuntimes) -> No
     two.hold(0)
     held = request(0)
     two.send(0, held)
-    assert two.runtimes[0].device.gate.waiting.wait(10)
+    two.runtimes[0].device.gate.wait_until_held()
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
     # The loop publishes again.
     two.runtimes[0].open().sock.close()
     wait_until(lambda: two.engines[0].answers_in_s() > 0.3)
-    assert two.engines[1].answers_in_s() < 0.1
+    wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
 
     two.runtimes[0].device.gate.set()
-    assert held.answers.get(timeout=10).error is None
+    assert held.answers.get(timeout=PATIENCE_S).error is None
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 
 
 def test_a_stopped_runtime_looks_busy(two: TwoRuntimes) -> None:
-    """No request has to find that out; the other runtime, which is idle, looks free all the time."""
+    """No request has to find that out; the other runtime, which is idle, looks free."""
     go_on = two.runtimes[0].device.uploads
     go_on.clear()
     two.runtimes[0].loop._inbox.post(go_on.enter)
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.5)
-    assert two.engines[1].answers_in_s() < 0.1
+    wait_until(lambda: two.engines[1].answers_in_s() < 0.1)
     one = request(1)
     two.replicas.execute([one])
-    assert one.answers.get(timeout=10).error is None
+    assert one.answers.get(timeout=PATIENCE_S).error is None
     go_on.set()
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)
 
@@ -190,7 +193,7 @@ def test_a_runtime_that_does_not_notice_requests_looks_busy(
     blocked, go_on = two.runtimes[0], two.runtimes[0].device.uploads
     go_on.clear()
     blocked.loop._inbox.post(go_on.enter)
-    assert go_on.waiting.wait(10)
+    go_on.wait_until_held()
     held = request(0)
     assert two.engines[0].answers_in_s() < 0.1
 
@@ -198,5 +201,5 @@ def test_a_runtime_that_does_not_notice_requests_looks_busy(
 
     wait_until(lambda: two.engines[0].answers_in_s() > 0.2)
     go_on.set()
-    assert held.answers.get(timeout=10).error is None
+    assert held.answers.get(timeout=PATIENCE_S).error is None
     wait_until(lambda: two.engines[0].answers_in_s() < 0.1)

@@ -14,7 +14,7 @@ from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.engines import make_engine, ramp
 from tests.unit.runtime.metas import ask
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def delete(bundle: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
     runtime.device.compiles.clear()
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(make_engine, runtime, mine, name="mine")
-        assert runtime.device.compiles.waiting.wait(10)
+        runtime.device.compiles.wait_until_held()
         damage(mine)
         runtime.device.compiles.set()
 
@@ -49,7 +49,7 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
             Rejected,
             match=r"^(weights\.safetensors|model\.b\d\.mlir): (cannot be read|changed since|was written to)",
         ):
-            loading.result(20)
+            loading.result(PATIENCE_S)
 
     assert ask(other, FakeRequest({"x": ramp(1)}))[0].error is None
     shutil.rmtree(mine, ignore_errors=True)

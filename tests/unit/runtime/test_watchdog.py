@@ -21,7 +21,7 @@ from rsrv.wire.socket import send
 from tests.fakes import FakeDevice, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.engines import make_engine, ramp
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Watch:
@@ -206,7 +206,7 @@ def test_a_runtime_notes_its_execution(
     runtime.device.gate.clear()
     request = FakeRequest({"x": ramp(3)})
     engine.execute([request])
-    assert runtime.device.gate.waiting.wait(10)
+    runtime.device.gate.wait_until_held()
 
     place = runtime.loop.activity.front(runtime.loop.launcher)
 
@@ -216,7 +216,7 @@ def test_a_runtime_notes_its_execution(
     assert (task.phase, task.key.partition("@")[0], task.size) == (Phase.EXECUTING, "doubling", 4)
     assert 0 < task.expected < 1
     runtime.device.gate.set()
-    assert request.answers.get(timeout=10).error is None
+    assert request.answers.get(timeout=PATIENCE_S).error is None
     wait_until(lambda: idle(runtime))
     engine.close()
 
@@ -248,7 +248,7 @@ def test_a_runtime_notes_builds_loads_and_warm_ups(start_runtime: StartRuntime, 
         (device.uploads, activity.weights, Phase.LOADING),
         (device.gate, activity.warm_up, Phase.WARMING),
     ):
-        assert gate.waiting.wait(10)
+        gate.wait_until_held()
         task = place.task
         assert task is not None
         assert (task.phase, task.key.partition("@")[0]) == (phase, "m")
@@ -267,7 +267,7 @@ def test_a_start_that_hangs_is_blamed_on_its_model(
     greeted = runtime.open()
     wanted = {"model": "m", "bundle": str(doubling), "asked": True}
     send(greeted.sock, pack_json(Kind.REGISTER, wanted))
-    assert runtime.device.compiles.waiting.wait(10)
+    runtime.device.compiles.wait_until_held()
     (key,) = runtime.loop._catalog.entries
 
     assert set(Watch(runtime.loop.activity).passes(2000)) == {key}
@@ -297,7 +297,7 @@ def test_reading_a_file_is_not_watched(
     greeted = runtime.open()
     send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doubling)}))
 
-    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.uploads.wait_until_held()
     assert noted == [False]
     task = runtime.loop.activity.weights.task
     assert task is not None

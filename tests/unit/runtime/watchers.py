@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
 from rsrv.wire.socket import send
+from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.unit.runtime.conftest import Runtime
@@ -22,7 +23,7 @@ class Watcher:
 
     def __init__(self, runtime: Runtime) -> None:
         self._greeted = runtime.open()
-        self._greeted.sock.settimeout(20)
+        self._greeted.sock.settimeout(PATIENCE_S)
         send(self._greeted.sock, pack_json(Kind.WATCH, {}))
         first = self._receive()
         self.instance: str = first["instance"]
@@ -98,7 +99,7 @@ class Operator:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._greeted = runtime.open()
-        self._greeted.sock.settimeout(20)
+        self._greeted.sock.settimeout(PATIENCE_S)
 
     def send(self, **command: Any) -> None:
         send(self._greeted.sock, pack_json(Kind.COMMAND, command))

@@ -19,6 +19,7 @@ from rsrv_gateway.members import Members
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.probes import DEAD, Probes
 from rsrv_gateway.traffic import TrafficCounts
+from tests.waiting import PATIENCE_S
 
 
 class FakePlanner(Planner):
@@ -45,7 +46,7 @@ class FakePlanner(Planner):
         if self.broken or self.looking:
             raise RuntimeError("no plan")
         with self._looking:
-            assert self.gate.wait(30), "the gate was not opened"
+            assert self.gate.wait(PATIENCE_S), "the gate was not opened"
             steps, self.steps = self.steps, ()
             return replace(super().look(views, now), steps=steps)
 

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.allocation import LARGE
-from rsrv.runtime.executor import (
-    Dispatch,
-    RequestSlice,
-    Staging,
-    find_contiguous_runs,
-    finish,
-    gather,
-    launch,
-    scatter,
-)
+from rsrv.runtime.execution import Dispatch, Staging, find_contiguous_runs, finish, launch
 from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.slices import RequestSlice
 from rsrv.runtime.state_pool import StatePool
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler.events import Execute
@@ -85,8 +77,8 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
     alone = len(parts) == 1 and not padding and rows != [0]
     # Content of an earlier batch must not show.
     staged = None if alone else np.full(block.places(size)[1], 77, np.uint8)
-    gathered: Any = gather(work, staged, FakeDevice(lambda inputs, weights: []))
-    scatter(work, gathered)
+    gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
+    work.scatter(gathered)
 
     for index, tensor in enumerate(block.tensors):
         axis = tensor.batch_axis
@@ -142,8 +134,8 @@ def test_requests_of_several_lengths_are_padded_and_cut_back(data: st.DataObject
     execute = Execute(1, model.key, 1, 8, total, tuple(range(len(parts))))
     work = Dispatch(execute, cast(CompiledModel, model), interface.variants[1], tuple(parts))
     staged = np.full(interface.variants[1].inputs.places(8)[1], 77, np.uint8)
-    gathered: Any = gather(work, staged, FakeDevice(lambda inputs, weights: []))
-    scatter(work, gathered)
+    gathered: Any = work.gather(staged, FakeDevice(lambda inputs, weights: []))
+    work.scatter(gathered)
 
     x, mask, one = gathered[0], gathered[1].T, gathered[2]
     at = 0
@@ -218,7 +210,7 @@ def test_a_large_input_without_rows_is_copied_beside_the_assembled_batch() -> No
     table[...] = np.arange(len(table))
     staged = np.zeros(block.places(2)[1], np.uint8)
 
-    gathered: Any = gather(job([part], 2, block), staged, FakeDevice(lambda inputs, weights: []))
+    gathered: Any = job([part], 2, block).gather(staged, FakeDevice(lambda inputs, weights: []))
 
     np.testing.assert_array_equal(gathered[1], table)
     assert np.shares_memory(gathered[1], staged)

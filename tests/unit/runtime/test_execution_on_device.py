@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.runtime.call_execution import CallDispatch, CallSlice
 from rsrv.runtime.device import Array
-from rsrv.runtime.executor import CallSlice, Dispatch, RequestSlice, Slice, gather, scatter
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.runs import Kept, MetaRun
+from rsrv.runtime.slices import RequestSlice, Slice
 from rsrv.scheduler.events import Execute
 from rsrv.wire.layout import NUMPY, Block, Tensor, Variant
 from tests.fakes import FakeBuffer, FakeDevice
@@ -93,14 +94,14 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     variant = Variant(block, block, (size,))
     model: Any = FakeModel()
     execute = Execute(1, model.key, 0, size, total, tuple(range(len(parts))))
-    job = Dispatch(execute, cast(CompiledModel, model), variant, tuple(parts), has_calls=True)
+    job = CallDispatch(execute, cast(CompiledModel, model), variant, tuple(parts))
     # Content of an earlier batch must not show.
     staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
 
     gathered = [
-        one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in gather(job, staged, device)
+        one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in job.gather(staged, device)
     ]
-    scatter(job, gathered)
+    job.scatter(gathered)
 
     for index, tensor in enumerate(block.tensors):
         axis = tensor.batch_axis or 0

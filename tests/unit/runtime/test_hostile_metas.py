@@ -12,6 +12,7 @@ import pytest
 
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
+from rsrv.runtime.slices import RequestKind
 from rsrv.runtime.transport import Registration
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
@@ -257,7 +258,7 @@ def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
     group = Registration("meta@1", "meta", "d1", ("a@1",), {}, is_meta=True, calls=("a",))
     runs = Runs()
     connection: Any = object()
-    run = runs.enter(connection, group, Entrance(1, 7, 0, 0), 100)
+    run = runs.enter(connection, group, Entrance(1, 7, 0, 0), 100, RequestKind())
 
     assert runs.find(7, "a") is None
     run.admitted = True

@@ -18,10 +18,12 @@ import pytest
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.device import Array, Device
-from rsrv.runtime.executor import Dispatch, ExecutionEnded, Executor, RequestSlice
+from rsrv.runtime.execution import Dispatch
+from rsrv.runtime.executor import ExecutionEnded, Executor
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.slices import RequestSlice
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler.events import Execute

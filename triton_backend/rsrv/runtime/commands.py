@@ -23,6 +23,7 @@ from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests, parse_number
 from rsrv.runtime.spare import Successor
 from rsrv.runtime.start_queue import Demand, Urgency
+from rsrv.runtime.stateful_requests import StatefulRequests
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox
@@ -238,6 +239,7 @@ class Commands:
         self,
         registry: Registry,
         requests: Requests,
+        stateful: StatefulRequests,
         reports: Reports,
         transport: Transport,
         inbox: Inbox,
@@ -248,10 +250,11 @@ class Commands:
         self._policy = registry.catalog.policy
         self._weights = registry.weights
         self._requests = requests
+        self._stateful = stateful
         self._reports = reports
         self._transport = transport
         self._outbox = outbox
-        self.applied = AppliedState(registry, requests.sequences, outbox)
+        self.applied = AppliedState(registry, stateful.sequences, outbox)
         self._profiler = Profiler(inbox)
         self._inbox = inbox
         self.successor = Successor()
@@ -312,7 +315,7 @@ class Commands:
         if end is None:
             self.successor.withdraw()  # the connection has ended
         elif not message.reason:
-            self._requests.hold_starts(held=True)
+            self._stateful.hold_starts(held=True)
             self._outbox.append(ev.WindDown(end.drain_s))
         else:
             self._refuse_end(end, f"the runtime goes on: {message.reason}")
@@ -325,7 +328,7 @@ class Commands:
         waiting, building = len(self._requests.pending), len(self._catalog.building)
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
-                f"{wound.runs} runs of meta models, {len(self._requests.generations)} generations and {wound.executions} "
+                f"{wound.runs} runs of meta models, {len(self._stateful.generations)} generations and {wound.executions} "
                 "executions have not ended in time, so the runtime goes on. Wait longer with --drain, or go on with --force: "
                 "they begin again in the next runtime, but generations of which tokens were sent fail"
             )
@@ -365,7 +368,7 @@ class Commands:
     def _go_on(self) -> None:
         """Withdraw the end that is under way."""
         self._end = None
-        self._requests.hold_starts(held=False)
+        self._stateful.hold_starts(held=False)
         self._outbox.append(ev.WindDown(None))
         if not self._preparing:
             self.successor.withdraw()

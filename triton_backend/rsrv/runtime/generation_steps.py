@@ -6,9 +6,10 @@ from typing import Any
 import numpy.typing as npt
 
 from rsrv.runtime.allocation import Bytes, aligned
-from rsrv.runtime.executor import RequestSlice
 from rsrv.runtime.generations import Chunks, Generation, GenerationCounts
 from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.slices import RequestKind
+from rsrv.runtime.state_execution import SequenceSlice
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler import events as ev
 from rsrv.wire.generation import Generate
@@ -58,7 +59,7 @@ def step_memory(model: CompiledModel) -> StepMemory:
     return StepMemory(inputs, max(variant.outputs.places(1)[1] for variant in variants))
 
 
-class StepSlice(RequestSlice):
+class StepSlice(SequenceSlice):
     """The share of one generation in an execution: its next chunk, and the token that comes out.
 
     The generation's steps use the same memory, one after the other.
@@ -71,6 +72,7 @@ class StepSlice(RequestSlice):
         ask: Generate,
         served: tuple[CompiledModel, StepMemory, GenerationCounts],
         now: float,
+        kind: RequestKind,
     ) -> None:
         """Begin a generation; `number`: the loop's own for it. `served`: its model, with the memory and counters of all."""
         model, memory, counts = served
@@ -79,7 +81,7 @@ class StepSlice(RequestSlice):
         #: in the model's memory, until `end`
         self.place, self._memory = memory.take(), memory
         block, at = memory.locate(self.place)
-        super().__init__(connection, ask.request, 1, block, at, at + memory.inputs)
+        super().__init__(connection, ask.request, 1, block, at, at + memory.inputs, kind=kind)
         self.generation = Generation(ask, spec, _chunks(model, spec), counts, now)
         self.number = number
         #: the request of the present step, as the scheduler knows it

@@ -15,13 +15,16 @@ from math import inf
 from typing import Any, NamedTuple, assert_never
 
 from rsrv.runtime.activity import Activity
+from rsrv.runtime.call_execution import CallDispatch, CallSlice
 from rsrv.runtime.catalog import Catalog, StateFeed
 from rsrv.runtime.child_processes import Stub, open_stub
 from rsrv.runtime.commands import Commands, NextPrepared, ProfileChanged
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
-from rsrv.runtime.executor import CallSlice, Dispatch, ExecutionEnded, Executor
+from rsrv.runtime.execution import Dispatch
+from rsrv.runtime.executor import ExecutionEnded, Executor
 from rsrv.runtime.handover import HandedModel, Handover
+from rsrv.runtime.meta_requests import MetaRequests
 from rsrv.runtime.model_builder import (
     BundlesRead,
     DeviceReady,
@@ -39,6 +42,7 @@ from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.spare import Successor
 from rsrv.runtime.start_queue import Demand
+from rsrv.runtime.stateful_requests import StatefulRequests
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.transport import PeerConnection, Transport
@@ -48,7 +52,6 @@ from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
 from rsrv.wire.blackbox import Phase
-from rsrv.wire.calls import unpack_calls, unpack_entrances, unpack_leavings, unpack_releases
 from rsrv.wire.frames import (
     MAGIC,
     PROTOCOL_VERSION,
@@ -124,13 +127,28 @@ class Loop:
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
-        self._requests = Requests(
-            self._catalog, self._weights, self._transport, self._traces, self._outbox, self._clock
+        self._requests = Requests(self._catalog, self._transport, self._traces, self._outbox)
+        self._meta = MetaRequests(self._requests, self._catalog, self._weights, self._traces, self._outbox)
+        self._stateful = StatefulRequests(
+            self._requests, self._catalog, self._traces, self._outbox, self._clock
         )
-        records = Records(self._registry, self._scheduler, self._requests, self._executor.bans, self._clock)
+        records = Records(
+            self._registry,
+            self._scheduler,
+            self._meta.runs,
+            self._stateful,
+            self._executor.bans,
+            self._clock,
+        )
         self._reports = Reports(self._catalog, records, self._scheduler, self._traces, self._clock)
         self._commands = Commands(
-            self._registry, self._requests, self._reports, self._transport, self._inbox, self._outbox
+            self._registry,
+            self._requests,
+            self._stateful,
+            self._reports,
+            self._transport,
+            self._inbox,
+            self._outbox,
         )
 
     def inherit(self, handover: Handover, *, slept: bool) -> None:
@@ -190,7 +208,7 @@ class Loop:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
         # From before the wait: what falls due during it is done in the next round, which does not wait.
-        now, wakeup, expires = clock(), scheduler.next_wakeup(), requests.sequences.due()
+        now, wakeup, expires = clock(), scheduler.next_wakeup(), self._stateful.sequences.due()
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
@@ -212,7 +230,7 @@ class Loop:
         self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
         if clock() >= expires:
-            requests.expire()
+            self._stateful.expire()
         if requests.arrived:
             self._pass_on()
         # After the arrivals: requests that came during the execution may share the next one.
@@ -233,7 +251,7 @@ class Loop:
             else:
                 self._ended = ended
         if now >= self._weights.copies.review_at:
-            self._weights.copies.measure(now, requests.host_bytes())
+            self._weights.copies.measure(now, self._stateful.host_bytes())
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
         if self._catalog.moves:
@@ -249,7 +267,7 @@ class Loop:
             self._registry.dismiss_idle(now)
         if now - self._last_request_ended >= sleeps_after:
             self._last_request_ended = now
-            if not (requests.pending or requests.sequences or self.building):
+            if not (requests.pending or self._stateful.sequences or self.building):
                 self._commands.fall_asleep()
         if self._commands.ends:
             if self.sleeps:
@@ -294,7 +312,7 @@ class Loop:
                 relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
                 # Models that leave for want of mappings free no memory for state.
                 if not (relieved and copies.is_short):
-                    self._requests.drop_states(lacking)
+                    self._stateful.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)
             case BundlesRead():
@@ -339,23 +357,8 @@ class Loop:
             case Kind.SUBMIT:
                 self._requests.submit(connection, unpack_submissions(frame, count))
                 return  # the round's arrivals become one event
-            case Kind.GENERATE:
-                self._requests.generate(connection, unpack_json(frame))
-                return
             case Kind.CANCEL:
                 self._requests.cancel(connection, unpack_ids(frame, count))
-            case Kind.CALL:
-                for call in unpack_calls(frame, count):
-                    self._requests.call(connection, call)
-                return
-            case Kind.ENTER:
-                self._requests.enter(connection, unpack_entrances(frame, count))
-            case Kind.LEAVE:
-                for token, status in unpack_leavings(frame, count):
-                    self._requests.leave(connection, token, status)
-            case Kind.RELEASE:
-                for token, number in unpack_releases(frame, count):
-                    self._requests.release(connection, token, number)
             case Kind.SEGMENT:
                 connection.add_segment(unpack_ids(frame, 1)[0], fds)
             case Kind.DROP_SEGMENT:
@@ -365,6 +368,20 @@ class Loop:
                 self._registry.register(connection, unpack_json(frame))
             case Kind.DEMAND:
                 self._registry.change_demand(connection, unpack_json(frame))
+            case Kind.GENERATE:
+                self._stateful.generate(connection, unpack_json(frame))
+            case Kind.CALL | Kind.ENTER | Kind.LEAVE | Kind.RELEASE:
+                self._meta.take_frame(connection, kind, count, frame)
+            case _:
+                self._on_other_frame(connection, kind, count, frame, fds)
+        if self._outbox or self._commands.unanswered:
+            self._pass_on()
+
+    def _on_other_frame(
+        self, connection: PeerConnection, kind: Kind, count: int, frame: memoryview, fds: list[int]
+    ) -> None:
+        """Take a frame of an operator or an observer, or with a stub's report."""
+        match kind:
             case Kind.STATUS:
                 since = unpack_json(frame).get("since", 0)
                 if not isinstance(since, int):
@@ -377,7 +394,6 @@ class Loop:
             case Kind.TRACE:
                 if self._traced:
                     connection.mark(unpack_marks(frame, count))
-                return
             case Kind.SPANS:
                 if connection.group is None:
                     raise ProtocolError("SPANS before REGISTERED")
@@ -386,8 +402,6 @@ class Loop:
                 self._catalog.feed.watch(connection)
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
-        if self._outbox or self._commands.unanswered:
-            self._pass_on()
 
     def _on_close(self, connection: PeerConnection) -> None:
         self._catalog.feed.leave(connection)
@@ -426,7 +440,7 @@ class Loop:
                 elif self._catalog.ending and (released := self._registry.release()):
                     for key in released:
                         self._executor.forget(key)
-                        self._requests.forget(key)
+                        self._stateful.forget(key)
                 else:
                     break
         finally:
@@ -437,7 +451,8 @@ class Loop:
     def _executed(self, ended: ExecutionEnded) -> None:
         # Arrivals of the same moment come first: the next execution should include them.
         self._pass_on()
-        lost, error = self._requests.executed(ended), ended.error
+        self._meta.executed(ended)
+        lost, error = self._stateful.executed(ended), ended.error
         if lost:
             error = f"{error}; the state of {lost} sequences of the model was lost"
         if self._outbox or self._requests.arrived:
@@ -492,7 +507,7 @@ class Loop:
                 case ev.GiveUp():
                     self._registry.give_up(instruction)
                 case ev.Admit():
-                    self._requests.admit(instruction)
+                    self._meta.admit(instruction)
                 case ev.WoundDown():
                     self._commands.wound_down(instruction)
                 case _:
@@ -513,14 +528,14 @@ class Loop:
         assert device is not None
         model = self._catalog.get(instruction.model)
         slices = self._requests.slices(instruction.requests)
-        dispatch = Dispatch(
-            instruction,
-            model,
-            model.interface.variants[instruction.variant],
-            slices,
-            CallSlice in map(type, slices),
-            () if model.pool is None else self._requests.slots(slices),
-        )
+        variant = model.interface.variants[instruction.variant]
+        dispatch: Dispatch
+        if model.pool is not None:
+            dispatch = self._stateful.dispatch(instruction, model, slices)
+        elif CallSlice in map(type, slices):
+            dispatch = CallDispatch(instruction, model, variant, slices)
+        else:
+            dispatch = Dispatch(instruction, model, variant, slices)
         if instruction.exclusive:
             # If it ends this process, requests that executed before it have their answers.
             self._requests.send_answers()
@@ -529,7 +544,7 @@ class Loop:
             device,
             depth=self._scheduler.settings.depth,
             # While a model is built, its warm-up may hold the device for long.
-            contended=bool(self._catalog.building) or (dispatch.has_calls and dispatch.merges),
+            contended=bool(self._catalog.building) or dispatch.compiles,
         )
 
 

@@ -12,7 +12,8 @@ from rsrv.runtime.catalog import WATCHED_STATES, ModelEntry
 from rsrv.runtime.executor import LoopBans
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.requests import Requests
+from rsrv.runtime.runs import Runs
+from rsrv.runtime.stateful_requests import StatefulRequests
 from rsrv.runtime.stub_counters import StubCounters, StubMetrics
 from rsrv.runtime.transport import Registration
 from rsrv.scheduler.events import Outcome, Reason
@@ -65,7 +66,8 @@ class Records:
         self,
         registry: Registry,
         scheduler: Scheduler,
-        requests: Requests,
+        runs: Runs,
+        stateful: StatefulRequests,
         bans: LoopBans,
         clock: Callable[[], float],
     ) -> None:
@@ -73,9 +75,9 @@ class Records:
         self._catalog = registry.catalog
         self._weights = registry.weights
         self._scheduler = scheduler
-        self._runs = requests.runs
-        self._generations = requests.generation_counts
-        self._sequences = requests.sequences
+        self._runs = runs
+        self._generations = stateful.generation_counts
+        self._sequences = stateful.sequences
         self._bans = bans
         self._clock = clock
         self._began = clock()

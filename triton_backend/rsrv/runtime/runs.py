@@ -7,16 +7,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rsrv.runtime.device import Array, Buffer
+from rsrv.runtime.slices import RequestKind, view
 from rsrv.runtime.transport import PeerConnection, Registration
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.layout import ITEMSIZE, Block, Tensor
 from rsrv.wire.memory import Bytes
-from rsrv_bundle.dtypes import numpy_dtype
 
 #: calls of one run that may wait for its admission
 _MAX_HELD = 16_384
@@ -66,6 +64,7 @@ class MetaRun:
     #: another device's runtime counts how it ends
     further: bool
     tag: int
+    kind: RequestKind | None
     admitted: bool = False
     #: aborted by an operator: it ends with its next call
     aborted: bool = False
@@ -134,7 +133,12 @@ class Runs:
         return sorted(mine, key=lambda run: run.admitted)
 
     def enter(
-        self, connection: PeerConnection, group: Registration, entrance: Entrance, enter_id: int
+        self,
+        connection: PeerConnection,
+        group: Registration,
+        entrance: Entrance,
+        enter_id: int,
+        kind: RequestKind,
     ) -> MetaRun:
         """Add a run, which waits for its admission. Raises ProtocolError."""
         if not group.is_meta:
@@ -154,6 +158,7 @@ class Runs:
             priority,
             further != 0,
             tag,
+            kind,
         )
         self._by_token[token] = self._by_id[run.id] = run
         return run
@@ -223,8 +228,3 @@ def _in_memory(connection: PeerConnection, place: Spot, tensor: Tensor, rows: in
     if place.at % ITEMSIZE[tensor.dtype] or place.at + tensor.nbytes(rows) > len(segment):
         raise ProtocolError("CALL outside its segment, or not aligned")
     return view(tensor, rows, segment, place.at)
-
-
-def view(tensor: Tensor, rows: int, segment: Bytes, at: int) -> Array:
-    """View a tensor in shared memory, `at` bytes into the segment."""
-    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), segment, at)

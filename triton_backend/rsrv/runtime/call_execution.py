@@ -1,0 +1,139 @@
+"""Executions with sub-calls of meta models, whose tensors may lie on the device and stay there."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Executable, Launched
+from rsrv.runtime.execution import ContiguousRun, Dispatch
+from rsrv.runtime.runs import Kept, MetaRun
+from rsrv.runtime.slices import RequestKind, RequestSlice
+from rsrv.runtime.transport import PeerConnection
+from rsrv.wire.layout import Block
+from rsrv_bundle.dtypes import numpy_dtype
+
+
+@dataclass(slots=True, eq=False)
+class RunSlice(RequestSlice):
+    """The share of a sub-call that came as a request of its model's stub."""
+
+    #: None: it is over.
+    run: MetaRun | None = None
+
+
+@dataclass(slots=True, eq=False)
+class CallSlice:
+    """A sub-call's share of an execution: each tensor has a place of its own, on the host or on the device."""
+
+    connection: PeerConnection
+    request: int
+    rows: int
+    run: MetaRun
+    sources: Sequence[Array | Kept]
+    #: None: not wanted on the host
+    targets: Sequence[Array | None]
+    #: output -> the number by which the run keeps it on the device
+    keep: Mapping[int, int]
+    kind: RequestKind | None = None
+    #: outputs to keep, by number: the execution leaves them here, and the loop gives them to the run
+    made: dict[int, Kept] = field(default_factory=dict)
+    #: Of a `RequestSlice` only.
+    segment: None = None
+    shapes: None = None
+
+    def source(self, index: int, block: Block) -> Array | Kept:
+        return self.sources[index]
+
+    def target(self, index: int, block: Block) -> Array | None:
+        return self.targets[index]
+
+    def mark(self) -> None:
+        """Set the first byte of its outputs in shared memory."""
+        for target in self.targets:
+            if target is not None and target.nbytes:
+                target.reshape(-1).view(np.uint8)[0] = 1
+                return
+
+    def settle(self, *, succeeded: bool) -> None:
+        """On the loop: give the kept outputs to the run; after a failure there may be another try."""
+        if succeeded:
+            self.run.kept |= self.made
+            self.end_promises()
+        self.made.clear()
+
+    def end_promises(self) -> None:
+        """On the loop: stop counting outputs to keep as promised: the run has them, or they will not come."""
+        for number in self.keep.values():
+            self.run.promised.pop(number, None)
+
+
+@dataclass(slots=True, eq=False)
+class CallDispatch(Dispatch):
+    """A dispatch with sub-calls among its slices."""
+
+    @property
+    def unread(self) -> Collection[int]:
+        block = self.variant.outputs
+        outputs = range(len(block.tensors))
+        return {index for index in outputs if all(p.target(index, block) is None for p in self.slices)}
+
+    @property
+    def compiles(self) -> bool:
+        """True if the inputs have to be merged on the device, for which something may have to be compiled."""
+        inputs = range(len(self.variant.inputs.tensors))
+        return any(kept and not self._covered(index, kept) for index in inputs if (kept := self._kept(index)))
+
+    def launch(
+        self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
+    ) -> Launched:
+        """Launch, and keep on the device the outputs that runs asked for."""
+        launched = device.launch(executable, weights, inputs, self.unread)
+        first = 0
+        for part in self.slices:
+            if isinstance(part, CallSlice):
+                for index, number in part.keep.items():
+                    tensor = self.variant.outputs.tensors[index]
+                    batched = tensor.batch_axis is not None
+                    at, size = (first, self.execute.size) if batched else (0, 1)
+                    part.made[number] = Kept(device.keep(launched, index), tensor, at, part.rows, size)
+            first += part.rows
+        return launched
+
+    def _input(
+        self, index: int, staged: Array | None, groups: list[ContiguousRun], device: Device
+    ) -> Array | Buffer:
+        kept = self._kept(index)
+        tensor, size = self.variant.inputs.tensors[index], self.execute.size
+        if kept is None or (kept[0] is None and (staged is None or tensor.batch_axis is None)):
+            return Dispatch._input(self, index, staged, groups, device)
+        if kept[0] is not None and self._covered(index, kept):
+            return kept[0].buffer
+        if staged is None:
+            stacked = np.zeros(tensor.shape(size), numpy_dtype(tensor.dtype))
+        else:
+            stacked = self._stack(index, groups, staged)
+        rows, at = [], 0
+        for part, one in zip(self.slices, kept, strict=True):
+            if one is not None:
+                rows.append(DeviceRows(one.buffer, one.first, part.rows, at))
+            at += part.rows
+        return device.merge(stacked, tensor.batch_axis or 0, rows)
+
+    def _kept(self, index: int) -> list[Kept | None] | None:
+        """Return the tensors of an input that are on the device already, by slice; None: none is."""
+        sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.slices]
+        kept = [source if isinstance(source, Kept) else None for source in sources]
+        return kept if any(kept) else None
+
+    def _covered(self, index: int, kept: Sequence[Kept | None]) -> bool:
+        """Return whether one tensor on the device is this input as it is: the rows of all slices are in place."""
+        first, at = kept[0], 0
+        batched = self.variant.inputs.tensors[index].batch_axis is not None
+        if first is None or first.size != (self.execute.size if batched else 1):
+            return False
+        for part, one in zip(self.slices, kept, strict=True):
+            if one is None or one.buffer is not first.buffer or one.first != at:
+                return False
+            at += part.rows
+        return True

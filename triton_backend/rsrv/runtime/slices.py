@@ -1,0 +1,128 @@
+"""Requests as parts of executions, and what kinds of requests other than the plain one add to their lives."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rsrv.runtime.device import Array
+from rsrv.runtime.transport import PeerConnection
+from rsrv.scheduler import events as ev
+from rsrv.wire.frames import Status
+from rsrv.wire.layout import Block, Tensor, Variant
+from rsrv.wire.memory import Bytes
+from rsrv_bundle.dtypes import numpy_dtype
+
+
+class RequestKind:
+    """Work for requests that are not plain, at each point of their lives.
+
+    The methods of this class do what a plain request needs: nothing.
+    """
+
+    def submit(self, place: tuple[Any, ...], asked: ev.Request, token: int, step: tuple[int, int]) -> None:
+        """Handle a request of SUBMIT.
+
+        Args:
+            place: arguments of `RequestSlice`.
+            asked: the request for the scheduler.
+            token: of its run; 0: none.
+            step: the sequence and the flags.
+        """
+        raise NotImplementedError
+
+    def answered(self, part: Any) -> bool:
+        """Handle a request whose execution succeeded. Return whether its client gets a completion."""
+        return True
+
+    def failed(self, part: Any, status: Status, text: str) -> tuple[Status, str]:
+        """Return the status and the text of a request that the scheduler ended without an answer."""
+        return status, text
+
+    def ended(self, part: Any, status: Status, text: str) -> bool:
+        """Handle a request that ended without an execution. Return whether its client gets a completion."""
+        return True
+
+    def refused(self, id: int, status: Status, text: str) -> None:
+        """Handle an id that the scheduler refused and that is not in `Requests.pending`."""
+
+    def cancel(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Handle a cancellation. Return the ids of other requests to cancel."""
+        return ()
+
+    def abort(self, tag: int) -> tuple[int, set[int]]:
+        """Abort all runs or generations with a tag. Return their number, and the ids of requests to cancel."""
+        return 0, set()
+
+    def closed(self, connection: PeerConnection) -> None:
+        """Handle the end of a connection."""
+
+
+class PendingRequest(Protocol):
+    """A request without an answer."""
+
+    connection: PeerConnection
+    #: The connection's number for it.
+    request: int
+    #: None: it is a plain one.
+    kind: RequestKind | None
+
+
+class Slice(PendingRequest, Protocol):
+    """A request's share of an execution: a `RequestSlice`, or a sub-call of a meta model."""
+
+    rows: int
+
+    @property
+    def segment(self) -> Bytes | None:
+        """Memory of its inputs and outputs, if they lie in one."""
+
+    @property
+    def shapes(self) -> Variant | None:
+        """Tensors of the request at its own length, if the model has a padded axis."""
+
+    def source(self, index: int, block: Block) -> object:
+        """Return an input: an array in shared memory, or where it lies on the device."""
+
+    def target(self, index: int, block: Block) -> Array | None:
+        """Return an output in shared memory; None: it is not wanted there."""
+
+    def mark(self) -> None:
+        """Set the first byte of its outputs. If this process dies, the stub knows by this that the request may be the cause."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestSlice:
+    """A request's share of an execution: its connection, and the places of its inputs and outputs."""
+
+    connection: PeerConnection
+    request: int  # the connection's own id
+    rows: int
+    segment: Bytes
+    inputs_at: int
+    outputs_at: int
+    tag: int = 0  # hash of the client's id for it; 0: it has none
+    #: Tensors of the request at its own length, if the model has a padded axis.
+    shapes: Variant | None = None
+    #: None: it is a plain one.
+    kind: RequestKind | None = None
+
+    def source(self, index: int, block: Block) -> Array:
+        """View an input in shared memory."""
+        return self._view(index, block if self.shapes is None else self.shapes.inputs, self.inputs_at)
+
+    def target(self, index: int, block: Block) -> Array:
+        """View an output in shared memory."""
+        return self._view(index, block if self.shapes is None else self.shapes.outputs, self.outputs_at)
+
+    def mark(self) -> None:
+        if self.outputs_at < len(self.segment):
+            self.segment[self.outputs_at] = 1
+
+    def _view(self, index: int, block: Block, start: int) -> Array:
+        return view(block.tensors[index], self.rows, self.segment, start + block.places(self.rows)[0][index])
+
+
+def view(tensor: Tensor, rows: int, segment: Bytes, at: int) -> Array:
+    """View a tensor in shared memory, `at` bytes into the segment."""
+    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), segment, at)

@@ -1,0 +1,40 @@
+"""Executions of models with state: each request reads and writes the state of its sequence, which has a slot."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rsrv.runtime.device import Array, Buffer, Device, Executable, Launched
+from rsrv.runtime.execution import Dispatch
+from rsrv.runtime.sequences import SequenceEntry
+from rsrv.runtime.slices import RequestSlice
+from rsrv.runtime.state_pool import SlotRow
+
+
+@dataclass(slots=True, eq=False)
+class SequenceSlice(RequestSlice):
+    """A step's share of an execution."""
+
+    #: None: the request is refused, or was not yet looked at.
+    sequence: SequenceEntry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StepDispatch(Dispatch):
+    """A dispatch of a model with state."""
+
+    #: The slot of each slice.
+    rows_in_slots: Sequence[SlotRow] = ()
+    #: Times that the model's states were lost before the launch.
+    losses: int = 0
+
+    def launch(
+        self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
+    ) -> Launched:
+        pool, size = self.model.pool, self.execute.size
+        assert pool is not None
+        launched, self.losses = pool.launch(device, executable, weights, inputs, size, self.rows_in_slots)
+        return launched
+
+    def read(self, device: Device, launched: Launched) -> tuple[list[Array], float]:
+        assert self.model.pool is not None
+        return self.model.pool.read(device, launched, self.losses)

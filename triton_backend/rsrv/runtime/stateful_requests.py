@@ -1,0 +1,277 @@
+"""Requests of models with state: steps of clients' sequences, and of generations. Belongs to the loop.
+
+`sequences` decides which of them have a slot of the device; only these go to the scheduler.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.executor import ExecutionEnded
+from rsrv.runtime.generation_steps import StepMemory, StepSlice, step_memory
+from rsrv.runtime.generations import End, GenerationCounts, find_problem
+from rsrv.runtime.models import CompiledModel
+from rsrv.runtime.requests import ABORTED, CANCELLED, Requests
+from rsrv.runtime.sequences import STATE_LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
+from rsrv.runtime.slices import PendingRequest, RequestKind, Slice
+from rsrv.runtime.state_execution import SequenceSlice, StepDispatch
+from rsrv.runtime.timeline import Traces
+from rsrv.runtime.transport import PeerConnection
+from rsrv.runtime.weight_manager import Outbox
+from rsrv.scheduler import events as ev
+from rsrv.wire.frames import START, Completion, ProtocolError, Status
+from rsrv.wire.generation import read_generate
+
+log = logging.getLogger("rsrv.state")
+
+_PLACE = attrgetter("place")
+
+
+class StatefulRequests(RequestKind):
+    """Steps of sequences and of generations."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        catalog: Catalog,
+        traces: Traces,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._catalog = catalog
+        self._traces = traces
+        self._outbox = outbox
+        self._clock = clock
+        self.sequences = SequenceTable()
+        #: Generations in progress, by the global id of their GENERATE. `Requests.pending` has the present step of each.
+        self.generations: dict[int, StepSlice] = {}
+        #: Memory of each model's steps, by its key.
+        self._step_memories: dict[str, StepMemory] = {}
+        #: Counts of each model's generations, by its name.
+        self.generation_counts: dict[str, GenerationCounts] = {}
+        # Negative: ids of connections' requests and of runs are positive.
+        self._step_ids = count(-1, -1)
+        requests.steps = self
+
+    # --- frames -------------------------------------------------------------------------------------------
+
+    def submit(self, place: tuple[Any, ...], asked: ev.Request, token: int, step: tuple[int, int]) -> None:
+        """Take a step of a client's sequence."""
+        part = self._requests.pending[asked.id] = SequenceSlice(*place)
+        part.kind = self
+        self._begin(part, asked, step)
+
+    def generate(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+        """Begin a generation, or refuse it."""
+        model = self._catalog.served_by(connection)
+        if model is None or (spec := model.bundle.manifest.generate) is None or model.pool is None:
+            raise ProtocolError("GENERATE before REGISTERED, or of a model that does not generate")
+        ask = read_generate(wanted)
+        id = self._requests.new_id(connection, ask.request)
+        if id in self.generations:
+            raise ProtocolError(f"generation {ask.request} is there already, and has not ended yet")
+        mark = connection.marks.pop(ask.request, None)
+        if problem := find_problem(ask, spec):
+            self._requests.complete(connection, Completion(ask.request, Status.INVALID, text=problem))
+            return
+        counts = self.generation_counts.setdefault(model.name, GenerationCounts())
+        memory = self._step_memories.get(model.key)
+        if memory is None:
+            memory = self._step_memories[model.key] = step_memory(model)
+        step = StepSlice(connection, id, ask, (model, memory, counts), self._clock(), self)
+        self.generations[id] = step
+        request = self._next_step(step)
+        if mark is not None:
+            self._traces.begin(request.id, mark, model.key)
+        self._begin(step, request, (request.id, START))
+
+    def _begin(self, part: SequenceSlice, asked: ev.Request, step: tuple[int, int]) -> None:
+        """Take the request of a new or known sequence. `step`: the sequence and the flags."""
+        model, (sequence, flags) = self._catalog.get(asked.model), step
+        assert model.pool is not None
+        self.sequences.add(model.key, model.pool.spec, model.pool.losses)
+        named, limit = (
+            (sequence, part.connection.id, flags),
+            self._catalog.policy.queue_depth(model.name),
+        )
+        part.sequence, verdicts = self.sequences.request(asked, named, limit, self._clock())
+        self._apply(verdicts)
+
+    # --- the loop -----------------------------------------------------------------------------------------
+
+    def hold_starts(self, *, held: bool) -> None:
+        """Have sequences and generations that begin wait, perhaps for the next runtime, or go on."""
+        self._apply(self.sequences.hold(held=held))
+
+    def expire(self) -> None:
+        """End the sequences that were idle for too long, and the requests that waited too long for a slot."""
+        self._apply(self.sequences.expire(self._clock()))
+
+    def host_bytes(self) -> int:
+        """Return the bytes of sequences' state in host memory."""
+        return self.sequences.host_bytes(self._catalog.resident()) if self.sequences else 0
+
+    def drop_states(self, excess: int) -> None:
+        """End sequences that were idle the longest, with so many bytes of state in host memory."""
+        if excess > 0 and self.sequences:
+            dropped = self.sequences.drop(excess, self._catalog.resident())
+            if dropped.lost:
+                log.warning(
+                    "%d idle sequences ended, because host memory for their state is short", dropped.lost
+                )
+            self._apply(dropped)
+
+    def forget(self, key: str) -> None:
+        """Drop what belongs to a model that is gone; no request of it is left."""
+        self.sequences.forget(key)
+        self._step_memories.pop(key, None)
+
+    def dispatch(self, execute: ev.Execute, model: CompiledModel, slices: tuple[Slice, ...]) -> StepDispatch:
+        """Return an execution with the slots of its slices."""
+        rows = [sequence.row for part in slices if (sequence := _sequence(part)) is not None]
+        variant = model.interface.variants[execute.variant]
+        return StepDispatch(execute, model, variant, slices, rows)
+
+    # --- ends ---------------------------------------------------------------------------------------------
+
+    def executed(self, ended: ExecutionEnded) -> int:
+        """Take the end of a model's execution, which may still have another try.
+
+        Returns the number of sequences whose state it has lost.
+        """
+        dispatch, pool = ended.dispatch, ended.dispatch.model.pool
+        if pool is None:
+            return 0
+        if ended.error is None:
+            if self.generations:
+                self._take_tokens(dispatch.slices)
+            return 0
+        for part in dispatch.slices if not ended.out_of_memory else ():
+            if (sequence := _sequence(part)) is not None:
+                sequence.doomed = True
+        verdicts = self.sequences.lose(dispatch.model.key, pool.losses)
+        self._apply(verdicts)
+        return verdicts.lost
+
+    def answered(self, part: SequenceSlice) -> bool:
+        if isinstance(part, StepSlice):
+            return False  # its token has been taken
+        self._end_step(part, executed=True)
+        return True
+
+    def failed(self, part: SequenceSlice, status: Status, text: str) -> tuple[Status, str]:
+        if isinstance(part, StepSlice):
+            return _end_of_generation(part, status, text)
+        if part.sequence is None or not part.sequence.doomed:
+            return status, text
+        if status is Status.CANCELLED:
+            return Status.SEQUENCE_LOST, STATE_LOST
+        return status, f"{text}. Its sequence has ended; start it again"
+
+    def ended(self, part: SequenceSlice, status: Status, text: str) -> bool:
+        if isinstance(part, StepSlice):
+            self._end_generation(part, status, text)
+            return False
+        self._end_step(part, executed=False)
+        return True
+
+    def cancel(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Cancel generations, and requests that wait for a slot. The others are the scheduler's."""
+        named = [self.generations[id] for id in ids if id in self.generations]
+        pending = self._requests.pending
+        # The end of a connection names the present steps of its generations.
+        present = [part for id in ids if isinstance(part := pending.get(id), StepSlice)]
+        for step in (*named, *present):
+            step.generation.ending = step.generation.ending or End(Status.CANCELLED, CANCELLED)
+        steps = tuple(step.id for step in named)
+        for id in (*ids, *steps) if self.sequences else ():
+            part = pending.get(id)
+            sequence = _sequence(part)
+            if sequence is not None and sequence.state is SequenceState.WAITING:
+                ending = part.generation.ending if isinstance(part, StepSlice) else None
+                self._requests.end(id, *(ending or (Status.CANCELLED, CANCELLED)))
+        return steps
+
+    def abort(self, tag: int) -> tuple[int, set[int]]:
+        steps = [step for step in self.generations.values() if step.asked_tag == tag]
+        for step in steps:
+            step.generation.ending = End(Status.CANCELLED, ABORTED)
+        if steps:
+            self._requests.cancel_all(tuple(step.id for step in steps))
+        return len(steps), set()
+
+    def closed(self, connection: PeerConnection) -> None:
+        """End the sequences of a connection."""
+        if self.sequences:
+            self._apply(self.sequences.leave(connection.id))
+
+    def _end_step(self, part: SequenceSlice, *, executed: bool) -> None:
+        if part.sequence is not None:
+            self._apply(self.sequences.done(part.sequence, executed=executed, now=self._clock()))
+
+    def _apply(self, verdicts: Verdicts) -> None:
+        """Carry out what has become of requests of sequences."""
+        self._requests.arrived += verdicts.granted
+        for request in verdicts.granted if self.generations else ():
+            if isinstance(step := self._requests.pending[request.id], StepSlice):
+                step.generation.grant()
+        if verdicts.cancelled:
+            self._outbox.append(ev.RequestsCancelled(verdicts.cancelled))
+        for id, status, text in verdicts.refused:
+            self._requests.end(id, status, text)
+
+    # --- steps of generations -----------------------------------------------------------------------------
+
+    def _next_step(self, step: StepSlice) -> ev.Request:
+        others_wait = any(other is not step for other in self._requests.pending.values())
+        request = step.next_request(next(self._step_ids), others_wait=others_wait)
+        self._requests.pending[request.id] = step
+        return request
+
+    def _take_tokens(self, slices: Iterable[Slice]) -> None:
+        """Send the tokens of an execution; hand over the next steps, so that they share the next one, or end."""
+        now = self._clock()
+        # In the order of their memory, which the next execution copies at once.
+        for step in sorted((one for one in slices if isinstance(one, StepSlice)), key=_PLACE):
+            sequence, token = step.sequence, step.token
+            assert sequence is not None
+            is_sent, end = step.generation.step(token, now)
+            if is_sent and not step.connection.closed:
+                step.connection.tokens.append((step.request, token))
+                self._requests.answering.add(step.connection)
+            if end is None and sequence.doomed:
+                end = End(Status.SEQUENCE_LOST, STATE_LOST)
+            if end is None:
+                request = self._next_step(step)
+                sequence.go_on(request)
+                self._requests.arrived.append(request)
+            else:
+                self._end_generation(step, *end)
+
+    def _end_generation(self, step: StepSlice, status: Status, text: str) -> None:
+        del self.generations[step.number]
+        step.end()
+        if step.sequence is not None:
+            step.sequence.doomed = True
+        self._end_step(step, executed=True)
+        self._requests.complete(step.connection, Completion(step.request, status, text=text))
+
+
+def _sequence(part: PendingRequest | None) -> SequenceEntry | None:
+    return part.sequence if isinstance(part, SequenceSlice) else None
+
+
+def _end_of_generation(step: StepSlice, status: Status, text: str) -> tuple[Status, str]:
+    """Return how a generation ends, of which a step ended without an execution."""
+    generation = step.generation
+    if generation.ending is not None:
+        return generation.ending
+    if status is Status.CANCELLED:
+        return Status.SEQUENCE_LOST, STATE_LOST
+    if status is Status.DEADLINE and generation.sent:
+        return status, f"the deadline passed; {generation.sent} tokens of the answer were sent before"
+    return status, text

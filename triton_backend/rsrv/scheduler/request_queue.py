@@ -107,15 +107,10 @@ class RequestQueues:
     def arrive(
         self, requests: Sequence[Request], now: float, out: list[Instruction], *, on_demand: bool
     ) -> dict[ModelState, list[int]]:
-        """Queue or end each request.
-
-        It ends by the first of these that is true: (1) unknown model, (2) unknown variant, (3) more rows than one
-        execution takes, (4) deadline passed, (5) model paused, (6) weights that do not load `on_demand` and were not asked
-        for, (7) the back-off after a failed load: failed with its error, or refused if it found no memory, (8) queue full.
-        Otherwise it waits.
+        """Queue each request, or end it for the first reason that `_reason` finds.
 
         Returns:
-            The requests of (8) by model: `refuse_full` ends them when it is known when to retry.
+            The requests that found the queue full, by model: `refuse_full` ends them when it is known when to retry.
         """
         deadlines = self.deadlines
         if deadlines.heap and deadlines.heap[0][0] <= now:
@@ -130,41 +125,20 @@ class RequestQueues:
         for request in requests:
             sequence += 1
             model = models.get(request.model)
-            if model is None:  # (1)
+            if model is None:
                 self.departed.refuse(Reason.UNKNOWN_MODEL)
                 out.append(Finish(request.id, Outcome.REFUSED, Reason.UNKNOWN_MODEL))
                 continue
             queue = model.queues.get(request.variant)
-            if queue is None:  # (2)
-                _refuse(model, (request.id,), Reason.UNKNOWN_VARIANT, None, now, out)
-                continue
-            if request.rows > queue.costs.capacities[-1]:  # (3)
-                _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
-                continue
-            deadline = request.deadline
-            if deadline is not None and not deadline > now:  # (4), or a deadline that is not a number
-                model.totals.counts.expired += 1
-                model.totals.miss(Stage.ARRIVAL)
-                model.history.add(now, "expired on arrival", (request.id,))
-                out.append(Finish(request.id, Outcome.EXPIRED))
-                continue
-            if model.paused is not None and model.closed_to(request):  # (5)
-                _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
-                continue
-            if not on_demand and not model.weights.desired:  # (6)
-                _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
-                continue
-            weights = model.weights
-            if weights.backoff_until > now and (retry_after := weights.refused_for(now)):  # (7)
-                if weights.load_error:
-                    model.history.add(now, f"refused {Reason.NOT_LOADED.value}", (request.id,))
-                    _fail(model, (request.id,), weights.load_error, now, out)
-                else:
-                    _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
-                continue
-            if model.queued >= model.program.max_queue_depth and not request.accepted:  # (8)
+            reason = _reason(model, queue, request, now, on_demand)
+            if reason is Reason.QUEUE_FULL:
                 full.setdefault(model, []).append(request.id)
                 continue
+            if reason is not None:
+                _end_arrival(model, request.id, reason, now, out)
+                continue
+            assert queue is not None, "a request of an unknown variant does not wait"
+            deadline = request.deadline
             run = request.run
             level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
             due = deadline if request.due is None else request.due
@@ -353,6 +327,46 @@ class RequestQueues:
         for entry, queue in waiting:
             self._take_out(entry, queue, outcome)
         return [entry.request.id for entry, _ in waiting]
+
+
+def _reason(
+    model: ModelState, queue: VariantQueue | None, request: Request, now: float, on_demand: bool
+) -> Reason | Outcome | None:
+    """Return why a request ends on arrival: the first reason in this order. None: it waits."""
+    weights = model.weights
+    if queue is None:
+        return Reason.UNKNOWN_VARIANT
+    if request.rows > queue.costs.capacities[-1]:
+        return Reason.TOO_MANY_ROWS
+    if request.deadline is not None and not request.deadline > now:  # or it is not a number
+        return Outcome.EXPIRED
+    if model.paused is not None and model.closed_to(request):
+        return Reason.PAUSED
+    if not on_demand and not weights.desired:
+        return Reason.NOT_RESIDENT
+    if weights.backoff_until > now and weights.refused_for(now):
+        return Reason.NOT_LOADED if weights.load_error else Reason.NO_MEMORY
+    if model.queued >= model.program.max_queue_depth and not request.accepted:
+        return Reason.QUEUE_FULL
+    return None
+
+
+def _end_arrival(
+    model: ModelState, id: int, reason: Reason | Outcome, now: float, out: list[Instruction]
+) -> None:
+    """End a request that does not wait."""
+    if isinstance(reason, Reason):
+        if reason is Reason.NOT_LOADED:
+            model.history.add(now, f"refused {reason.value}", (id,))
+            _fail(model, (id,), model.weights.load_error, now, out)
+        else:
+            retry_after = model.weights.refused_for(now) if reason is Reason.NO_MEMORY else None
+            _refuse(model, (id,), reason, retry_after, now, out)
+        return
+    model.totals.counts.expired += 1
+    model.totals.miss(Stage.ARRIVAL)
+    model.history.add(now, "expired on arrival", (id,))
+    out.append(Finish(id, Outcome.EXPIRED))
 
 
 def _refuse(

@@ -85,7 +85,7 @@ def test_a_stub_that_is_slow_again_and_again_stays_connected(monkeypatch: pytest
         connection = PeerConnection(1, left, 1)
         for _ in range(10):
             sent = 0
-            while not connection.congested:
+            while not connection.backlog:
                 connection.send(frame, (left.fileno(),))
                 sent += 1
             for _ in range(sent - 1):

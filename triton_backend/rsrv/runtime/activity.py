@@ -105,7 +105,8 @@ class ActivitySlot:
         self._memory[self._at] = 0
 
     def end(self) -> None:
-        self.rest()
+        self._number = 0
+        self._memory[self._at] = 0
         self._ended = ended = self._ended + 1
         if not ended & (ended - 1):
             # Powers of two are exact enough, and far cheaper than a store for each task.

@@ -1,6 +1,6 @@
 """Executions with sub-calls of meta models, whose tensors may lie on the device and stay there."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,17 +72,12 @@ class CallSlice:
 class CallDispatch(Dispatch):
     """A dispatch with sub-calls among its slices."""
 
-    @property
-    def unread(self) -> Collection[int]:
+    def __post_init__(self) -> None:
         block = self.variant.outputs
-        outputs = range(len(block.tensors))
-        return {index for index in outputs if all(p.target(index, block) is None for p in self.slices)}
-
-    @property
-    def compiles(self) -> bool:
-        """True if the inputs have to be merged on the device, for which something may have to be compiled."""
-        inputs = range(len(self.variant.inputs.tensors))
-        return any(kept and not self._covered(index, kept) for index in inputs if (kept := self._kept(index)))
+        outputs, inputs = range(len(block.tensors)), range(len(self.variant.inputs.tensors))
+        self.unread = {i for i in outputs if all(part.target(i, block) is None for part in self.slices)}
+        # Merging inputs on the device may have to compile something.
+        self.compiles = any(kept and not self._covered(i, kept) for i in inputs if (kept := self._kept(i)))
 
     def launch(
         self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]

@@ -124,16 +124,10 @@ class Dispatch:
     #: of the model, by the instruction's number
     variant: Variant
     slices: tuple[Slice, ...]
-
-    @property
-    def unread(self) -> Collection[int]:
-        """Outputs that no slice wants on the host."""
-        return ()
-
-    @property
-    def compiles(self) -> bool:
-        """True if the execution may have to compile something first."""
-        return False
+    #: Outputs that no slice wants on the host.
+    unread: Collection[int] = field(default=(), init=False)
+    #: Whether the execution may have to compile something first.
+    compiles: bool = field(default=False, init=False)
 
     def launch(
         self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
@@ -170,8 +164,7 @@ class Dispatch:
 
     def _staged(self, index: int, staged: Array) -> Array:
         """Return the place of an input in the memory of the assembled batch."""
-        block, size = self.variant.inputs, self.execute.size
-        return view(block.tensors[index], size, staged, block.places(size)[0][index])
+        return view(self.variant.inputs, index, self.execute.size, staged, 0)
 
     def _stack(self, index: int, groups: list[ContiguousRun], staged: Array) -> Array:
         block = self.variant.inputs

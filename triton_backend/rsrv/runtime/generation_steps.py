@@ -8,7 +8,7 @@ import numpy.typing as npt
 from rsrv.runtime.allocation import Bytes, aligned
 from rsrv.runtime.generations import Chunks, Generation, GenerationCounts
 from rsrv.runtime.models import CompiledModel
-from rsrv.runtime.slices import RequestKind
+from rsrv.runtime.slices import RequestKind, view
 from rsrv.runtime.state_execution import SequenceSlice
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler import events as ev
@@ -134,7 +134,7 @@ class StepSlice(SequenceSlice):
 
     def _find(self, block: Block, name: str, start: int) -> npt.NDArray[Any]:
         index = next(index for index, tensor in enumerate(block.tensors) if tensor.name == name)
-        return self._view(index, block, start)
+        return view(block, index, self.rows, self.segment, start)
 
     @property
     def token(self) -> int:

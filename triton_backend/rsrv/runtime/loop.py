@@ -304,7 +304,7 @@ class Loop:
             case ReadEnded():
                 self._weights.read_ended(message)
             case MemoryFreed(instruction):
-                self._start(instruction)
+                self._start(instruction, freed=True)
             case HostMemoryMeasured():
                 now = self._clock()
                 lacking = self._weights.measured(message, now)
@@ -434,7 +434,8 @@ class Loop:
         try:
             while True:
                 if self._requests.arrived:
-                    self._handle(ev.RequestsArrived(self._requests.take_arrived()))
+                    arrived, self._requests.arrived = self._requests.arrived, []
+                    self._handle(ev.RequestsArrived(tuple(arrived)))
                 elif self._outbox:
                     self._handle(self._outbox.popleft())
                 elif self._catalog.ending and (released := self._registry.release()):
@@ -451,9 +452,10 @@ class Loop:
     def _executed(self, ended: ExecutionEnded) -> None:
         # Arrivals of the same moment come first: the next execution should include them.
         self._pass_on()
-        self._meta.executed(ended)
-        lost, error = self._stateful.executed(ended), ended.error
-        if lost:
+        error = ended.error
+        if self._meta.runs.by_token:
+            self._meta.executed(ended)
+        if ended.dispatch.model.pool is not None and (lost := self._stateful.executed(ended)):
             error = f"{error}; the state of {lost} sequences of the model was lost"
         if self._outbox or self._requests.arrived:
             # The next steps of its generations share an execution; requests of sequences that it has lost must not execute.
@@ -490,10 +492,10 @@ class Loop:
                     if traces is not None:
                         traces.executes(instruction, now)
                     self._timeline.begins(instruction, now)
-                    self._start_or_retry(instruction)
+                    self._start(instruction)
                 case ev.WarmUp():
                     self._timeline.begins(instruction, now)
-                    self._start_or_retry(instruction)
+                    self._start(instruction)
                 case ev.ReadWeights():
                     self._weights.read(instruction)
                 case ev.LoadWeights():
@@ -513,14 +515,11 @@ class Loop:
                 case _:
                     assert_never(instruction)
 
-    def _start_or_retry(self, instruction: ev.Execute | ev.WarmUp) -> None:
-        """Start work on the device: at once, or, if it is a second try, when the evicted weights' memory is free."""
-        if instruction.again:
+    def _start(self, instruction: ev.Execute | ev.WarmUp, *, freed: bool = False) -> None:
+        """Start work on the device. A second try waits until the evicted weights' memory is `freed`."""
+        if instruction.again and not freed:
             self._weights.retry_when_freed(instruction)
-        else:
-            self._start(instruction)
-
-    def _start(self, instruction: ev.Execute | ev.WarmUp) -> None:
+            return
         if isinstance(instruction, ev.WarmUp):
             self._registry.warm_up(instruction)
             return

@@ -147,7 +147,7 @@ class MetaRequests(RequestKind):
     def executed(self, ended: ExecutionEnded) -> None:
         """Account for the sub-calls of an execution, which may still have another try."""
         dispatch = ended.dispatch
-        for part in dispatch.slices if self.runs else ():
+        for part in dispatch.slices:
             if isinstance(part, CallSlice | RunSlice) and part.run is not None:
                 part.run.account(ended.seconds * part.rows / max(1, dispatch.execute.rows))
             if isinstance(part, CallSlice):
@@ -194,7 +194,7 @@ class MetaRequests(RequestKind):
         }
 
     def closed(self, connection: PeerConnection) -> None:
-        for run in self.runs.entered_on(connection) if self.runs else ():
+        for run in self.runs.entered_on(connection):
             self._end_run(run, Status.CANCELLED)
 
     def _end_run(self, run: MetaRun, status: Status, text: str = CANCELLED) -> None:

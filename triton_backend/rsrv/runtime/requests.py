@@ -137,15 +137,10 @@ class Requests:
 
     # --- decisions of the scheduler -----------------------------------------------------------------------
 
-    def take_arrived(self) -> tuple[ev.Request, ...]:
-        """Hand over all requests that the scheduler does not know yet."""
-        arrived, self.arrived = tuple(self.arrived), []
-        return arrived
-
     def slices(self, ids: Iterable[int]) -> tuple[Slice, ...]:
         """Return the requests of an execution."""
         pending: dict[int, Slice] = self.pending  # type: ignore[assignment]
-        return tuple([pending[id] for id in ids])
+        return tuple(map(pending.__getitem__, ids))
 
     def answer(self, finish: ev.Finish, ended: ExecutionEnded) -> None:
         """Complete a request whose execution succeeded."""

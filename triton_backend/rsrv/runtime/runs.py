@@ -7,14 +7,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rsrv.runtime.device import Array, Buffer
-from rsrv.runtime.slices import RequestKind, view
+from rsrv.runtime.slices import RequestKind
 from rsrv.runtime.transport import PeerConnection, Registration
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.layout import ITEMSIZE, Block, Tensor
 from rsrv.wire.memory import Bytes
+from rsrv_bundle.dtypes import numpy_dtype
 
 #: calls of one run that may wait for its admission
 _MAX_HELD = 16_384
@@ -91,16 +94,14 @@ class Runs:
     """Runs that wait for their admission or are active, by token and by the scheduler's number."""
 
     def __init__(self) -> None:
-        self._by_token: dict[int, MetaRun] = {}
+        #: Runs by token.
+        self.by_token: dict[int, MetaRun] = {}
         self._by_id: dict[int, MetaRun] = {}
         # Below all requests' numbers, which have a connection's in their upper bits.
         self._ids = itertools.count(1)
 
-    def __bool__(self) -> bool:
-        return bool(self._by_token)
-
     def __iter__(self) -> Iterator[MetaRun]:
-        return iter(list(self._by_token.values()))
+        return iter(list(self.by_token.values()))
 
     @property
     def kept_bytes(self) -> int:
@@ -113,7 +114,7 @@ class Runs:
 
     def find(self, token: int, model: str) -> MetaRun | None:
         """Return the admitted run with this token, if it may call a model of that name, in any version."""
-        run = self._by_token.get(token)
+        run = self.by_token.get(token)
         return run if run is not None and run.admitted and model in run.group.calls else None
 
     def of(self, connection: PeerConnection, token: int) -> MetaRun | None:
@@ -122,7 +123,7 @@ class Runs:
         Raises:
             ProtocolError: the run belongs to another model.
         """
-        run = self._by_token.get(token)
+        run = self.by_token.get(token)
         if run is not None and run.group is not connection.group:
             raise ProtocolError("a frame for a run of another model")
         return run
@@ -144,7 +145,7 @@ class Runs:
         if not group.is_meta:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
         request, token, deadline_ns, priority, further, tag = entrance
-        if not token or token in self._by_token:
+        if not token or token in self.by_token:
             raise ProtocolError("ENTER of a run that is there already, or without a token")
         deadline = deadline_ns / 1e9 if deadline_ns else None
         run = MetaRun(
@@ -160,7 +161,7 @@ class Runs:
             tag,
             kind,
         )
-        self._by_token[token] = self._by_id[run.id] = run
+        self.by_token[token] = self._by_id[run.id] = run
         return run
 
     def hold(self, run: MetaRun, request: ev.Request) -> None:
@@ -171,7 +172,7 @@ class Runs:
 
     def remove(self, run: MetaRun, status: Status) -> None:
         """Remove a run that is over, and count how it ended, on one device if it went by stage."""
-        del self._by_token[run.token], self._by_id[run.id]
+        del self.by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         if not run.further:
             run.group.counts.outcomes[status.name.lower()] += 1
@@ -227,4 +228,4 @@ def _in_memory(connection: PeerConnection, place: Spot, tensor: Tensor, rows: in
         raise ProtocolError(f"CALL in unknown segment {place.segment}")
     if place.at % ITEMSIZE[tensor.dtype] or place.at + tensor.nbytes(rows) > len(segment):
         raise ProtocolError("CALL outside its segment, or not aligned")
-    return view(tensor, rows, segment, place.at)
+    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), segment, place.at)

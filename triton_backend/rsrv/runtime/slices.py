@@ -9,7 +9,7 @@ from rsrv.runtime.device import Array
 from rsrv.runtime.transport import PeerConnection
 from rsrv.scheduler import events as ev
 from rsrv.wire.frames import Status
-from rsrv.wire.layout import Block, Tensor, Variant
+from rsrv.wire.layout import Block, Variant
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
@@ -109,20 +109,20 @@ class RequestSlice:
 
     def source(self, index: int, block: Block) -> Array:
         """View an input in shared memory."""
-        return self._view(index, block if self.shapes is None else self.shapes.inputs, self.inputs_at)
+        own = block if self.shapes is None else self.shapes.inputs
+        return view(own, index, self.rows, self.segment, self.inputs_at)
 
     def target(self, index: int, block: Block) -> Array:
         """View an output in shared memory."""
-        return self._view(index, block if self.shapes is None else self.shapes.outputs, self.outputs_at)
+        own = block if self.shapes is None else self.shapes.outputs
+        return view(own, index, self.rows, self.segment, self.outputs_at)
 
     def mark(self) -> None:
         if self.outputs_at < len(self.segment):
             self.segment[self.outputs_at] = 1
 
-    def _view(self, index: int, block: Block, start: int) -> Array:
-        return view(block.tensors[index], self.rows, self.segment, start + block.places(self.rows)[0][index])
 
-
-def view(tensor: Tensor, rows: int, segment: Bytes, at: int) -> Array:
-    """View a tensor in shared memory, `at` bytes into the segment."""
-    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), segment, at)
+def view(block: Block, index: int, rows: int, memory: Bytes | Array, start: int) -> Array:
+    """View a tensor of a block that begins `start` bytes into the memory."""
+    tensor, at = block.tensors[index], start + block.places(rows)[0][index]
+    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), memory, at)

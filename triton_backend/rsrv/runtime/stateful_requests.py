@@ -144,8 +144,7 @@ class StatefulRequests(RequestKind):
         Returns the number of sequences whose state it has lost.
         """
         dispatch, pool = ended.dispatch, ended.dispatch.model.pool
-        if pool is None:
-            return 0
+        assert pool is not None
         if ended.error is None:
             if self.generations:
                 self._take_tokens(dispatch.slices)

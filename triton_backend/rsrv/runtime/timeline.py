@@ -125,26 +125,25 @@ class Timeline:
             case ev.WarmUp():
                 self._warming[instruction.model] = now
             case ev.EvictWeights():
-                self._add(DeviceSpan("evict", instruction.model, now, now))
+                self.spans.add(DeviceSpan("evict", instruction.model, now, now))
 
     def happened(self, event: ev.Event, now: float) -> DeviceSpan | None:
         """Return the span that ended with the event, if one did."""
+        span = None
         match event:
             case ev.RequestsArrived(requests):
                 self.arrivals.add(requests, now)
             case ev.ExecutionFinished():
                 begun = self._executing.pop(event.number)
-                return self._add(
-                    DeviceSpan(
-                        "execute",
-                        begun.model,
-                        now - event.seconds,
-                        now,
-                        begun.rows,
-                        begun.size,
-                        len(begun.requests),
-                        event.error is not None,
-                    )
+                span = DeviceSpan(
+                    "execute",
+                    begun.model,
+                    now - event.seconds,
+                    now,
+                    begun.rows,
+                    begun.size,
+                    len(begun.requests),
+                    event.error is not None,
                 )
             case ev.WeightsLoaded() | ev.LoadFailed() | ev.LoadAbandoned():
                 start = self._loading.pop((event.model, event.epoch), None)
@@ -154,11 +153,13 @@ class Timeline:
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
                 failed = not isinstance(event, ev.WeightsLoaded)
-                return self._add(DeviceSpan("load", event.model, start, now, failed=failed))
+                span = DeviceSpan("load", event.model, start, now, failed=failed)
             case ev.WarmUpEnded():
                 start = self._warming.pop(event.model, now)
-                return self._add(DeviceSpan("warm_up", event.model, start, now, failed=event.costs is None))
-        return None
+                span = DeviceSpan("warm_up", event.model, start, now, failed=event.costs is None)
+        if span is not None:
+            self.spans.add(span)
+        return span
 
     def loading(self, model: str) -> float | None:
         """Return the start of the model's current load; None: it is not loading."""
@@ -183,10 +184,6 @@ class Timeline:
                 for span in spans
             ],
         }
-
-    def _add(self, span: DeviceSpan) -> DeviceSpan:
-        self.spans.add(span)
-        return span
 
 
 @dataclass(slots=True, eq=False)

@@ -101,8 +101,9 @@ class PeerConnection:
         #: marks of traced requests that arrive next, by the connection's numbers
         self.marks: dict[int, Mark] = {}
         self._receiver = Receiver(sock, buffer)
-        # Nearly always empty: as a deque it would take 760 bytes of each connection.
-        self._backlog: list[tuple[bytes, tuple[int, ...]]] = []
+        #: Frames that the peer has no room for, with their descriptors. Nearly always empty: as a deque it would take 760
+        #: bytes of each connection.
+        self.backlog: list[tuple[bytes, tuple[int, ...]]] = []
         self._backlog_bytes = 0
         self._backlog_fds = 0
 
@@ -147,22 +148,22 @@ class PeerConnection:
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send a frame, or queue it if the stub is slow, so that other stubs do not wait for it."""
-        if not self._backlog:
+        if not self.backlog:
             try:
                 send(self.sock, frame, fds)
             except BlockingIOError:
                 pass
             else:
                 return
-        self._backlog.append((frame, tuple(os.dup(fd) for fd in fds)))
+        self.backlog.append((frame, tuple(os.dup(fd) for fd in fds)))
         self._backlog_bytes += len(frame)
         self._backlog_fds += len(fds)
         if (
-            len(self._backlog) > _MAX_BACKLOG
+            len(self.backlog) > _MAX_BACKLOG
             or self._backlog_bytes > _MAX_BACKLOG_BYTES
             or self._backlog_fds > _MAX_BACKLOG_FDS
         ):
-            raise Closed(f"{len(self._backlog)} frames unread")
+            raise Closed(f"{len(self.backlog)} frames unread")
 
     def send_document(self, kind: Kind, value: dict[str, Any] | bytes) -> None:
         """Send a JSON object, or a document in flat form, of any size, in a memfd."""
@@ -182,21 +183,17 @@ class PeerConnection:
             self.send(frame)
 
     def flush(self) -> None:
-        while self._backlog:
-            frame, fds = self._backlog[0]
+        while self.backlog:
+            frame, fds = self.backlog[0]
             try:
                 send(self.sock, frame, fds)
             except BlockingIOError:
                 return
-            del self._backlog[0]
+            del self.backlog[0]
             self._backlog_bytes -= len(frame)
             self._backlog_fds -= len(fds)
             for fd in fds:
                 os.close(fd)
-
-    @property
-    def congested(self) -> bool:
-        return bool(self._backlog)
 
     def has_unread(self) -> bool:
         """True if the peer has not read all frames that were sent."""
@@ -215,10 +212,10 @@ class PeerConnection:
     def close(self) -> None:
         self.closed = True
         self.sock.close()
-        for _, fds in self._backlog:
+        for _, fds in self.backlog:
             for fd in fds:
                 os.close(fd)
-        self._backlog.clear()
+        self.backlog.clear()
         self.segments.clear()
         self.completions.clear()
         self.tokens.clear()
@@ -264,6 +261,8 @@ class Transport:
         # Shared: each frame is handled before the next one is received, on any connection.
         self._buffer = memoryview(bytearray(MAX_FRAME))
         self._epoll = select.epoll()
+        #: Waits at most so many seconds for events, and returns them for `handle`.
+        self.wait: Callable[[float | None], list[tuple[int, int]]] = self._epoll.poll
         self._targets: dict[int, PeerConnection | Callable[[], None]] = {}
         self.watch(listener.fileno(), self._accept)
 
@@ -275,10 +274,6 @@ class Transport:
     @property
     def connections(self) -> list[PeerConnection]:
         return [target for target in self._targets.values() if isinstance(target, PeerConnection)]
-
-    def wait(self, timeout: float | None) -> list[tuple[int, int]]:
-        """Wait at most `timeout` seconds for events; return them for `handle`."""
-        return self._epoll.poll(timeout)
 
     def handle(self, ready: list[tuple[int, int]]) -> None:
         """Handle the events that `wait` returned."""
@@ -304,9 +299,10 @@ class Transport:
             log.exception("closing the connection of pid %d", connection.peer)
             self._close(connection)
         else:
-            if connection.congested != connection.watched_for_write and not connection.closed:
-                connection.watched_for_write = connection.congested
-                extra = select.EPOLLOUT if connection.congested else 0
+            congested = bool(connection.backlog)
+            if congested != connection.watched_for_write and not connection.closed:
+                connection.watched_for_write = congested
+                extra = select.EPOLLOUT if congested else 0
                 self._epoll.modify(connection.sock, select.EPOLLIN | extra)
 
     def settle(self) -> None:

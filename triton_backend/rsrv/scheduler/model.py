@@ -75,6 +75,7 @@ class ModelState:
         "executing",
         "executions",
         "executions_by_size",
+        "family",
         "finishing",
         "front",
         "has_work",
@@ -146,6 +147,8 @@ class ModelState:
         """Take other values of the program."""
         self.program = program
         self.weight = program.weight
+        #: The name under which all versions of the model count.
+        self.family = program.name or program.model
 
     @property
     def committed(self) -> bool:
@@ -156,11 +159,6 @@ class ModelState:
     def busy(self) -> bool:
         """True if an execution or a warm-up runs on its weights."""
         return self.executions > 0 or self.weights.state is WeightState.RESERVED
-
-    @property
-    def family(self) -> str:
-        """The name under which all versions of the model count."""
-        return self.program.name or self.name
 
     @property
     def stage(self) -> Stage:

@@ -492,7 +492,8 @@ class DeviceResidency:
         if self.loads.backing_off:
             self.loads.end_due_backoffs(now)
         # The budget may have fallen, or models may have been pinned.
-        if self.accounts.over_budget > 0:
+        accounts = self.accounts
+        if accounts.budget is not None and accounts.bytes > accounts.budget:
             overdue = self.loads.victims_over_budget(now)
             for model in overdue:
                 self.evict(model, Cause.BUDGET, now, out)

@@ -296,7 +296,9 @@ class Scheduler(SchedulerQueries):
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Start the next execution, if the device may take one and a model has work."""
         running = self._running
-        if len(running) >= self.settings.depth or self._residency.compaction.active or self._is_closed:
+        if len(running) >= self.settings.depth or self._residency.compaction.active:
+            return
+        if self._phase is not _SERVING and self._is_closed:
             return
         if self._queues.exclusive or self._kept_exclusive:
             self._keep_device()
@@ -600,9 +602,10 @@ class Scheduler(SchedulerQueries):
         delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
             soonest = min(soonest, self._delayed[delayed])
+        closed = self._phase is not _SERVING and self._is_closed
         if self._phase is not _SERVING:
             soonest = min(soonest, self._rest_until)
-        if not (self._kept_exclusive or self._residency.compaction.active or self._is_closed):
+        if not (self._kept_exclusive or self._residency.compaction.active or closed):
             if self._queues.queued or self._loads.prefetched or self._loads.required:
                 soonest = min(soonest, self._loads.next_search_at())
             if 0 < len(self._running) < self.settings.depth:

@@ -387,8 +387,7 @@ def look_for_idle(runtime: Runtime, after: float) -> float:
 
     def look() -> None:
         registry = runtime.loop._registry
-        registry.dismiss_idle(now)
-        looked.append(registry.look_at)
+        looked.append(registry.dismiss_idle(now))
 
     runtime.loop._inbox.post(look)
     wait_until(lambda: bool(looked))

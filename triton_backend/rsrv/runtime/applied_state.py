@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from math import inf
 from typing import Any, cast
 
 from rsrv.desired import DesiredChanges, DesiredDocument, check_changes, difference
@@ -102,7 +101,7 @@ class AppliedState:
             keys = self._catalog.compiled(name for name in paused if policy.paused(name) is mode)
             self._sequences.accept(keys)
             self._outbox.append(ev.Paused(keys, mode))
-        self._registry.look_at = -inf
+        self._registry.look_for_idle()
         if kept or paused:
             self._registry.tell_all()
 

@@ -117,13 +117,13 @@ class HostCopies:
         self._drops = self._makes = False
         #: whether the next measurement is for a look at all copies
         self._reviews = False
-        #: when to measure again, and when all copies were last looked at
-        self.review_at, self._reviewed = inf, -inf
+        #: When all copies were last looked at.
+        self._reviewed = -inf
         #: memory is short although all copies have left that may
         self.is_short = False
 
     def begin(self, mover: WeightMover) -> None:
-        self._mover, self.review_at = mover, -inf
+        self._mover = mover
 
     def loaded(self, model: CompiledModel) -> None:
         """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
@@ -189,18 +189,21 @@ class HostCopies:
         if self._mover is not None:
             self._mover.measure(mappings=True)
 
-    def measure(self, now: float, states: int) -> None:
-        """Have the memory measured, if there are models, or `states`: bytes of sequences' state in host memory."""
-        self.review_at = now + REVIEW_S
+    def measure(self, now: float, states: int) -> float:
+        """Have the memory measured, if there are models, or `states`: bytes of sequences' state in host memory.
+
+        Returns when to measure again.
+        """
         mover = self._mover
         if mover is None:
-            return
+            return inf
         mover.host.states = states
         if mover.host.taken or mover.host.left or self._catalog.entries:
             self._reviews = True
             mover.measure(mappings=mover.lacks_mappings)
         else:
             self._tell_all()
+        return now + REVIEW_S
 
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.

@@ -45,6 +45,7 @@ from rsrv.runtime.start_queue import Demand
 from rsrv.runtime.stateful_requests import StatefulRequests
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
+from rsrv.runtime.timers import Timers
 from rsrv.runtime.transport import PeerConnection, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, MemoryFreed, ReadEnded
@@ -99,8 +100,8 @@ class Loop:
         self._started = self._clock()
         #: when the last request ended; the device sleeps `runtime.idle.server` seconds later
         self._last_request_ended = self._started
-        #: when the note for the next runtime is written; inf: nothing has changed
-        self._handover_at = inf
+        self._timers = Timers()
+        self._timers.set(self._sleep_if_idle, -inf)
         self._server = server
         self._traced = settings.traced
         self._serving = True
@@ -123,14 +124,20 @@ class Loop:
         self._builder = ModelBuilder(make_device, settings, self._inbox, self.activity, blackbox, inspector)
         self._weights = WeightManager(self._catalog, self._scheduler, self._outbox, server.devices)
         self._registry = Registry(
-            self._catalog, self._weights, self._builder, self._scheduler, self._transport, self._outbox
+            self._catalog,
+            self._weights,
+            self._builder,
+            self._scheduler,
+            self._transport,
+            self._outbox,
+            self._timers,
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
         self._requests = Requests(self._catalog, self._transport, self._traces, self._outbox)
         self._meta = MetaRequests(self._requests, self._catalog, self._weights, self._traces, self._outbox)
         self._stateful = StatefulRequests(
-            self._requests, self._catalog, self._traces, self._outbox, self._clock
+            self._requests, self._catalog, self._traces, self._outbox, self._clock, self._timers
         )
         records = Records(
             self._registry,
@@ -208,8 +215,7 @@ class Loop:
         """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
         # From before the wait: what falls due during it is done in the next round, which does not wait.
-        now, wakeup, expires = clock(), scheduler.next_wakeup(), self._stateful.sequences.due()
-        sleeps_after = self._catalog.policy.settings.runtime.idle.server
+        now, wakeup, due = clock(), scheduler.next_wakeup(), self._timers.next()
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
         if self._server.devices > 1:
@@ -220,17 +226,13 @@ class Loop:
         else:
             # While the device is free, publish every BEAT_S: stubs with several devices take an old beat for a stopped runtime.
             timeout = BEAT_S if self._server.devices > 1 and ahead is None else _MAX_WAIT_S
-            due = min(
-                self._last_request_ended + sleeps_after, self._handover_at, self._weights.copies.review_at
-            )
-            due = min(due, self._registry.look_at, expires, inf if wakeup is None else wakeup)
-            timeout = min(max(0.0, due - now), timeout)
+            timeout = min(max(0.0, (due if wakeup is None else min(due, wakeup)) - now), timeout)
         self.activity.round.end()
         ready = self._transport.wait(timeout)
         self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
-        if clock() >= expires:
-            self._stateful.expire()
+        if due <= now:
+            self._timers.call(now)
         if requests.arrived:
             self._pass_on()
         # After the arrivals: requests that came during the execution may share the next one.
@@ -250,25 +252,14 @@ class Loop:
                 requests.send_answers()
             else:
                 self._ended = ended
-        if now >= self._weights.copies.review_at:
-            self._weights.copies.measure(now, self._stateful.host_bytes())
         if self._catalog.feed.unsent:
             self._catalog.feed.flush()
         if self._catalog.moves:
             soon = max(now + _HANDOVER_S, self._started + _FIRST_HANDOVER_S)
-            self._handover_at = min(self._handover_at, soon)
+            self._timers.advance(self._write_handover, soon)
         while self._catalog.moves:
             key = self._catalog.moves.pop()
             self._board.publish_load(self._catalog.entries[key].slot, int(scheduler.load_seconds(key) * 1e9))
-        if now >= self._handover_at:
-            self._handover_at = inf
-            self._registry.handover.write(self._hand_over(whole=False))
-        if now >= self._registry.look_at:
-            self._registry.dismiss_idle(now)
-        if now - self._last_request_ended >= sleeps_after:
-            self._last_request_ended = now
-            if not (requests.pending or self._stateful.sequences or self.building):
-                self._commands.fall_asleep()
         if self._commands.ends:
             if self.sleeps:
                 self._blackbox.fall_asleep()
@@ -276,6 +267,26 @@ class Loop:
             requests.send_answers()
             self._transport.settle()
             self._stop()
+
+    # --- timers -------------------------------------------------------------------------------------------
+
+    def _measure(self, now: float) -> float:
+        return self._weights.copies.measure(now, self._stateful.host_bytes())
+
+    def _write_handover(self, now: float) -> float:
+        self._registry.handover.write(self._hand_over(whole=False))
+        return inf
+
+    def _sleep_if_idle(self, now: float) -> float:
+        """Let the device sleep if no request has ended for `runtime.idle.server`, and nothing is under way."""
+        sleeps_after = self._catalog.policy.settings.runtime.idle.server
+        if now - self._last_request_ended >= sleeps_after:
+            self._last_request_ended = now
+            if not (self._requests.pending or self._stateful.sequences or self.building):
+                self._commands.fall_asleep()
+        return self._last_request_ended + sleeps_after
+
+    # --- the end ------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """From any thread: leave `run`, and end all connections as the process's end would."""
@@ -315,6 +326,7 @@ class Loop:
                     self._stateful.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)
+                self._timers.set(self._measure, -inf)
             case BundlesRead():
                 self._registry.bundles_read(message)
             case ModulesRead():
@@ -448,6 +460,8 @@ class Loop:
             self._passing_on = False
         if self._commands.unanswered:
             self._commands.answer()
+            # A command may have changed the limit.
+            self._timers.set(self._sleep_if_idle, -inf)
 
     def _executed(self, ended: ExecutionEnded) -> None:
         # Arrivals of the same moment come first: the next execution should include them.

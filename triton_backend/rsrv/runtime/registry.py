@@ -24,6 +24,7 @@ from rsrv.runtime.model_builder import (
 from rsrv.runtime.model_states import LifecycleEvent
 from rsrv.runtime.models import RequestedModels, about, to_json, wire_tensors
 from rsrv.runtime.start_queue import Demand, Urgency
+from rsrv.runtime.timers import Timers
 from rsrv.runtime.transport import PeerConnection, Registration, Transport
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
@@ -70,6 +71,7 @@ class Registry:
         scheduler: Scheduler,
         transport: Transport,
         outbox: Outbox,
+        timers: Timers,
     ) -> None:
         self.catalog = catalog
         self.weights = weights
@@ -85,8 +87,8 @@ class Registry:
         self._held: dict[str, list[str]] = {}
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
-        #: When to look for idle models again; -inf after a change of the limits or of what is pinned.
-        self.look_at = -inf
+        self._timers = timers
+        self.look_for_idle()
         #: when models last fell back because memory was short
         self._relieved = -inf
         #: When waiting connections were last sent their places in the queue.
@@ -197,8 +199,12 @@ class Registry:
         if key in self.catalog.entries:
             self.let_go(self.catalog.entries[key].name)
 
-    def dismiss_idle(self, now: float) -> None:
-        """Dismiss the models that no request has used for `idle.executable`, a few at a time, and set `look_at`."""
+    def look_for_idle(self) -> None:
+        """Look for idle models soon, because the limits or what is pinned have changed."""
+        self._timers.set(self.dismiss_idle, -inf)
+
+    def dismiss_idle(self, now: float) -> float:
+        """Dismiss the models that no request has used for `idle.executable`, a few at a time; return when to look again."""
         again, falls = now + _MAX_LOOK_S, 0
         limits = self.catalog.policy.settings.idle_limits
         for one in self._warm(lambda name: limits(name).executable < inf):
@@ -207,13 +213,12 @@ class Registry:
             if due <= now:
                 if not self.catalog.is_dismissed(one.key):
                     if falls == _FALLS:
-                        self.look_at = now + _NEXT_FALLS_S
-                        return
+                        return now + _NEXT_FALLS_S
                     falls += 1
                     self._fall_back(one, "idle")
                 due = now + limit
             again = min(again, due)
-        self.look_at = max(again, now + _MIN_LOOK_S)
+        return max(again, now + _MIN_LOOK_S)
 
     def relieve(self, now: float, shortage: str) -> bool:
         """Dismiss models because of a `shortage`, the least recently used first; return whether any are leaving.

@@ -179,9 +179,10 @@ class SequenceTable:
         """Return whether there is a sequence."""
         return any(model.sequences for model in self._models.values())
 
-    def due(self) -> float:
-        """Return when `expire` has something to do."""
-        return min((model.due() for model in self._models.values()), default=inf)
+    def due(self, key: str | None = None) -> float:
+        """Return when `expire` has something to do, for one model or any."""
+        models: Iterable[_SlotTable] = self._models.values() if key is None else (self._models[key],)
+        return min((model.due() for model in models), default=inf)
 
     def count(self, model: str) -> dict[SequenceState, int]:
         """Return the number of a model's sequences in each state."""

@@ -19,6 +19,7 @@ from rsrv.runtime.sequences import STATE_LOST, SequenceEntry, SequenceState, Seq
 from rsrv.runtime.slices import PendingRequest, RequestKind, Slice
 from rsrv.runtime.state_execution import SequenceSlice, StepDispatch
 from rsrv.runtime.timeline import Traces
+from rsrv.runtime.timers import Timers
 from rsrv.runtime.transport import PeerConnection
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
@@ -40,12 +41,14 @@ class StatefulRequests(RequestKind):
         traces: Traces,
         outbox: Outbox,
         clock: Callable[[], float],
+        timers: Timers,
     ) -> None:
         self._requests = requests
         self._catalog = catalog
         self._traces = traces
         self._outbox = outbox
         self._clock = clock
+        self._timers = timers
         self.sequences = SequenceTable()
         #: Generations in progress, by the global id of their GENERATE. `Requests.pending` has the present step of each.
         self.generations: dict[int, StepSlice] = {}
@@ -100,6 +103,7 @@ class StatefulRequests(RequestKind):
         )
         part.sequence, verdicts = self.sequences.request(asked, named, limit, self._clock())
         self._apply(verdicts)
+        self._timers.advance(self.expire, self.sequences.due(model.key))
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -107,9 +111,13 @@ class StatefulRequests(RequestKind):
         """Have sequences and generations that begin wait, perhaps for the next runtime, or go on."""
         self._apply(self.sequences.hold(held=held))
 
-    def expire(self) -> None:
-        """End the sequences that were idle for too long, and the requests that waited too long for a slot."""
-        self._apply(self.sequences.expire(self._clock()))
+    def expire(self, now: float) -> float:
+        """End the sequences that were idle for too long, and the requests that waited too long for a slot.
+
+        Returns when to look again.
+        """
+        self._apply(self.sequences.expire(now))
+        return self.sequences.due()
 
     def host_bytes(self) -> int:
         """Return the bytes of sequences' state in host memory."""
@@ -211,6 +219,7 @@ class StatefulRequests(RequestKind):
     def _end_step(self, part: SequenceSlice, *, executed: bool) -> None:
         if part.sequence is not None:
             self._apply(self.sequences.done(part.sequence, executed=executed, now=self._clock()))
+            self._timers.advance(self.expire, self.sequences.due(part.sequence.model))
 
     def _apply(self, verdicts: Verdicts) -> None:
         """Carry out what has become of requests of sequences."""

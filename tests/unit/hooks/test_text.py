@@ -115,6 +115,8 @@ def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
     text = as_text(["north south east"])
     assert Tokeniser(path, [4])(text).ids.tolist() == [[2, 4, 5, 3]]
     assert Tokeniser(other, [4])(text).ids.tolist() == [[2, 5, 6, 3]]
+    endless = as_text(["north" + " " * 1000 + "south"])
+    assert Tokeniser(other, [4])(endless).ids.tolist() == [[2, 5, 3, 7]]
 
 
 @pytest.mark.parametrize("strategy", ["longest_first", "only_first", "only_second"])

@@ -54,14 +54,14 @@ def from_text(rows: Array) -> list[str]:
 
     Bytes that are not UTF-8, as of a character that was cut in two, are left out.
     """
-    return _texts(rows, None)
+    return _texts(rows, slice(None))
 
 
-def _texts(rows: Array, most: int | None) -> list[str]:
-    """Decode at most so many bytes of each text."""
+def _texts(rows: Array, part: slice) -> list[str]:
+    """Decode a part of the bytes of each text."""
     if rows.dtype == object:
-        return [one[:most].decode(errors="ignore") for one in rows.reshape(len(rows))]
-    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows[:, :most]]
+        return [text[part].decode(errors="ignore") for text in rows.reshape(len(rows))]
+    return [row.tobytes().rstrip(b"\0")[part].decode(errors="ignore") for row in rows]
 
 
 def _open(path: Path | str) -> tokenizers.Tokenizer:
@@ -130,21 +130,22 @@ class Tokeniser:
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        side = truncation.get("direction", "right")
+        self._left = self._cuts and side == "left"
         if self._cuts:
-            self._tokenizer.enable_truncation(
-                self._lengths[-1], strategy="longest_first", direction=truncation.get("direction", "right")
-            )
+            self._tokenizer.enable_truncation(self._lengths[-1], strategy="longest_first", direction=side)
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
         """Make tokens of texts as in `from_text`, and of the second texts of pairs: Tokens [n, l], l the smallest length for all rows.
 
-        Tokens beyond the largest length are cut off, of a pair from the longer text first, and so are bytes beyond 64
-        for each of its tokens. With too_long="refuse", such a text raises BadInput instead.
+        Tokens beyond the largest length are cut off at the file's side, of a pair from the longer text first, and so are bytes
+        beyond 64 for each of its tokens. With too_long="refuse", such a text raises BadInput instead.
         """
         # A whole character more shows that a text is too long: a part of one would be left out.
         most = self._most_bytes + (0 if self._cuts else 4)
-        firsts = _texts(text, most)
-        seconds = [None] * len(firsts) if second is None else _texts(second, most)
+        part = slice(-most, None) if self._left else slice(most)
+        firsts = _texts(text, part)
+        seconds = [None] * len(firsts) if second is None else _texts(second, part)
         if not self._cuts:
             for index, pair in enumerate(zip(firsts, seconds, strict=True)):
                 if any(len(one.encode()) > self._most_bytes for one in pair if one):

@@ -21,6 +21,10 @@ class BundleError(Exception):
         return type(self), (self.problems,)
 
 
+class PaddingError(BundleError):
+    """It is not proven that padding changes no answer of a model."""
+
+
 class TargetError(BundleError):
     """A bundle cannot be written to its target; the bundle itself is fine."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from rsrv.progress import steps
 from rsrv_bundle import provenance, writer
 from rsrv_bundle.calling import Results
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, PaddingError
 from rsrv_bundle.hooks import check_hooks, source_of
 from rsrv_bundle.inputs import acceptable
 from rsrv_bundle.interface import InputPlan, Value, plan_inputs, plan_outputs, value_of
@@ -166,7 +166,7 @@ def export_bundle(
     )
     padding = plan_pad(pad, inputs)
     if padding is not None and platform != jax.export.default_export_platform():
-        raise BundleError(
+        raise PaddingError(
             f"pad: the proof that padding changes no answer runs the modules, which are for {platform}; export for"
             f" {jax.export.default_export_platform()}"
         )

@@ -1,9 +1,9 @@
-"""The section `pad` of a manifest, and the text of `--pad`: the axis along which a server pads requests."""
+"""The section `pad` of a manifest, the text of `--pad`, and padded arrays: the axis along which a server pads requests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.interface import InputPlan
-from rsrv_bundle.spec import Manifest, PadSpec
+from rsrv_bundle.spec import Bundle, Manifest, PadSpec, TensorSpec
 
+Array = np.ndarray[Any, Any]
 Report = Callable[[str, str], None]
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -128,3 +129,37 @@ def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
     return PadSpec(
         axis, {name: values.get(name, 0 if name == mask else values[axis]) for name in padded}, mask
     )
+
+
+def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Array]]:
+    """Return the variant of executable inputs, and the inputs padded to it as a server pads them; None: no variant fits."""
+    manifest, found = bundle.manifest, list(arrays)
+    own = length_of(manifest, arrays)
+    if manifest.pad is not None and own is not None:
+        longest = next((sizes[0] for sizes in manifest.input_shapes if sizes[0] >= own), own)
+        for index, spec in enumerate(manifest.inputs):
+            if (axis := manifest.padded_axis(spec)) is not None:
+                widths = [(0, longest - own if at == axis else 0) for at in range(len(spec.dims))]
+                value = manifest.pad.values[spec.name]
+                found[index] = np.pad(found[index], widths, constant_values=value)
+    return bundle.variant_of([array.shape for array in found]), found
+
+
+def length_of(manifest: Manifest, arrays: Sequence[Array]) -> int | None:
+    """Return the length of executable inputs along the padded axis. None: there is no such axis, or the inputs disagree."""
+    if manifest.pad is None or any(
+        array.ndim != len(spec.dims) for spec, array in zip(manifest.inputs, arrays, strict=True)
+    ):
+        return None
+    lengths = {arrays[index].shape[axis] for index, axis in manifest.variable_axes}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def cut(manifest: Manifest, spec: TensorSpec, rows: Array, length: int) -> Array:
+    """View the first elements of each row along the padded axis. rows: an executable tensor with the batch axis in front."""
+    axis = manifest.padded_axis(spec)
+    if axis is None:
+        return rows
+    assert spec.batch_axis is not None, "the manifest's rules"
+    before = axis if axis > spec.batch_axis else axis + 1
+    return rows[(slice(None),) * before + (slice(length),)]

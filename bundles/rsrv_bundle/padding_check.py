@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, PaddingError
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.numerics import Array, Judge, ModuleRunner, Rows, answers, rows_of_inputs, rows_of_output
-from rsrv_bundle.spec import PadSpec, TensorSpec
+from rsrv_bundle.padding import cut
+from rsrv_bundle.spec import PadSpec
 
 #: inputs of any length -> outputs of this length
 Direct = Callable[..., Sequence[Any]]
@@ -31,11 +32,16 @@ def check_padding(
 
     direct: the original model. Without it, rows are compared with those at the smallest variant that holds them.
 
-    Raises BundleError if the original model fails at a length, and with the outputs of the first module that differs.
+    Raises PaddingError if the original model fails at a length, and with the outputs of the first module that differs.
     """
     pad = run.bundle.manifest.pad
-    if pad is not None:
+    if pad is None:
+        return
+    judge.raise_if_any()
+    try:
         _Check(run, judge, examples, pad).compare(direct)
+    except BundleError as e:
+        raise PaddingError(e.problems) from e
 
 
 class _Check:
@@ -55,7 +61,7 @@ class _Check:
         #: length -> the inputs of its row
         self.own = {
             length: [
-                self._cut(spec, array[at : at + 1], length)
+                cut(self.manifest, spec, array[at : at + 1], length)
                 for spec, array in zip(self.manifest.inputs, rows, strict=True)
             ]
             for at, length in enumerate(self.lengths)
@@ -76,7 +82,7 @@ class _Check:
                     arrays = answers(self.run, key, rows)
                     for at, length in enumerate(lengths):
                         one = [
-                            self._cut(spec, array[at : at + 1], length)
+                            cut(self.manifest, spec, array[at : at + 1], length)
                             for spec, array in zip(outputs, arrays, strict=True)
                         ]
                         self.judge.padding(
@@ -107,7 +113,7 @@ class _Check:
                 rows_of_output(spec, np.asarray(value), 1)
                 for spec, value in zip(outputs, results, strict=True)
             ]
-        return [self._cut(spec, array, length) for spec, array in zip(outputs, arrays, strict=True)]
+        return [cut(self.manifest, spec, array, length) for spec, array in zip(outputs, arrays, strict=True)]
 
     def _padded(self, variant: int, lengths: Sequence[int], *, noise: bool) -> Rows:
         """Return the rows of these lengths, padded to a variant."""
@@ -116,20 +122,10 @@ class _Check:
             if spec.name in self.pad.values and (not noise or spec.name == self.pad.mask):
                 array[...] = self.pad.values[spec.name]
             for at, length in enumerate(lengths):
-                self._cut(spec, array[at : at + 1], length)[...] = self.own[length][index]
+                cut(self.manifest, spec, array[at : at + 1], length)[...] = self.own[length][index]
         return padded
 
     def _random(self, variant: int, count: int, first: int) -> list[Array]:
         """Return rows of random inputs, as arrays that can be written."""
         inputs = random_inputs(self.run.bundle, variant, count, self.examples, first)
         return [array.copy() for array in rows_of_inputs(self.run.bundle, inputs)]
-
-    def _cut(self, spec: TensorSpec, rows: Array, length: int) -> Array:
-        """View the first elements of each row along the padded axis."""
-        axis = self.manifest.padded_axis(spec)
-        assert spec.batch_axis is not None, "the manifest's rules"
-        if axis is None:
-            return rows
-        # Rows have the batch axis first.
-        before = axis if axis > spec.batch_axis else axis + 1
-        return rows[(slice(None),) * before + (slice(length),)]

@@ -11,6 +11,7 @@ import numpy as np
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.padding import fitted
 from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -117,7 +118,7 @@ def _executable(bundle: Bundle, request: Mapping[str, Array]) -> tuple[int, list
     if missing:
         raise BundleError(f"{bundle.name}: preprocess returns no {', '.join(missing)}")
     arrays = [np.asarray(request[spec.name]) for spec in specs]
-    variant = bundle.variant_of([array.shape for array in arrays])
+    variant, arrays = fitted(bundle, arrays)
     rows = {
         array.shape[spec.batch_axis]
         for spec, array in zip(specs, arrays, strict=True)

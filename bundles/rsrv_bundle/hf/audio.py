@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import wave
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from rsrv.hooks.audio import decode
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import load_model
-from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_scores, numbers, row, strings
+from rsrv_bundle.hf.recipe import HubOptions, HubRecipe, Request, label_scores, row
 
 #: Seconds to compile for, unless the user gives lengths.
 _SECONDS = (5, 15)
@@ -73,13 +72,11 @@ class _Listener(nn.Module):
             norm.lengths = lengths
         return self.network(input_values=samples, attention_mask=mask).logits.float()
 
-    def frames(self, lengths: Any) -> Any:
-        return self.network._get_feat_extract_output_lengths(lengths.long()).int()
-
 
 class _Speech(_Listener):
     def forward(self, samples: Any, lengths: Any) -> dict[str, Any]:
-        return {"logits": self.hear(samples, lengths), "frames": self.frames(lengths)}
+        frames = self.network._get_feat_extract_output_lengths(lengths.long()).int()
+        return {"logits": self.hear(samples, lengths), "frames": frames}
 
 
 class _SoundScorer(_Listener):
@@ -122,32 +119,39 @@ class _Sound:
             raise BundleError(f"--lengths: {shortest} samples are less than the model needs") from None
         self.normalise = bool(self.extractor.do_normalize)
 
-    def hooks(self, task: str, post: str = "") -> str:
-        """Return the text of model.py."""
-        imports = (
-            "import json\nfrom pathlib import Path\n\nfrom rsrv.hooks import audio, text\n"
-            if post
-            else ("from rsrv.hooks import audio\n")
-        )
-        return (
-            f'"""Hooks of a model for {task}: WAV files to samples."""\n\n{imports}\n'
+    def recipe(
+        self,
+        kind: str,
+        module: nn.Module,
+        ask: Any,
+        reference: Callable[[Any], Any],
+        output: str,
+        *,
+        post: str = "",
+        **others: Any,
+    ) -> HubRecipe:
+        """Return the recipe of a module. ask, reference: the pipeline, and a function from its answer to the output."""
+        hooks = (
+            f'"""Hooks of a model for {kind}: WAV files to samples."""\n\n'
+            f"from rsrv.hooks import {'audio, text' if post else 'audio'}\n\n"
             f"RATE = {self.rate}\nLENGTHS = {list(self.lengths)}\n\n\n"
             "def preprocess(inputs):\n"
             '    sounds = audio.decode(inputs["audio"], RATE, most=max(LENGTHS))\n'
             f"    padded = audio.pad(sounds, LENGTHS, least={self.least}, normalise={self.normalise})\n"
             f'    return {{"samples": padded.samples, "lengths": padded.lengths}}\n{post}'
         )
-
-    @property
-    def examples(self) -> dict[str, Array]:
-        rng = np.random.default_rng(0)
-        least = min(self.lengths)
-        samples = rng.normal(size=(2, least)).astype(np.float32)
-        return {"samples": samples, "lengths": np.array([least, max(self.least, least // 3)], np.int32)}
-
-    @property
-    def input_shapes(self) -> list[dict[str, int]]:
-        return [{"l": length} for length in sorted(self.lengths)]
+        return HubRecipe(
+            kind=kind,
+            module=module.eval(),
+            axes={"samples": "nl", "lengths": "n"},
+            hooks=hooks,
+            inputs=("audio",),
+            outputs=(output,),
+            samples=self.samples(),
+            reference=lambda request: {output: reference(ask(self.heard(request)))},
+            input_shapes=[{"l": length} for length in sorted(self.lengths)],
+            **others,
+        )
 
     def samples(self) -> dict[str, Request]:
         """Return sounds of several lengths, some of them as long as the model reads, and of several formats."""
@@ -185,9 +189,10 @@ def _wav(seed: int, count: int, rate: int, channels: int, width: int) -> bytes:
     return file.getvalue()
 
 
+#: Strings of the directory are literals: the text becomes code.
 _TEXT = """
 
-WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+WORDS = {words!r}
 
 
 def postprocess(outputs):
@@ -223,30 +228,13 @@ def speech(directory: Directory, options: HubOptions) -> HubRecipe:
         device="cpu",
     )
 
-    def reference(request: Request) -> dict[str, Any]:
-        return {"text": ask(sound.heard(request))["text"]}
-
-    delimiter = getattr(tokenizer, "word_delimiter_token", "|")
     if tokenizer.pad_token_id is None:
         raise BundleError("tokenizer_config.json: pad_token: is missing; CTC needs it as the blank")
-    # As literals: the text becomes code.
-    post = _TEXT.format(blank=int(tokenizer.pad_token_id), delimiter=str(delimiter))
-    return HubRecipe(
-        module=_Speech(network).eval(),
-        examples=sound.examples,
-        axes={"samples": "nl", "lengths": "n"},
-        input_shapes=sound.input_shapes,
-        hooks=sound.hooks("automatic-speech-recognition", post),
-        files={"words.json": json.dumps(words, ensure_ascii=False)},
-        client_inputs=[strings("audio")],
-        client_outputs=[strings("text")],
-        task={
-            "kind": "automatic-speech-recognition",
-            "inputs": {"audio": "audio"},
-            "outputs": {"text": "text"},
-        },
-        samples=sound.samples(),
-        reference=reference,
+    delimiter = str(getattr(tokenizer, "word_delimiter_token", "|"))
+    post = _TEXT.format(words=words, blank=int(tokenizer.pad_token_id), delimiter=delimiter)
+    module = _Speech(network)
+    return sound.recipe(
+        "automatic-speech-recognition", module, ask, lambda answer: answer["text"], "text", post=post
     )
 
 
@@ -266,24 +254,12 @@ def classify(directory: Directory, options: HubOptions) -> HubRecipe:
         top_k=len(labels),
     )
 
-    def reference(request: Request) -> dict[str, Any]:
-        return {"scores": label_scores(ask(sound.heard(request)), labels)}
-
-    return HubRecipe(
-        module=_SoundScorer(network).eval(),
-        examples=sound.examples,
-        axes={"samples": "nl", "lengths": "n"},
-        input_shapes=sound.input_shapes,
-        hooks=sound.hooks("audio-classification"),
-        files={},
-        client_inputs=[strings("audio")],
-        client_outputs=[numbers("scores", "f32", "k", [len(labels)])],
-        task={
-            "kind": "audio-classification",
-            "inputs": {"audio": "audio"},
-            "outputs": {"scores": "scores"},
-            "labels": labels,
-        },
-        samples=sound.samples(),
-        reference=reference,
+    module = _SoundScorer(network)
+    return sound.recipe(
+        "audio-classification",
+        module,
+        ask,
+        lambda answer: label_scores(answer, labels),
+        "scores",
+        labels=labels,
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from rsrv.command import put
+from rsrv.hooks import BadInput
+from rsrv.hooks.loader import load_hooks
 from rsrv_bundle import writer
-from rsrv_bundle.errors import BundleError, summary
+from rsrv_bundle.errors import BundleError, PaddingError, summary
 from rsrv_bundle.from_torch import export_torch
 from rsrv_bundle.hf import audio, image, text
 from rsrv_bundle.hf.directory import Directory, open_directory
@@ -77,14 +83,14 @@ def export_hf(
     target = writer.free_target(out_dir, overwrite)
     checked = open_directory(Path(directory))
     limit = {**TOLERANCE, **(tolerance or {})}["f32"]
-    task = options.task or task_of(checked)
-    others = {
-        "description": description or f"{checked.architecture or 'A model'}: {task}.",
-        "platform": platform,
-        "tolerance": tolerance or {},
-        "weights": weights,
-    }
     with offline(), writer.scratch_beside(target) as scratch:
+        task = options.task or task_of(checked)
+        others = {
+            "description": description or f"{checked.architecture or 'A model'}: {task}.",
+            "platform": platform,
+            "tolerance": tolerance or {},
+            "weights": weights,
+        }
         work = Path(scratch, target.name)
         if task == GENERATION:
             errors = export_decoder(checked, options, work, limit=limit, **others)
@@ -101,24 +107,49 @@ def _export_recipe(
     """Write the bundle of a recipe, and return the largest error of each output. Raises BundleError."""
     with tempfile.TemporaryDirectory() as folder:
         files = []
-        for name, content in recipe.files.items():
-            files.append(Path(folder, name))
-            files[-1].write_text(content, encoding="utf-8")
-        bundle = export_torch(
-            recipe.module,
-            recipe.examples,
-            batch_sizes=options.batch_sizes or _BATCH_SIZES,
-            out_dir=work,
-            axes=recipe.axes,
-            input_shapes=recipe.input_shapes,
-            hooks=recipe.hooks,
-            files=files,
-            client_inputs=recipe.client_inputs,
-            client_outputs=recipe.client_outputs,
-            task=recipe.task,
-            **{**others, "tolerance": {**recipe.tolerance, **others["tolerance"]}},
-        )
+        if recipe.tokenizer is not None:
+            files = [Path(folder, "tokenizer.json")]
+            files[0].write_text(recipe.tokenizer, encoding="utf-8")
+
+        def write(hooks: str, pad: str) -> Bundle:
+            return export_torch(
+                recipe.module,
+                _examples(recipe, hooks, Path(folder)),
+                batch_sizes=options.batch_sizes or _BATCH_SIZES,
+                out_dir=work,
+                axes=recipe.axes,
+                input_shapes=recipe.input_shapes,
+                pad=pad,
+                hooks=hooks,
+                files=files,
+                client_inputs=recipe.client_inputs,
+                client_outputs=recipe.client_outputs,
+                task=recipe.task,
+                **{**others, "tolerance": {**recipe.tolerance, **others["tolerance"]}},
+            )
+
+        try:
+            bundle = write(recipe.hooks, recipe.pad)
+        except PaddingError as e:
+            put(
+                f"{work.name}: gets no padded axis, so requests of different lengths share no execution: {e.problems[0]}",
+                sys.stderr,
+            )
+            bundle = write(recipe.unpadded_hooks, "")
     return prove(bundle, recipe, limit)
+
+
+def _examples(recipe: HubRecipe, hooks: str, folder: Path) -> Mapping[str, Any]:
+    """Return the executable inputs of the first two samples, as the hooks make them beside the files in a folder."""
+    (folder / "model.py").write_text(hooks, encoding="utf-8")
+    first = list(recipe.samples.values())[:2]
+    request = {name: np.concatenate([sample[name] for sample in first]) for name in recipe.inputs}
+    try:
+        preprocess = load_hooks(folder / "model.py").preprocess
+        assert preprocess is not None
+        return preprocess(request)
+    except (BadInput, ValueError) as e:
+        raise BundleError(f"the hooks fail with the first samples: {e}") from e
 
 
 def recipe_of(directory: Directory, task: str, options: HubOptions) -> HubRecipe:

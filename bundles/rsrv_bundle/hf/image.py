@@ -15,17 +15,7 @@ from torch import nn
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import load_model
-from rsrv_bundle.hf.recipe import (
-    Array,
-    HubOptions,
-    HubRecipe,
-    Request,
-    label_scores,
-    numbers,
-    row,
-    strings,
-    value,
-)
+from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_scores, row, value
 
 #: Pillow's filters by their numbers, which preprocessor_config.json has.
 _FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
@@ -135,60 +125,17 @@ def _channels(numbers: Any) -> tuple[float, ...]:
 
 
 class _Looker(nn.Module):
-    """A network that reads pixels."""
+    """A network that reads pixels. `answer`: output of the network, height and width of the pixels -> outputs of the bundle."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, answer: Callable[[Any, Any], dict[str, Any]]) -> None:
         super().__init__()
         self.network = network
+        self.answer = answer
 
-
-class _PictureScorer(_Looker):
-    def __init__(self, network: nn.Module, activation: Callable[[Any], Any]) -> None:
-        super().__init__(network)
-        self.activation = activation
-
-    def forward(self, pixel_values: Any) -> dict[str, Any]:
-        return {"scores": self.activation(self.network(pixel_values=pixel_values).logits.float())}
-
-
-class _PictureEmbedder(_Looker):
-    def __init__(self, network: nn.Module, pooling: str) -> None:
-        super().__init__(network)
-        self.pooling = pooling
-
-    def forward(self, pixel_values: Any) -> dict[str, Any]:
-        found = self.network(pixel_values=pixel_values)
-        if self.pooling == "pooler":
-            return {"embedding": found.pooler_output.flatten(1).float()}
-        hidden = found.last_hidden_state
-        return {"embedding": (hidden[:, 0] if self.pooling == "cls" else hidden.mean(1)).float()}
-
-
-class _Detector(_Looker):
-    def forward(self, pixel_values: Any, sizes: Any) -> dict[str, Any]:
-        found = self.network(pixel_values=pixel_values)
-        scores = found.logits.float().softmax(-1)
+    def forward(self, pixel_values: Any, sizes: Any = None) -> dict[str, Any]:
+        outputs = self.answer(self.network(pixel_values=pixel_values), pixel_values.shape[-2:])
         # The sizes of the pictures pass through: the hook needs them to convert shares of a picture to pixels.
-        return {"scores": scores, "boxes": found.pred_boxes.float(), "sizes": sizes + 0}
-
-
-class _Segmenter(_Looker):
-    def forward(self, pixel_values: Any) -> dict[str, Any]:
-        logits = self.network(pixel_values=pixel_values).logits.float()
-        size = pixel_values.shape[-2:]
-        wide = nn.functional.interpolate(logits, size=size, mode="bilinear", align_corners=False)
-        return {"map": wide.argmax(1).int()}
-
-
-class _Depth(_Looker):
-    def forward(self, pixel_values: Any) -> dict[str, Any]:
-        found = self.network(pixel_values=pixel_values).predicted_depth.float()
-        size = pixel_values.shape[-2:]
-        if found.shape[-2:] != size:
-            found = nn.functional.interpolate(found[:, None], size=size, mode="bicubic", align_corners=False)[
-                :, 0
-            ]
-        return {"map": found}
+        return outputs if sizes is None else {**outputs, "sizes": sizes + 0}
 
 
 class Pictures:
@@ -209,27 +156,44 @@ class Pictures:
             raise BundleError("--lengths: is for texts and sounds; leave it out")
         self.steps = _steps(self.processor, options)
 
-    def hooks(self, task: str, sizes: bool = False, post: str = "", reads: bool = False) -> str:
-        """Return the text of model.py."""
-        passed = ', "sizes": image.sizes(pictures)' if sizes else ""
-        imports = (
-            "import json\nfrom pathlib import Path\n\nfrom rsrv.hooks import boxes, image, text\n"
-            if reads
-            else ("from rsrv.hooks import image\n")
-        )
-        return (
-            f'"""Hooks of a model for {task}: pictures to pixels."""\n\n{imports}\n'
+    def recipe(
+        self,
+        kind: str,
+        network: nn.Module,
+        answer: Callable[[Any, Any], dict[str, Any]],
+        ask: Any,
+        reference: Callable[[Any], Any],
+        output: str,
+        *,
+        post: str = "",
+        exact: bool = False,
+        **others: Any,
+    ) -> HubRecipe:
+        """Return the recipe of a network with one output.
+
+        ask, reference: the pipeline, and a function from its answer to the output. post: code of the hooks behind `preprocess`.
+        It gets the sizes of the pictures. exact: all samples have the network's size.
+        """
+        sized = ', "sizes": image.sizes(pictures)' if post else ""
+        hooks = (
+            f'"""Hooks of a model for {kind}: pictures to pixels."""\n\n'
+            f"from rsrv.hooks import {'boxes, image, text' if post else 'image'}\n\n"
             f"MEAN = {self.steps.mean}\nSTD = {self.steps.std}\n\n\n"
             'def preprocess(inputs):\n    pictures = image.decode(inputs["image"])\n'
             f"{self.steps.code}"
-            f'    return {{"pixel_values": image.normalise(pixels, MEAN, STD){passed}}}\n{post}'
+            f'    return {{"pixel_values": image.normalise(pixels, MEAN, STD){sized}}}\n{post}'
         )
-
-    @property
-    def examples(self) -> dict[str, Array]:
-        """Return executable inputs of a picture."""
-        rng = np.random.default_rng(0)
-        return {"pixel_values": rng.normal(size=(1, 3, *self.steps.shape)).astype(np.float32)}
+        return HubRecipe(
+            kind=kind,
+            module=_Looker(network, answer).eval(),
+            axes={"pixel_values": "nchw"},
+            hooks=hooks,
+            inputs=("image",),
+            outputs=(output,),
+            samples=self.samples(exact),
+            reference=lambda request: {output: reference(ask(_opened(request)))},
+            **others,
+        )
 
     def samples(self, exact: bool = False) -> dict[str, Request]:
         """Return pictures as files: of several sizes and formats, or all of the network's size."""
@@ -243,11 +207,7 @@ class Pictures:
             "grey": (high + 1, wide, "L", "PNG"),
         }
         return {
-            name: row(
-                image=_picture(
-                    number, height if not exact else high, width if not exact else wide, mode, kind
-                )
-            )
+            name: row(image=_picture(number, *((high, wide) if exact else (height, width)), mode, kind))
             for number, (name, (height, width, mode, kind)) in enumerate(forms.items())
         }
 
@@ -291,29 +251,16 @@ def classify(directory: Directory, options: HubOptions) -> HubRecipe:
     network = load_model(AutoModelForImageClassification, directory)
     pictures = Pictures(directory, options)
     labels = directory.labels
-    ask = _ask("image-classification", network, pictures, top_k=len(labels))
     multi = directory.config.get("problem_type") == "multi_label_classification" or len(labels) == 1
-
-    def reference(request: Request) -> dict[str, Any]:
-        return {"scores": label_scores(ask(_opened(request)), labels)}
-
-    return HubRecipe(
-        module=_PictureScorer(network, nn.Sigmoid() if multi else nn.Softmax(-1)).eval(),
-        examples=pictures.examples,
-        axes={"pixel_values": "nchw"},
-        input_shapes=[],
-        hooks=pictures.hooks("image-classification"),
-        files={},
-        client_inputs=[strings("image")],
-        client_outputs=[numbers("scores", "f32", "k", [len(labels)])],
-        task={
-            "kind": "image-classification",
-            "inputs": {"image": "image"},
-            "outputs": {"scores": "scores"},
-            "labels": labels,
-        },
-        samples=pictures.samples(),
-        reference=reference,
+    activation = nn.Sigmoid() if multi else nn.Softmax(-1)
+    return pictures.recipe(
+        "image-classification",
+        network,
+        lambda output, _: {"scores": activation(output.logits.float())},
+        _ask("image-classification", network, pictures, top_k=len(labels)),
+        lambda answer: label_scores(answer, labels),
+        "scores",
+        labels=labels,
     )
 
 
@@ -323,49 +270,33 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
 
     network = load_model(AutoModel, directory)
     pictures = Pictures(directory, options)
-    example = {name: torch.from_numpy(array) for name, array in pictures.examples.items()}
     with torch.no_grad():
-        has_pooler = getattr(network(**example), "pooler_output", None) is not None
-    pooling = options.pooling or ("pooler" if has_pooler else "cls")
+        output = network(pixel_values=torch.zeros(1, 3, *pictures.steps.shape))
+    pooler = getattr(output, "pooler_output", None) is not None
+    pooling = options.pooling or ("pooler" if pooler else "cls")
+    pools: dict[str, Callable[[Any], Any]] = {"cls": lambda x: x[..., 0, :], "mean": lambda x: x.mean(-2)}
     if pooling == "last":
         raise BundleError("--pooling: a picture has no last token; choose mean or cls")
-    module = _PictureEmbedder(network, pooling).eval()
-    with torch.no_grad():
-        width = module(**example)["embedding"].shape[1]
+
+    def answer(output: Any, _: Any) -> dict[str, Any]:
+        if pooling == "pooler":
+            return {"embedding": output.pooler_output.flatten(1).float()}
+        return {"embedding": pools[pooling](output.last_hidden_state).float()}
+
+    def reference(answer: Any) -> Array:
+        found = np.array(answer, np.float32)[0]
+        vector: Array = found.reshape(-1) if pooling == "pooler" else pools[pooling](found)
+        return vector
+
     ask = _ask("image-feature-extraction", network, pictures, pool=pooling == "pooler")
-
-    def reference(request: Request) -> dict[str, Any]:
-        found = np.array(ask(_opened(request)), np.float32)[0]
-        vector = {
-            "pooler": lambda: found.reshape(-1),
-            "cls": lambda: found[0],
-            "mean": lambda: found.mean(0),
-        }[pooling]()
-        return {"embedding": vector}
-
-    return HubRecipe(
-        module=module,
-        examples=pictures.examples,
-        axes={"pixel_values": "nchw"},
-        input_shapes=[],
-        hooks=pictures.hooks("feature-extraction"),
-        files={},
-        client_inputs=[strings("image")],
-        client_outputs=[numbers("embedding", "f32", "d", [width])],
-        task={
-            "kind": "feature-extraction",
-            "inputs": {"image": "image"},
-            "outputs": {"embedding": "embedding"},
-        },
-        samples=pictures.samples(),
-        reference=reference,
-    )
+    return pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
 
 
-_OBJECTS = f"""
+#: The labels are literals: the text becomes code.
+_OBJECTS = """
 
-LABELS = json.loads(Path(__file__).with_name("labels.json").read_text(encoding="utf-8"))
-THRESHOLD = {_THRESHOLD}
+LABELS = {labels!r}
+THRESHOLD = {threshold}
 
 
 def postprocess(outputs):
@@ -381,28 +312,15 @@ def detect(directory: Directory, options: HubOptions) -> HubRecipe:
     network = load_model(AutoModelForObjectDetection, directory)
     pictures = Pictures(directory, options)
     labels = directory.labels
-    ask = _ask("object-detection", network, pictures, threshold=_THRESHOLD)
-
-    def reference(request: Request) -> dict[str, Any]:
-        return {"detections": ask(_opened(request))}
-
-    return HubRecipe(
-        module=_Detector(network).eval(),
-        examples={**pictures.examples, "sizes": np.array([[48, 64]], np.int32)},
-        axes={"pixel_values": "nchw", "sizes": "ns"},
-        input_shapes=[],
-        hooks=pictures.hooks("object-detection", sizes=True, post=_OBJECTS, reads=True),
-        files={"labels.json": json.dumps(labels, ensure_ascii=False, indent=1)},
-        client_inputs=[strings("image")],
-        client_outputs=[strings("detections")],
-        task={
-            "kind": "object-detection",
-            "inputs": {"image": "image"},
-            "outputs": {"detections": "detections"},
-            "labels": labels,
-        },
-        samples=pictures.samples(),
-        reference=reference,
+    return pictures.recipe(
+        "object-detection",
+        network,
+        lambda output, _: {"scores": output.logits.float().softmax(-1), "boxes": output.pred_boxes.float()},
+        _ask("object-detection", network, pictures, threshold=_THRESHOLD),
+        lambda answer: answer,
+        "detections",
+        post=_OBJECTS.format(labels=labels, threshold=_THRESHOLD),
+        labels=labels,
     )
 
 
@@ -413,33 +331,29 @@ def segment(directory: Directory, options: HubOptions) -> HubRecipe:
     network = load_model(AutoModelForSemanticSegmentation, directory)
     pictures = Pictures(directory, options)
     labels = directory.labels
-    ask = _ask("image-segmentation", network, pictures, subtask="semantic")
 
-    def reference(request: Request) -> dict[str, Any]:
+    def answer(output: Any, size: Any) -> dict[str, Any]:
+        logits = output.logits.float()
+        wide = nn.functional.interpolate(logits, size=size, mode="bilinear", align_corners=False)
+        return {"map": wide.argmax(1).int()}
+
+    def reference(answer: Any) -> Array:
         found = np.zeros(pictures.steps.shape, np.int32)
-        for part in ask(_opened(request)):
+        for part in answer:
             found[np.asarray(part["mask"]) > 0] = labels.index(part["label"])
-        return {"map": found}
+        return found
 
-    return HubRecipe(
-        module=_Segmenter(network).eval(),
-        examples=pictures.examples,
-        axes={"pixel_values": "nchw", "map": "nhw"},
-        input_shapes=[],
-        hooks=pictures.hooks("image-segmentation"),
-        files={},
-        client_inputs=[strings("image")],
-        client_outputs=[numbers("map", "i32", "hw", pictures.steps.shape)],
-        task={
-            "kind": "image-segmentation",
-            "inputs": {"image": "image"},
-            "outputs": {"map": "map"},
-            "labels": labels,
-        },
+    return pictures.recipe(
+        "image-segmentation",
+        network,
+        answer,
+        _ask("image-segmentation", network, pictures, subtask="semantic"),
+        reference,
+        "map",
+        labels=labels,
         # The pipeline scales its map to the picture.
-        samples=pictures.samples(exact=True),
-        reference=reference,
-        # Where two classes are equally likely, rounding decides; the whole maps are compared below.
+        exact=True,
+        # Where two classes are equally likely, rounding decides; the whole maps are compared by `prove`.
         tolerance={"i32": 1.0},
     )
 
@@ -450,22 +364,19 @@ def depth(directory: Directory, options: HubOptions) -> HubRecipe:
 
     network = load_model(AutoModelForDepthEstimation, directory)
     pictures = Pictures(directory, options)
-    ask = _ask("depth-estimation", network, pictures)
 
-    def reference(request: Request) -> dict[str, Any]:
-        found = ask(_opened(request))["predicted_depth"]
-        return {"map": found.detach().numpy().astype(np.float32)}
+    def answer(output: Any, size: Any) -> dict[str, Any]:
+        found = output.predicted_depth.float()[:, None]
+        if found.shape[-2:] != size:
+            found = nn.functional.interpolate(found, size=size, mode="bicubic", align_corners=False)
+        return {"map": found[:, 0]}
 
-    return HubRecipe(
-        module=_Depth(network).eval(),
-        examples=pictures.examples,
-        axes={"pixel_values": "nchw", "map": "nhw"},
-        input_shapes=[],
-        hooks=pictures.hooks("depth-estimation"),
-        files={},
-        client_inputs=[strings("image")],
-        client_outputs=[numbers("map", "f32", "hw", pictures.steps.shape)],
-        task={"kind": "depth-estimation", "inputs": {"image": "image"}, "outputs": {"map": "map"}},
-        samples=pictures.samples(exact=True),
-        reference=reference,
+    return pictures.recipe(
+        "depth-estimation",
+        network,
+        answer,
+        _ask("depth-estimation", network, pictures),
+        lambda answer: answer["predicted_depth"].detach().numpy().astype(np.float32),
+        "map",
+        exact=True,
     )

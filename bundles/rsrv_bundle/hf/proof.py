@@ -15,6 +15,7 @@ from rsrv.progress import steps
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.recipe import Array, HubRecipe, Request
 from rsrv_bundle.numerics import ModuleRunner, answers, difference
+from rsrv_bundle.padding import cut, fitted, length_of
 from rsrv_bundle.spec import Bundle
 
 
@@ -32,15 +33,19 @@ class ServedBundle:
         manifest = self.bundle.manifest
         inputs = request if self._hooks.preprocess is None else self._hooks.preprocess(request)
         arrays = [inputs[spec.name] for spec in manifest.inputs]
-        variant = self.bundle.variant_of([array.shape for array in arrays])
+        variant, padded = fitted(self.bundle, arrays)
         if variant is None:
             raise BundleError(
                 f"model.py: makes inputs of the shapes {[array.shape for array in arrays]}, which no variant has"
             )
         sizes = self._run.sizes(variant)
         size = next((size for size in sizes if size >= len(arrays[0])), sizes[-1])
-        found = answers(self._run, (variant, size), arrays)
-        outputs = {spec.name: array for spec, array in zip(manifest.outputs, found, strict=True)}
+        found = answers(self._run, (variant, size), padded)
+        length = length_of(manifest, arrays)
+        outputs = {
+            spec.name: array if length is None else cut(manifest, spec, array, length)
+            for spec, array in zip(manifest.outputs, found, strict=True)
+        }
         return outputs if self._hooks.postprocess is None else self._hooks.postprocess(outputs)
 
 

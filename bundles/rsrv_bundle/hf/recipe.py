@@ -1,4 +1,4 @@
-"""What a directory becomes: the module to export, the bundle's hooks and files, and what the answers are compared with."""
+"""What a directory becomes: the module to export, the bundle's hooks, and the reference of its answers."""
 
 from __future__ import annotations
 
@@ -36,44 +36,60 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class HubRecipe:
-    """Arguments of `export_torch`, and the proof."""
+    """Arguments of `export_torch`, and the proof. Clients' tensors have the names of their roles in the task."""
 
+    kind: str
     #: In evaluation mode; returns the outputs by name.
     module: Any
-    #: Executable inputs by name, as hooks make them of a sample.
-    examples: Mapping[str, Array]
+    #: Letters of the inputs' axes, and of outputs that need certain ones.
     axes: Mapping[str, str]
-    input_shapes: Sequence[Mapping[str, int]]
-    #: Text of model.py.
+    #: Text of model.py. Its `preprocess` makes the executable inputs of a sample.
     hooks: str
-    #: Text of other files by name.
-    files: Mapping[str, str]
-    client_inputs: Sequence[Mapping[str, Any]]
-    client_outputs: Sequence[Mapping[str, Any]]
-    task: Mapping[str, Any]
+    #: Names of the clients' inputs: one string in a row each.
+    inputs: tuple[str, ...]
+    #: Names of the clients' outputs. With `postprocess`, they are strings, except `tokens`.
+    outputs: tuple[str, ...]
     #: Requests of one row, by a name for errors.
     samples: Mapping[str, Request]
     #: Function from a row to the framework's answer, by client output. Strings are parsed JSON, or text.
     reference: Callable[[Request], Mapping[str, Any]]
-    #: Framework that gives the reference, for the manifest.
+    input_shapes: Sequence[Mapping[str, int]] = ()
+    #: Padded axis of the inputs, as `export_bundle` takes it.
+    pad: str = ""
+    #: Text of model.py if padding changes an answer: it makes inputs of the compiled lengths only.
+    unpadded_hooks: str = ""
+    labels: Sequence[str] = ()
+    dimensions: Sequence[int] = ()
+    #: Text of tokenizer.json.
+    tokenizer: str | None = None
+    #: Framework that gives the reference, for errors.
     source: str = "transformers.pipeline"
     #: Element type -> largest error of the modules, where it is not `numerics.TOLERANCE`.
     tolerance: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def task(self) -> dict[str, Any]:
+        """Section `task` of the manifest."""
+        lists = {"labels": list(self.labels), "dimensions": list(self.dimensions)}
+        return {
+            "kind": self.kind,
+            "inputs": {name: name for name in self.inputs},
+            "outputs": {name: name for name in self.outputs},
+            **{key: values for key, values in lists.items() if values},
+        }
 
-def strings(name: str) -> dict[str, Any]:
-    """Return the manifest's entry of a tensor with one string in a row."""
-    return {"name": name, "dtype": "bytes", "shape": "n"}
+    @property
+    def client_inputs(self) -> list[dict[str, Any]]:
+        return [_entry(name) for name in self.inputs]
+
+    @property
+    def client_outputs(self) -> list[dict[str, Any]] | None:
+        """Entries of the manifest; None: clients get the outputs of the module."""
+        return [_entry(name) for name in self.outputs] if "def postprocess(" in self.hooks else None
 
 
-def numbers(name: str, dtype: str, letters: str = "", sizes: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the manifest's entry of a tensor with a batch axis and axes of these sizes."""
-    return {
-        "name": name,
-        "dtype": dtype,
-        "shape": f"n{letters}",
-        "dims": dict(zip(letters, sizes, strict=True)),
-    }
+def _entry(name: str) -> dict[str, Any]:
+    return {"name": name, "dtype": "i32" if name == "tokens" else "bytes", "shape": "n"}
 
 
 def row(**values: str | bytes) -> Request:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,17 +13,7 @@ from torch import nn
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import check_tokenizer, load_model, load_tokenizer
-from rsrv_bundle.hf.recipe import (
-    Array,
-    HubOptions,
-    HubRecipe,
-    Request,
-    label_scores,
-    numbers,
-    row,
-    strings,
-    value,
-)
+from rsrv_bundle.hf.recipe import HubOptions, HubRecipe, Request, label_scores, row, value
 
 _SENTENCES = (
     "A cat sat on the mat.",
@@ -38,107 +27,64 @@ _SENTENCES = (
 )
 _DEFAULT_LENGTHS = (32, 128, 512)
 _CANDIDATES = 5
+#: Executable inputs, with the arrays of `rsrv.hooks.text.Tokens` that they get, and the values behind a text's end.
+_INPUTS: Final[Mapping[str, tuple[str, int]]] = {
+    "input_ids": ("ids", 0),
+    "attention_mask": ("mask", 0),
+    "token_type_ids": ("types", 0),
+    "starts": ("starts", -1),
+    "ends": ("ends", -1),
+}
+#: Kinds of models that count positions from the padding's id on.
+_SHIFTED = (
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "mpnet",
+    "longformer",
+    "data2vec-text",
+    "xlm-roberta-xl",
+    "ibert",
+)
+#: output of a network, `input_ids` and `attention_mask` -> outputs of the bundle
+_Answer = Callable[[Any, Any, Any], dict[str, Any]]
 
 
 class _TextReader(nn.Module):
     """A network of token ids, with inputs i32 and the number of tokens as an output."""
 
-    def __init__(self, network: nn.Module, with_types: bool) -> None:
+    def __init__(self, network: nn.Module, answer: _Answer) -> None:
         super().__init__()
         self.network = network
-        self.with_types = with_types
+        self.answer = answer
 
-    def read(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Any:
-        """Run the network on 64-bit integers, as its own tokenizer makes them."""
-        types = {"token_type_ids": token_type_ids.long()} if self.with_types else {}
-        return self.network(input_ids=input_ids.long(), attention_mask=attention_mask.long(), **types)
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any,
+        starts: Any = None,
+        ends: Any = None,
+        token_type_ids: Any = None,
+    ) -> dict[str, Any]:
+        # 64-bit integers, as the network's own tokenizer makes them.
+        given = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
+        if token_type_ids is not None:
+            given["token_type_ids"] = token_type_ids.long()
+        outputs = self.answer(self.call(given), input_ids, attention_mask)
+        if starts is not None:
+            # Outputs of their own: a module whose output is its input would return the caller's memory.
+            outputs |= {"ids": input_ids + 0, "starts": starts + 0, "ends": ends + 0}
+        return {**outputs, "tokens": attention_mask.sum(1).int()}
 
-
-def _count(attention_mask: Any) -> Any:
-    return attention_mask.sum(1).int()
-
-
-class _TextEmbedder(_TextReader):
-    """Token vectors of a network, made one vector by pooling."""
-
-    def __init__(self, network: nn.Module, with_types: bool, pooling: str) -> None:
-        super().__init__(network, with_types)
-        self.pooling = pooling
-
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> dict[str, Any]:
-        hidden = self.read(input_ids, attention_mask, token_type_ids).last_hidden_state.float()
-        counted = attention_mask[:, :, None].to(hidden.dtype)
-        if self.pooling == "cls":
-            vector = hidden[:, 0]
-        elif self.pooling == "last":
-            places = torch.arange(hidden.shape[1])[None, :, None]
-            last = (places == counted.sum(1, keepdim=True) - 1).to(hidden.dtype)
-            vector = (hidden * last).sum(1)
-        else:
-            vector = (hidden * counted).sum(1) / counted.sum(1).clamp(min=1)
-        return {"embedding": vector, "tokens": _count(attention_mask)}
+    def call(self, given: dict[str, Any]) -> Any:
+        return self.network(**given)
 
 
 class _Sentences(_TextReader):
-    """A model of sentence-transformers, with all its modules."""
+    """A model of sentence-transformers, with all its modules. These change the mapping that they get."""
 
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> dict[str, Any]:
-        features = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
-        if self.with_types:
-            features["token_type_ids"] = token_type_ids.long()
-        found = self.network(features)["sentence_embedding"]
-        return {"embedding": found.float(), "tokens": _count(attention_mask)}
-
-
-class _TextScorer(_TextReader):
-    """Scores of classes, for the whole text."""
-
-    def __init__(self, network: nn.Module, with_types: bool, activation: Callable[[Any], Any]) -> None:
-        super().__init__(network, with_types)
-        self.activation = activation
-
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> dict[str, Any]:
-        scores = self.activation(self.read(input_ids, attention_mask, token_type_ids).logits.float())
-        return {"scores": scores, "tokens": _count(attention_mask)}
-
-
-class _Tagger(_TextReader):
-    """Scores of each token, with its id and its place in the text for the hook that groups entities."""
-
-    def forward(
-        self, input_ids: Any, attention_mask: Any, starts: Any, ends: Any, token_type_ids: Any = None
-    ) -> dict[str, Any]:
-        logits = self.read(input_ids, attention_mask, token_type_ids).logits.float()
-        # Outputs of their own: a module whose output is its input would return the caller's memory.
-        return {
-            "scores": logits.softmax(-1),
-            "ids": input_ids + 0,
-            "starts": starts + 0,
-            "ends": ends + 0,
-            "tokens": _count(attention_mask),
-        }
-
-
-class _Filler(_TextReader):
-    """The likeliest tokens in place of each row's mask."""
-
-    def __init__(self, network: nn.Module, with_types: bool, mask_id: int) -> None:
-        super().__init__(network, with_types)
-        self.mask_id = mask_id
-
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> dict[str, Any]:
-        logits = self.read(input_ids, attention_mask, token_type_ids).logits.float()
-        place = (input_ids == self.mask_id).int().argmax(1)
-        # Select the masks before the softmax, so that it runs for one place per row.
-        chosen = logits[torch.arange(logits.shape[0]), place]
-        scores, tokens = chosen.softmax(-1).topk(_CANDIDATES)
-        return {
-            "scores": scores,
-            "candidates": tokens.int(),
-            "ids": input_ids + 0,
-            "mask": attention_mask + 0,
-            "tokens": _count(attention_mask),
-        }
+    def call(self, given: dict[str, Any]) -> Any:
+        return self.network(given)
 
 
 class Text:
@@ -173,7 +119,6 @@ class Text:
         limits = [limit or 10**9, self.tokenizer.model_max_length]
         positions = directory.config.get("max_position_embeddings")
         if isinstance(positions, int) and positions > 0:
-            # RoBERTa and its relatives count positions from the padding's id on.
             shifted = directory.config.get("model_type") in _SHIFTED
             limits.append(positions - (1 + (directory.config.get("pad_token_id") or 0) if shifted else 0))
         most = min(limits)
@@ -186,80 +131,73 @@ class Text:
         most = min(most, _DEFAULT_LENGTHS[-1])
         return (*(length for length in _DEFAULT_LENGTHS if length < most), most)
 
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_token_id or 0
+    def recipe(
+        self,
+        kind: str,
+        module: nn.Module,
+        reference: Callable[[Request], Mapping[str, Any]],
+        *outputs: str,
+        pair: bool = False,
+        spans: bool = False,
+        check: str = "",
+        post: str = "",
+        samples: Mapping[str, Request] | None = None,
+        **others: Any,
+    ) -> HubRecipe:
+        """Return the recipe of a module. outputs: the clients' outputs, beside `tokens`.
 
-    def inputs(self, spans: bool = False) -> tuple[str, ...]:
-        """Return the names of the executable inputs."""
-        types = ("token_type_ids",) if self.with_types else ()
-        return ("input_ids", "attention_mask", *(("starts", "ends") if spans else ()), *types)
-
-    def hooks(
-        self, task: str, pair: bool = False, spans: bool = False, check: str = "", post: str = ""
-    ) -> str:
-        """Return the text of model.py."""
-        options = f', pad_id={self.pad_id}, too_long="{self.too_long}"'
+        spans: the module gets the places of tokens in their text. check, post: code of the hooks, behind the tokenizer and
+        around `postprocess`. samples: by default, those of `texts`.
+        """
+        unused = {*([] if self.with_types else ["token_type_ids"]), *([] if spans else ["starts", "ends"])}
+        inputs = [name for name in _INPUTS if name not in unused]
+        pad_id = self.tokenizer.pad_token_id or 0
+        options = f'pad_id={pad_id}, too_long="{self.too_long}"'
         options += f", prefix={self.prefix!r}" if self.prefix else ""
         options += ", spans=True" if spans else ""
-        parts = {
-            "input_ids": "tokens.ids",
-            "attention_mask": "tokens.mask",
-            "token_type_ids": "tokens.types",
-            "starts": "tokens.starts",
-            "ends": "tokens.ends",
-        }
-        returned = ", ".join(f'"{name}": {parts[name]}' for name in self.inputs(spans))
         second = ', inputs["text_pair"]' if pair else ""
-        imports = "text, tokens as answers" if post else "text"
-        return (
-            f'"""Hooks of a model for {task}: text to tokens{", and scores to an answer" if post else ""}."""\n\n'
-            f"import json\nfrom pathlib import Path\n\nfrom rsrv.hooks import BadInput, {imports}\n\n"
-            if post
-            else f'"""Hooks of a model for {task}: text to tokens."""\n\nfrom pathlib import Path\n\nfrom rsrv.hooks import text\n\n'
-        ) + (
-            "HERE = Path(__file__).parent\n"
-            f'TOKENISER = text.Tokeniser(HERE / "tokenizer.json", lengths={list(self.lengths)}{options})\n'
-            f"{check and _MASK}"
-            "\n\ndef preprocess(inputs):\n"
-            f'    tokens = TOKENISER(inputs["text"]{second})\n{check}'
-            f"    return {{{returned}}}\n{post}"
-        )
+        returned = ", ".join(f'"{name}": tokens.{_INPUTS[name][0]}' for name in inputs)
 
-    def files(self, **others: Any) -> dict[str, str]:
-        """Return the tokenizer, and other files as JSON."""
-        return {"tokenizer.json": self.tokenizer.backend_tokenizer.to_str()} | {
-            f"{name}.json": json.dumps(content, ensure_ascii=False, indent=1)
-            for name, content in others.items()
-        }
+        def hooks(lengths: str) -> str:
+            return (
+                f'"""Hooks of a model for {kind}: text to tokens{", and scores to an answer" if post else ""}."""\n\n'
+                "from pathlib import Path\n\n"
+                f"from rsrv.hooks import {'BadInput, ' if check else ''}text{', tokens as answers' if post else ''}\n\n"
+                f'FILE = Path(__file__).with_name("tokenizer.json")\n'
+                f"TOKENISER = text.Tokeniser(FILE, lengths={lengths}, {options})\n"
+                "\n\ndef preprocess(inputs):\n"
+                f'    tokens = TOKENISER(inputs["text"]{second})\n{check}'
+                f"    return {{{returned}}}\n{post}"
+            )
+
+        compiled = hooks(str(list(self.lengths)))
+        # One length needs no padded axis: all requests have it.
+        padded = len(self.lengths) > 1
+        fills = {**{name: _INPUTS[name][1] for name in inputs}, "input_ids": pad_id}
+        values = "".join(f",{name}={fill}" for name, fill in fills.items() if fill)
+        backend = self.tokenizer.backend_tokenizer
+        # The hooks take the side from the file.
+        backend.enable_truncation(self.lengths[-1], direction=self.tokenizer.truncation_side)
+        file = backend.to_str()
+        backend.no_truncation()
+        return HubRecipe(
+            kind=kind,
+            module=module.eval(),
+            axes=dict.fromkeys(inputs, "nl"),
+            hooks=hooks(f"range(1, {self.lengths[-1] + 1})") if padded else compiled,
+            unpadded_hooks=compiled,
+            inputs=("text", "text_pair") if pair else ("text",),
+            outputs=(*outputs, "tokens"),
+            samples=samples or {name: row(text=sample) for name, sample in self.texts().items()},
+            reference=reference,
+            input_shapes=[{"l": length} for length in self.lengths],
+            pad=f"l=0,mask=attention_mask{values}" if padded else "",
+            tokenizer=file,
+            **others,
+        )
 
     def encode(self, text: str, second: str | None = None) -> Any:
         return self.tokenizer.backend_tokenizer.encode(text, second)
-
-    def examples(self, texts: Sequence[str], pair: bool = False, spans: bool = False) -> dict[str, Array]:
-        """Return executable inputs of real texts, at the smallest length."""
-        length = self.lengths[0]
-        rows = [self.encode(text, text if pair else None) for text in texts]
-        found = {name: np.zeros((len(rows), length), np.int32) for name in self.inputs(spans)}
-        found["input_ids"] += self.pad_id
-        for index, encoding in enumerate(rows):
-            count = min(length, len(encoding.ids))
-            found["input_ids"][index, :count] = encoding.ids[:count]
-            found["attention_mask"][index, :count] = 1
-            if self.with_types:
-                found["token_type_ids"][index, :count] = encoding.type_ids[:count]
-            if spans:
-                found["starts"][index, :count], found["ends"][index, :count] = np.array(
-                    encoding.offsets[:count]
-                ).T
-        return found
-
-    def axes(self, spans: bool = False) -> dict[str, str]:
-        return dict.fromkeys(self.inputs(spans), "nl")
-
-    @property
-    def input_shapes(self) -> list[dict[str, int]]:
-        return [{"l": length} for length in self.lengths]
 
     def texts(self, mask: str = "") -> dict[str, str]:
         """Return samples: several scripts, a text for each length, and one that is cut, unless such are refused.
@@ -294,19 +232,6 @@ class Text:
         return " ".join([*words[:low], mask]).strip()
 
 
-_SHIFTED = (
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "mpnet",
-    "longformer",
-    "data2vec-text",
-    "xlm-roberta-xl",
-    "ibert",
-)
-_MASK = 'MASK = TOKENISER.id_of(json.loads((HERE / "mask.json").read_text(encoding="utf-8")))\n'
-
-
 def _text(request: Request, name: str = "text") -> str:
     return value(request, name).decode()
 
@@ -326,8 +251,20 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
         pooled = {"cls": vectors[0], "last": vectors[-1], "mean": vectors.mean(0)}[pooling]
         return {"embedding": pooled, "tokens": np.int32(len(vectors))}
 
-    module = _TextEmbedder(network, text.with_types, pooling)
-    return _embedding(directory, options, text, module, reference, "transformers.pipeline")
+    def answer(output: Any, _: Any, mask: Any) -> dict[str, Any]:
+        hidden = output.last_hidden_state.float()
+        counted = mask[:, :, None].to(hidden.dtype)
+        if pooling == "cls":
+            return {"embedding": hidden[:, 0]}
+        if pooling == "last":
+            places = torch.arange(hidden.shape[1])[None, :, None]
+            last = (places == counted.sum(1, keepdim=True) - 1).to(hidden.dtype)
+            return {"embedding": (hidden * last).sum(1)}
+        return {"embedding": (hidden * counted).sum(1) / counted.sum(1).clamp(min=1)}
+
+    dimensions = _dimensions(directory, options, network.config.hidden_size)
+    module = _TextReader(network, answer)
+    return text.recipe("feature-extraction", module, reference, "embedding", dimensions=dimensions)
 
 
 def sentences(directory: Directory, options: HubOptions) -> HubRecipe:
@@ -358,48 +295,18 @@ def sentences(directory: Directory, options: HubOptions) -> HubRecipe:
         vector = model.encode([_text(request)], show_progress_bar=False)[0]
         return {"embedding": vector}
 
-    module = _Sentences(model, text.with_types)
-    return _embedding(directory, options, text, module, reference, "sentence-transformers")
+    return text.recipe(
+        "feature-extraction",
+        _Sentences(model, lambda output, *_: {"embedding": output["sentence_embedding"].float()}),
+        reference,
+        "embedding",
+        dimensions=_dimensions(directory, options, model.get_embedding_dimension()),
+        source="sentence-transformers",
+    )
 
 
 #: As in `load_model`. Fused operations of attention have branches that depend on the mask's values.
 _EAGER = {"attn_implementation": "eager", "use_safetensors": True, "dtype": torch.float32}
-
-
-def _embedding(
-    directory: Directory,
-    options: HubOptions,
-    text: Text,
-    module: nn.Module,
-    reference: Callable[[Request], Mapping[str, Any]],
-    source: str,
-) -> HubRecipe:
-    samples = {name: row(text=sample) for name, sample in text.texts().items()}
-    examples = text.examples(_SENTENCES[:2])
-    with torch.no_grad():
-        found = module(**{name: torch.from_numpy(array) for name, array in examples.items()})
-    width = found["embedding"].shape[1]
-    task: dict[str, Any] = {
-        "kind": "feature-extraction",
-        "inputs": {"text": "text"},
-        "outputs": {"embedding": "embedding", "tokens": "tokens"},
-    }
-    if dimensions := _dimensions(directory, options, width):
-        task["dimensions"] = dimensions
-    return HubRecipe(
-        module=module.eval(),
-        examples=examples,
-        axes=text.axes(),
-        input_shapes=text.input_shapes,
-        hooks=text.hooks("feature-extraction"),
-        files=text.files(),
-        client_inputs=[strings("text")],
-        client_outputs=[numbers("embedding", "f32", "d", [width]), numbers("tokens", "i32")],
-        task=task,
-        samples=samples,
-        reference=reference,
-        source=source,
-    )
 
 
 def _dimensions(directory: Directory, options: HubOptions, width: int) -> list[int]:
@@ -414,6 +321,10 @@ def _dimensions(directory: Directory, options: HubOptions, width: int) -> list[i
             f"dimensions: {wrong[0]!r:.40} is no length from 1 to {width}, which the embedding has"
         )
     return sorted({*given, width}) if given else []
+
+
+def _scores(activation: Callable[[Any], Any]) -> _Answer:
+    return lambda output, *_: {"scores": activation(output.logits.float())}
 
 
 def rank(directory: Directory, options: HubOptions) -> HubRecipe:
@@ -436,34 +347,21 @@ def rank(directory: Directory, options: HubOptions) -> HubRecipe:
             "first": (sample, _SENTENCES[0]),
             "second": (_SENTENCES[1], sample),
         }.items()
+        if text.too_long == "cut" or len(text.encode(first, second).ids) <= text.lengths[-1]
     }
-    if text.too_long == "refuse":
-        pairs = {
-            name: pair
-            for name, pair in pairs.items()
-            if len(text.encode(_text(pair), _text(pair, "text_pair")).ids) <= text.lengths[-1]
-        }
 
     def reference(request: Request) -> dict[str, Any]:
         found = model.predict([(_text(request), _text(request, "text_pair"))], show_progress_bar=False)
         return {"scores": np.asarray(found, np.float32).reshape(1)}
 
-    return HubRecipe(
-        module=_TextScorer(network, text.with_types, model.activation_fn).eval(),
-        examples=text.examples(_SENTENCES[:2], pair=True),
-        axes=text.axes(),
-        input_shapes=text.input_shapes,
-        hooks=text.hooks("text-ranking", pair=True),
-        files=text.files(),
-        client_inputs=[strings("text"), strings("text_pair")],
-        client_outputs=[numbers("scores", "f32", "k", [1]), numbers("tokens", "i32")],
-        task={
-            "kind": "text-ranking",
-            "inputs": {"text": "text", "text_pair": "text_pair"},
-            "outputs": {"scores": "scores", "tokens": "tokens"},
-        },
+    module = _TextReader(network, _scores(model.activation_fn))
+    return text.recipe(
+        "text-ranking",
+        module,
+        reference,
+        "scores",
+        pair=True,
         samples=pairs,
-        reference=reference,
         source="sentence-transformers",
     )
 
@@ -491,35 +389,20 @@ def classify(directory: Directory, options: HubOptions) -> HubRecipe:
     def reference(request: Request) -> dict[str, Any]:
         return {"scores": label_scores(ask([_text(request)], truncation=True)[0], labels)}
 
-    return HubRecipe(
-        module=_TextScorer(network, text.with_types, _activation(directory)).eval(),
-        examples=text.examples(_SENTENCES[:2]),
-        axes=text.axes(),
-        input_shapes=text.input_shapes,
-        hooks=text.hooks("text-classification"),
-        files=text.files(),
-        client_inputs=[strings("text")],
-        client_outputs=[numbers("scores", "f32", "k", [len(labels)]), numbers("tokens", "i32")],
-        task={
-            "kind": "text-classification",
-            "inputs": {"text": "text"},
-            "outputs": {"scores": "scores", "tokens": "tokens"},
-            "labels": labels,
-        },
-        samples={name: row(text=sample) for name, sample in text.texts().items()},
-        reference=reference,
-    )
+    module = _TextReader(network, _scores(_activation(directory)))
+    return text.recipe("text-classification", module, reference, "scores", labels=labels)
 
 
+#: Strings of the directory are literals: the text becomes code.
 _GROUPS = """
 
-LABELS = json.loads((HERE / "labels.json").read_text(encoding="utf-8"))
+LABELS = {labels!r}
 
 
 def postprocess(outputs):
     names = ("scores", "ids", "starts", "ends")
     entities = answers.entities(*(outputs[name] for name in names), LABELS, TOKENISER)
-    return {"entities": text.as_json(entities), "tokens": outputs["tokens"]}
+    return {{"entities": text.as_json(entities), "tokens": outputs["tokens"]}}
 """
 
 
@@ -544,23 +427,10 @@ def tag(directory: Directory, options: HubOptions) -> HubRecipe:
     def reference(request: Request) -> dict[str, Any]:
         return {"entities": [_plain(entity) for entity in ask(_text(request))]}
 
-    return HubRecipe(
-        module=_Tagger(network, text.with_types).eval(),
-        examples=text.examples(_SENTENCES[:2], spans=True),
-        axes=text.axes(spans=True),
-        input_shapes=text.input_shapes,
-        hooks=text.hooks("token-classification", spans=True, post=_GROUPS),
-        files=text.files(labels=labels),
-        client_inputs=[strings("text")],
-        client_outputs=[strings("entities"), numbers("tokens", "i32")],
-        task={
-            "kind": "token-classification",
-            "inputs": {"text": "text"},
-            "outputs": {"entities": "entities", "tokens": "tokens"},
-            "labels": labels,
-        },
-        samples={name: row(text=sample) for name, sample in text.texts().items()},
-        reference=reference,
+    module = _TextReader(network, _scores(nn.Softmax(-1)))
+    post = _GROUPS.format(labels=labels)
+    return text.recipe(
+        "token-classification", module, reference, "entities", spans=True, post=post, labels=labels
     )
 
 
@@ -574,10 +444,13 @@ _CHECK = """    if not ((tokens.ids == MASK).sum(1) == 1).all():
 """
 _CHOICES = """
 
+MASK = TOKENISER.id_of({mask!r})
+
+
 def postprocess(outputs):
     names = ("scores", "candidates", "ids", "mask")
     candidates = answers.candidates(*(outputs[name] for name in names), MASK, TOKENISER)
-    return {"candidates": text.as_json(candidates), "tokens": outputs["tokens"]}
+    return {{"candidates": text.as_json(candidates), "tokens": outputs["tokens"]}}
 """
 
 
@@ -588,30 +461,27 @@ def fill(directory: Directory, options: HubOptions) -> HubRecipe:
     network = load_model(AutoModelForMaskedLM, directory)
     tokenizer = load_tokenizer(directory)
     text = Text(directory, options, network, tokenizer, cuts=False)
-    mask = tokenizer.mask_token
-    if not mask:
+    word, mask_id = tokenizer.mask_token, tokenizer.mask_token_id
+    if not word:
         raise BundleError("tokenizer_config.json: mask_token: is missing; a model for fill-mask needs it")
     ask = pipeline("fill-mask", model=network, tokenizer=tokenizer, device="cpu", top_k=_CANDIDATES)
 
     def reference(request: Request) -> dict[str, Any]:
         return {"candidates": [_plain(each) for each in ask(_text(request))]}
 
-    samples = {name: row(text=sample) for name, sample in text.texts(mask).items()}
-    examples = text.examples([f"{mask} {sentence}" for sentence in _SENTENCES[:2]])
-    return HubRecipe(
-        module=_Filler(network, text.with_types, tokenizer.mask_token_id).eval(),
-        examples=examples,
-        axes=text.axes(),
-        input_shapes=text.input_shapes,
-        hooks=text.hooks("fill-mask", check=_CHECK, post=_CHOICES),
-        files=text.files(mask=mask),
-        client_inputs=[strings("text")],
-        client_outputs=[strings("candidates"), numbers("tokens", "i32")],
-        task={
-            "kind": "fill-mask",
-            "inputs": {"text": "text"},
-            "outputs": {"candidates": "candidates", "tokens": "tokens"},
-        },
-        samples=samples,
-        reference=reference,
+    def answer(output: Any, ids: Any, mask: Any) -> dict[str, Any]:
+        place = ((ids == mask_id) & (mask != 0)).int().argmax(1)
+        # Select the masks before the softmax, so that it runs for one place per row.
+        chosen = output.logits.float()[torch.arange(ids.shape[0]), place]
+        scores, tokens = chosen.softmax(-1).topk(_CANDIDATES)
+        return {"scores": scores, "candidates": tokens.int(), "ids": ids + 0, "mask": mask + 0}
+
+    return text.recipe(
+        "fill-mask",
+        _TextReader(network, answer),
+        reference,
+        "candidates",
+        check=_CHECK,
+        post=_CHOICES.format(mask=word),
+        samples={name: row(text=sample) for name, sample in text.texts(word).items()},
     )

@@ -105,6 +105,16 @@ def distilbert(folder: Path, head: str = "DistilBertModel", labels: tuple[str, .
     return save(folder, getattr(transformers, head)(made))
 
 
+def gpt2(folder: Path, labels: tuple[str, ...]) -> Path:
+    """Save a GPT-2 that classifies texts: it finds the end of a text by the padding's id, and not by the mask."""
+    import transformers
+
+    bytepair(folder)
+    sizes: dict[str, Any] = {"vocab_size": 400, "n_positions": 80, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    made = transformers.GPT2Config(**_labelled(labels), **sizes, pad_token_id=1)
+    return save(folder, transformers.GPT2ForSequenceClassification(made))
+
+
 def _labelled(labels: tuple[str, ...]) -> dict[str, Any]:
     if not labels:
         return {}

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from rsrv.hooks import BadInput
+from rsrv.hooks.loader import load_hooks
 from rsrv_bundle import Bundle, BundleError
 from rsrv_bundle.hf.export import export_hf
 from rsrv_bundle.hf.proof import ServedBundle, prove
 from rsrv_bundle.hf.recipe import HubOptions, row
+from rsrv_bundle.spec import PadSpec
 from tests.unit.bundle.hf import directories
 
 pytestmark = pytest.mark.long
@@ -105,14 +108,55 @@ def test_a_directory_becomes_a_bundle(kind: str, make: Make, tmp_path: Path) -> 
     assert 0 <= max(errors.values()) < 1e-5
 
 
-def test_each_length_answers_and_longer_texts_are_cut(tmp_path: Path) -> None:
-    """A text runs at the smallest length that holds it; the count of tokens shows that a text was cut."""
+def test_texts_of_every_length_share_a_padded_axis(tmp_path: Path) -> None:
+    """The hooks pad nothing but the rows of a request, and a text that is cut has as many tokens as the longest length."""
     bundle = export(directories.bert(tmp_path / "model"), HubOptions(lengths=(16, 64), batch_sizes=(1, 4)))
+    assert bundle.manifest.pad == PadSpec(
+        "l", {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0}, "attention_mask"
+    )
+    assert [array.shape for array in _rows(bundle, "a cat")] == [(1, 4)] * 3
     served = ServedBundle(bundle)
     together = served({"text": np.array([[b"a cat"], [b"the cat on " * 40], [b"x"]], object)})
     assert together["tokens"].tolist() == [4, 64, 3]
     alone = served(row(text="a cat"))
     np.testing.assert_allclose(alone["embedding"][0], together["embedding"][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["RoBERTa fills", "RoBERTa tags", "DistilBERT ranks", "last"])
+def test_each_task_has_a_padded_axis(kind: str, tmp_path: Path) -> None:
+    """Masks, places of tokens and pairs keep their answers under padding, and outputs of each token are cut back."""
+    bundle = export(DIRECTORIES[kind][1](tmp_path / "model"), HubOptions(lengths=(40, 72), batch_sizes=(2,)))
+    assert bundle.manifest.pad is not None
+
+
+def test_a_model_that_reads_its_padding_gets_variants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 takes the last token that is not the padding's as the end of a text, whatever the mask says."""
+    bundle = export(
+        directories.gpt2(tmp_path / "model", ("a", "b")), HubOptions(lengths=(16, 64), batch_sizes=(2,))
+    )
+    assert "bundle: gets no padded axis" in capsys.readouterr().err
+    assert bundle.manifest.pad is None
+    assert [array.shape for array in _rows(bundle, "a cat")] == [(1, 16)] * 2
+    assert ServedBundle(bundle)(row(text="a" * 40))["tokens"].tolist() == [42]
+
+
+def _rows(bundle: Bundle, text: str) -> list[Any]:
+    """Return the executable inputs that the hooks of a bundle make of a text."""
+    preprocess = load_hooks(bundle.path / "model.py").preprocess
+    assert preprocess is not None
+    return list(preprocess(row(text=text)).values())
+
+
+def test_a_text_is_cut_at_the_side_of_the_tokenizer(tmp_path: Path) -> None:
+    """With `truncation_side: left`, the end of a long text counts, as in the pipeline."""
+    model = directories.bert(tmp_path / "model")
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation_side": "left"}))
+    ids, *_ = _rows(export(model), "x " * 5000 + "cat")
+    assert ids.shape == (1, 64)
+    assert ids[0, -2] == Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("cat")
 
 
 def test_a_longer_text_is_refused_where_the_directory_cuts_none(tmp_path: Path) -> None:

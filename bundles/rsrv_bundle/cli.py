@@ -159,6 +159,9 @@ def _add_hf(export: Any) -> None:
         "--task", metavar="TASK", help="default: the task that config.json names, such as text-ranking"
     )
     group.add_argument(
+        "--adapter", metavar="DIR", type=Path, help="a LoRA adapter of peft, to merge into the model"
+    )
+    group.add_argument(
         "--lengths",
         metavar="N,N",
         type=_whole_numbers,

@@ -99,7 +99,17 @@ def _done(bundle: Bundle, out_dir: Path) -> None:
 
 
 #: Options of the command line that only a directory of Hugging Face has.
-HF_OPTIONS = ("task", "lengths", "pooling", "too_long", "dimensions", "image_size", "context", "slots")
+HF_OPTIONS = (
+    "task",
+    "adapter",
+    "lengths",
+    "pooling",
+    "too_long",
+    "dimensions",
+    "image_size",
+    "context",
+    "slots",
+)
 #: Options about what such a directory says itself, and their values if they are not given.
 _DESCRIBED: Mapping[str, Any] = {
     "input": [],

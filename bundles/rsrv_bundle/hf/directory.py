@@ -34,7 +34,7 @@ _LAYERS = ("layer", "depth", "expert")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.json")
 #: Other files that the libraries read as a whole.
 _READ = (".jinja", ".txt", ".model", ".tiktoken")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 #: Options of sentence_bert_config.json for transformers' loaders, and those that are no path, no repository and no code.
 _OPTIONS = (
     "model_args",
@@ -109,6 +109,23 @@ def open_directory(path: Path) -> Directory:
     path = path.resolve()
     if not (path / "config.json").is_file():
         raise BundleError(f"{path}: has no config.json; name a directory that save_pretrained wrote")
+    documents = read_documents(path)
+    config = documents[path / "config.json"]
+    if not isinstance(config, dict):
+        raise BundleError("config.json: must be an object")
+    modules = _modules(path, documents)
+    for folder in {path, *(path / str(entry.get("path") or "") for entry in modules)}:
+        _check_weights(path, folder, documents)
+    return Directory(
+        path,
+        config,
+        tuple(str(entry["type"]).rpartition(".")[2] for entry in modules),
+        sum(weigh(file.name, file) for file in path.glob("*.safetensors")),
+    )
+
+
+def read_documents(path: Path) -> dict[Path, Any]:
+    """Return the JSON files below a directory. Raises BundleError for those, and for other files, that break a rule."""
     files = list(_files(path))
     for file in files:
         if (file.suffix in _READ or file.name in _VOCABULARIES) and file.stat().st_size > MAX_TOKENIZER:
@@ -123,19 +140,7 @@ def open_directory(path: Path) -> Directory:
             _check_config(_name(path, file), document)
         if file.name.startswith("sentence_") and isinstance(document, dict):
             _check_options(_name(path, file), document)
-    config = documents[path / "config.json"]
-    if not isinstance(config, dict):
-        raise BundleError("config.json: must be an object")
-    modules = _modules(path, documents)
-    for folder in {path, *(path / str(entry.get("path") or "") for entry in modules)}:
-        _check_weights(path, folder, documents)
-    shards = [file for file in files if file.suffix == ".safetensors" and file.parent == path]
-    return Directory(
-        path,
-        config,
-        tuple(str(entry["type"]).rpartition(".")[2] for entry in modules),
-        sum(_count(_name(path, file), file) for file in shards),
-    )
+    return documents
 
 
 def _name(root: Path, file: Path) -> str:
@@ -272,13 +277,12 @@ def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> N
     where = f"{_name(root, folder)}: " if folder != root else ""
     if adapters := sorted(name for name in names if name.startswith("adapter_")):
         raise BundleError(
-            f"{where}{adapters[0]}: adapters of peft are not supported; merge the adapter into the model"
-            " (merge_and_unload), and save that"
+            f"{where}{adapters[0]}: belongs to an adapter of peft; pass its base to --hf, and its own directory to --adapter"
         )
     # For its own modules, sentence-transformers reads only this name, and otherwise a pickle.
     end = ".safetensors" if folder == root else "model.safetensors"
     if not any(name.endswith(end) for name in names):
-        if pickles := sorted(name for name in names if name.endswith(_PICKLES)):
+        if pickles := sorted(name for name in names if name.endswith(PICKLES)):
             raise BundleError(
                 f"{where}{pickles[0]}: is a format that can run code when it is read; rsrv reads safetensors only. If you"
                 " trust the file, convert it: AutoModel.from_pretrained(DIR).save_pretrained(NEW), with the model's"
@@ -298,7 +302,7 @@ def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> N
             raise BundleError(f"{where}{name}: weight_map: must name safetensors files beside it")
 
 
-def _count(name: str, file: Path) -> int:
+def weigh(name: str, file: Path) -> int:
     """Return the numbers of all tensors of a safetensors file, by its header."""
     try:
         with file.open("rb") as stream:

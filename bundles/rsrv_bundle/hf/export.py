@@ -18,6 +18,7 @@ from rsrv_bundle import writer
 from rsrv_bundle.errors import BundleError, PaddingError, summary
 from rsrv_bundle.from_torch import export_torch
 from rsrv_bundle.hf import audio, image, text
+from rsrv_bundle.hf.adapter import merged
 from rsrv_bundle.hf.directory import Directory, open_directory
 from rsrv_bundle.hf.generate import export_decoder
 from rsrv_bundle.hf.loading import offline
@@ -84,6 +85,8 @@ def export_hf(
     checked = open_directory(Path(directory))
     limit = {**TOLERANCE, **(tolerance or {})}["f32"]
     with offline(), writer.scratch_beside(target) as scratch:
+        if options.adapter is not None:
+            checked = merged(checked, options.adapter, Path(scratch, "merged", checked.path.name))
         task = options.task or task_of(checked)
         others = {
             "description": description or f"{checked.architecture or 'A model'}: {task}.",

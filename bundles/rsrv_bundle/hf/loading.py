@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,10 +45,15 @@ def offline() -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
-def load_model(auto: Any, directory: Directory, *, unused: str | None = None) -> Any:
+def load_model(
+    auto: Any, directory: Directory, *, unused: str | None = None, given: Container[str] = ()
+) -> Any:
     """Return the model in evaluation mode, with 32-bit floats.
 
-    auto: a class of transformers such as AutoModel. unused: name of a part whose weights may be missing. Raises BundleError if the weights do not fit the configuration.
+    auto: a class of transformers such as AutoModel. unused: name of a part whose weights may be missing. given: weights that may be
+    missing because an adapter has them.
+
+    Raises BundleError if the weights do not fit the configuration.
     """
     from transformers import AutoConfig
 
@@ -57,7 +62,11 @@ def load_model(auto: Any, directory: Directory, *, unused: str | None = None) ->
         config = AutoConfig.from_pretrained(str(directory.path), **options)
         # Before any memory is taken: config.json may ask for more than the machine has.
         with torch.device("meta"):
-            shape = auto.from_config(config, trust_remote_code=False)
+            shape = (
+                auto.from_config(config, trust_remote_code=False)
+                if hasattr(auto, "from_config")
+                else auto(config)
+            )
         needed = sum(tensor.numel() for tensor in shape.parameters())
     except Exception as e:
         raise BundleError(f"config.json: transformers cannot make a model of it: {summary(e)}") from e
@@ -77,7 +86,9 @@ def load_model(auto: Any, directory: Directory, *, unused: str | None = None) ->
         )
     except Exception as e:
         raise BundleError(f"{directory.path.name}: transformers cannot load it: {summary(e)}") from e
-    if missing := sorted(key for key in report["missing_keys"] if key.split(".")[0] != unused):
+    if missing := sorted(
+        key for key in report["missing_keys"] if key.split(".")[0] != unused and key not in given
+    ):
         raise BundleError(
             f"the safetensors files have no weight {missing[0]!r:.200} ({len(missing)} are missing), which"
             f" {type(model).__name__} needs; choose another --task, or save the whole model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ class HubOptions:
     """Choices of the user; None and empty choices are made from the directory."""
 
     task: str | None = None
+    #: Directory of a LoRA adapter of peft.
+    adapter: Path | None = None
     #: Tokens in a row, or samples of a sound, to compile for.
     lengths: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()

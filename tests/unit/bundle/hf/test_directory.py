@@ -135,7 +135,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "shape beyond the file": (headed([20, 20]), "a tensor has the shape"),
     "adapter": (
         files(**{"adapter_model.bin": b"x"}),
-        "adapter_model.bin: adapters of peft are not supported",
+        "adapter_model.bin: belongs to an adapter of peft; pass its base to --hf",
     ),
     "nothing": (lambda folder: folder, "is no directory"),
 }

@@ -1,0 +1,150 @@
+"""LoRA adapters of peft, merged into the weights of their base.
+
+The arithmetic is small, and peft imports modules that adapter_config.json names. So the merge is done here, and peft is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.hf.directory import PICKLES, Directory, open_directory, read_documents, weigh
+from rsrv_bundle.hf.loading import load_model
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+#: task_type of adapter_config.json -> class of transformers. Without a task_type, config.json of the base names the class.
+_CLASSES: Final[Mapping[str, str]] = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+#: Entries of adapter_config.json that the merge reads, or that do not change it. Others must be empty.
+_KNOWN: Final = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+)
+#: Ways to begin a training that leave the weights of the base as they are.
+_BEGINNINGS: Final = (None, True, False, "gaussian", "orthogonal")
+
+
+def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
+    """Write a copy of a base with an adapter in its weights to a folder that does not exist, and return it.
+
+    Raises BundleError for an adapter that is no LoRA, that breaks a rule of directories, or that does not fit the base.
+    """
+    config = _config(adapter)
+    weights = adapter / _WEIGHTS
+    if not weights.is_file():
+        raise BundleError(f"{adapter}: has no {_WEIGHTS}; save the adapter with save_pretrained")
+    weigh(_WEIGHTS, weights)
+    tensors = {
+        name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    model = load_model(_class(base, config), base, unused="pooler", given=tensors)
+    _merge(model, tensors, config)
+
+    def unneeded(where: str, names: list[str]) -> list[str]:
+        at_root = Path(where) == base.path
+        return [name for name in names if at_root and (".safetensors" in name or name.endswith(PICKLES))]
+
+    shutil.copytree(base.path, folder, ignore=unneeded)
+    model.save_pretrained(folder)
+    return open_directory(folder)
+
+
+def _config(adapter: Path) -> Mapping[str, Any]:
+    """Return adapter_config.json. Raises BundleError for kinds of adapters that the merge would get wrong."""
+    if not (adapter / _CONFIG).is_file():
+        raise BundleError(f"--adapter: {adapter} has no {_CONFIG}; name a directory that peft wrote")
+    config = read_documents(adapter.resolve())[adapter.resolve() / _CONFIG]
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise BundleError(
+            f"{_CONFIG}: peft_type: {kind!r:.40} is not LORA; merge the adapter with peft first"
+        )
+    if strange := sorted(key for key, entry in config.items() if entry and key not in _KNOWN):
+        raise BundleError(f"{_CONFIG}: {strange[0]:.60}: is not supported; merge the adapter with peft first")
+    if config.get("init_lora_weights") not in _BEGINNINGS:
+        raise BundleError(
+            f"{_CONFIG}: init_lora_weights: {config['init_lora_weights']!r:.40} may change the weights of the base; merge the"
+            " adapter with peft first"
+        )
+    return config
+
+
+def _class(base: Directory, config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    kind = config.get("task_type")
+    if kind is not None and kind not in _CLASSES:
+        raise BundleError(f"{_CONFIG}: task_type: {kind!r:.40} is none of {', '.join(_CLASSES)}")
+    found = getattr(transformers, _CLASSES[kind] if kind else base.architecture, None)
+    if kind is None and not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise BundleError(
+            f"config.json: architectures: '{base.architecture:.100}' is no model of transformers"
+        )
+    return found
+
+
+def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Add the products of an adapter's matrices to the weights of a model, and replace the weights that it has as a whole."""
+    parameters = dict(model.named_parameters())
+    alpha = config.get("lora_alpha", 8)
+    if not isinstance(alpha, int | float):
+        raise BundleError(f"{_CONFIG}: lora_alpha: {alpha!r:.40} is no number")
+    for name, tensor in tensors.items():
+        path, _, part = name.partition(".lora_")
+        target = parameters.get(f"{path}.weight" if part else name)
+        other = tensors.get(f"{path}.lora_{'B' if part == 'A.weight' else 'A'}.weight")
+        if target is None or part not in ("", "A.weight", "B.weight") or (part and other is None):
+            raise BundleError(
+                f"{_WEIGHTS}: {name:.200}: the base has no weight for it; name the adapter's own base"
+            )
+        if part == "B.weight":
+            continue
+        change = tensor.float()
+        if other is not None:
+            rank = len(tensor)
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            if other.ndim != 2 or tensor.ndim != 2 or other.shape[1] != rank:
+                raise BundleError(f"{_WEIGHTS}: {name:.200}: only matrices of linear layers can be merged")
+            change = scale * (other.float() @ change)
+            change = change.T if config.get("fan_in_fan_out") else change
+        if change.shape != target.shape:
+            raise BundleError(
+                f"{_WEIGHTS}: {name:.200}: has the shape {list(change.shape)}, and the base's weight {list(target.shape)}; name the"
+                " adapter's own base, with the labels of the adapter in its config.json"
+            )
+        with torch.no_grad():
+            target.copy_(target + change if part else change)

@@ -1,0 +1,164 @@
+"""LoRA adapters are merged into their base, or refused with the entry that the merge would get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from rsrv_bundle import BundleError
+from rsrv_bundle.hf.adapter import merged
+from rsrv_bundle.hf.directory import open_directory
+from rsrv_bundle.hf.export import export_hf
+from rsrv_bundle.hf.proof import ServedBundle
+from rsrv_bundle.hf.recipe import HubOptions, row
+from tests.unit.bundle.hf import directories
+
+RANK = 4
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "task_type": "SEQ_CLS", "r": RANK, "lora_alpha": 6}
+IDS = torch.arange(5, 25).reshape(2, 10)
+Tensors = dict[str, torch.Tensor]
+
+
+def pair(path: str, inner: int, outer: int) -> Tensors:
+    """Return the matrices of an adapter for a linear layer."""
+    return {
+        f"base_model.model.{path}.lora_A.weight": torch.randn(RANK, inner) / inner**0.5,
+        f"base_model.model.{path}.lora_B.weight": torch.randn(outer, RANK),
+    }
+
+
+def adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """Write an adapter as peft writes it."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def base(folder: Path) -> Path:
+    return directories.bert(folder, "BertForSequenceClassification", ("a", "b", "c"))
+
+
+def apart(model: Any, tensors: Tensors, scale: float) -> Any:
+    """Return the logits of a model whose layers add the adapter's part to their outputs, as in training."""
+    for name, module in model.named_modules():
+        if (inner := tensors.get(f"base_model.model.{name}.lora_A.weight")) is not None:
+            outer = tensors[f"base_model.model.{name}.lora_B.weight"]
+            module.register_forward_hook(
+                lambda _, given, output, inner=inner, outer=outer: (
+                    output + scale * (given[0] @ inner.T @ outer.T)
+                )
+            )
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool, tmp_path: Path) -> None:
+    """Products are scaled by the rank or its root, and the classifier, which was trained as a whole, is replaced."""
+    folder = base(tmp_path / "base")
+    query = "bert.encoder.layer.0.attention.self.query"
+    tensors = pair(query, 32, 32) | pair("bert.encoder.layer.1.intermediate.dense", 32, 48)
+    # With the option `bias`, peft also writes the biases of the layers.
+    head, bias = torch.randn(3, 32), torch.randn(32)
+    whole = {
+        "base_model.model.classifier.weight": head,
+        f"base_model.model.{query}.base_layer.bias": bias,
+    }
+    made = adapter(tmp_path / "adapter", tensors | whole, use_rslora=stable, modules_to_save=["classifier"])
+    network: Any = transformers.BertForSequenceClassification
+    plain = network.from_pretrained(folder)
+    plain.classifier.weight.data = head
+    plain.bert.encoder.layer[0].attention.self.query.bias.data = bias
+    expected = apart(plain, tensors, 6 / (RANK**0.5 if stable else RANK))
+
+    found = merged(open_directory(folder), made, tmp_path / "merged")
+    with torch.no_grad():
+        logits = network.from_pretrained(found.path).eval()(IDS).logits
+    torch.testing.assert_close(logits, expected)
+    assert found.labels == ["a", "b", "c"]
+    assert found.has("tokenizer.json")
+
+
+def test_layers_with_turned_weights_are_merged(tmp_path: Path) -> None:
+    """The weights of GPT-2's layers have the inputs first."""
+    folder = directories.gpt2(tmp_path / "base", ("a", "b"))
+    tensors = pair("transformer.h.0.attn.c_attn", 32, 96)
+    made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    network: Any = transformers.GPT2ForSequenceClassification
+    expected = apart(network.from_pretrained(folder), tensors, 6 / RANK)
+    found = merged(open_directory(folder), made, tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(network.from_pretrained(found.path).eval()(IDS).logits, expected)
+
+
+@pytest.mark.long
+def test_a_directory_is_exported_with_an_adapter(tmp_path: Path) -> None:
+    """The bundle has the answers of the merged model, and the labels of the base."""
+    folder = base(tmp_path / "base")
+    made = adapter(tmp_path / "adapter", pair("bert.encoder.layer.0.attention.self.value", 32, 32))
+    options = HubOptions(lengths=(64,), batch_sizes=(2,))
+    text = row(text="a cat")
+    alone, both = (
+        ServedBundle(export_hf(folder, out_dir=tmp_path / name, options=chosen))(text)["scores"]
+        for name, chosen in (
+            ("alone", options),
+            ("both", HubOptions(lengths=(64,), batch_sizes=(2,), adapter=made)),
+        )
+    )
+    assert abs(alone - both).max() > 1e-3
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
+    "another kind": ({"peft_type": "IA3"}, {}, "peft_type: 'IA3' is not LORA"),
+    "DoRA": ({"use_dora": True}, {}, "use_dora: is not supported"),
+    "a module by name": ({"megatron_config": {"a": 1}}, {}, "megatron_config: is not supported"),
+    "scales by pattern": ({"alpha_pattern": {"query": 3}}, {}, "alpha_pattern: is not supported"),
+    "a base that training changed": (
+        {"init_lora_weights": "pissa"},
+        {},
+        "may change the weights of the base",
+    ),
+    "another task": ({"task_type": "SEQ_2_SEQ_LM"}, {}, "task_type: 'SEQ_2_SEQ_LM' is none of"),
+    "code": ({"auto_map": {"a": "b"}}, {}, "auto_map: names Python code"),
+    "text as a scale": ({"lora_alpha": "6"}, {}, "lora_alpha: '6' is no number"),
+    "another base": ({}, pair("bert.encoder.layer.7.output.dense", 48, 32), "the base has no weight for it"),
+    "another size": ({}, pair("bert.encoder.layer.0.output.dense", 32, 32), "has the shape"),
+    "an embedding": (
+        {},
+        {"base_model.model.bert.embeddings.word_embeddings.lora_embedding_A": torch.ones(4, 400)},
+        "the base has no weight for it",
+    ),
+    "half": (
+        {},
+        {"base_model.model.bert.encoder.layer.0.output.dense.lora_A.weight": torch.ones(4, 48)},
+        "the base has no weight for it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "tensors", "reason"), REFUSED.values(), ids=REFUSED)
+def test_an_adapter_that_would_be_merged_wrongly_is_refused(
+    config: dict[str, Any], tensors: Tensors, reason: str, tmp_path: Path
+) -> None:
+    """Errors name the entry or the tensor."""
+    made = adapter(tmp_path / "adapter", tensors, **config)
+    with pytest.raises(BundleError, match=reason):
+        merged(open_directory(base(tmp_path / "base")), made, tmp_path / "merged")
+
+
+def test_a_directory_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    """A pickle is not read."""
+    folder = open_directory(directories.plain(tmp_path / "base"))
+    with pytest.raises(BundleError, match=r"has no adapter_config\.json"):
+        merged(folder, folder.path, tmp_path / "merged")
+    made = adapter(tmp_path / "adapter", {})
+    (made / "adapter_model.safetensors").rename(made / "adapter_model.bin")
+    with pytest.raises(BundleError, match=r"has no adapter_model\.safetensors"):
+        merged(folder, made, tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""Models that are served from directories of Hugging Face: text, a picture, a sound and a decoder over both protocols."""
+"""Models that are served from directories of Hugging Face, over both protocols and by OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rsrv_bundle.hf.proof import ServedBundle
 from rsrv_bundle.hf.recipe import HubOptions
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.e2e.openais import running_openai
 from tests.e2e.stateful import Stream
-from tests.unit.bundle.hf.directories import LABELS, PATCHES, bert, decoder, picture
+from tests.unit.bundle.hf.directories import LABELS, PATCHES, bert, decoder, picture, sentence_transformer
 from tests.unit.bundle.hf.test_audio_export import listener
 from tests.unit.bundle.hf.test_image_export import file
 from tests.unit.hooks.test_audio import wav, whole
@@ -33,11 +34,13 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
     """Clients send text and files, and get the exported answers; bad files and long texts are their own mistake."""
     folder, bundles = tmp_path / "models", tmp_path / "bundles"
     quick = HubOptions(batch_sizes=(2,))
-    texts = HubOptions(batch_sizes=(2,), lengths=(48,))
+    texts = HubOptions(batch_sizes=(2,), lengths=(16, 48))
     square = {"size": {"height": 32, "width": 32}}
     made: dict[str, tuple[Path, HubOptions]] = {
         "tags": (bert(folder / "tags", "BertForTokenClassification", LABELS), texts),
         "classifies": (bert(folder / "classifies", "BertForSequenceClassification", ("a", "b")), texts),
+        "embeds": (sentence_transformer(folder / "embeds", "mean"), texts),
+        "ranks": (bert(folder / "ranks", "BertForSequenceClassification", num_labels=1), texts),
         "looks": (picture(folder / "looks", "ViTForImageClassification", "ViT", square, **PATCHES), quick),
         "hears": (
             listener(folder / "hears", "Wav2Vec2ForCTC"),
@@ -48,6 +51,8 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
     requests = {
         "tags": {"text": TEXTS},
         "classifies": {"text": TEXTS},
+        "embeds": {"text": TEXTS},
+        "ranks": {"text": TEXTS, "text_pair": TEXTS[::-1]},
         "looks": {"image": PICTURES},
         "hears": {"audio": SOUNDS},
     }
@@ -78,6 +83,22 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
     with Stream(server, "writes", text_input="a cat", max_tokens=8) as stream:
         pieces = list(stream)
     assert pieces[-1]["completion_tokens"] <= 8
+    ask_openai(server, expected)
+
+
+def ask_openai(server: RunningTriton, expected: dict[str, Any]) -> None:
+    """Compare the answers of OpenAI's endpoints with those of the bundles."""
+    first, second = (text.decode() for text in TEXTS[:, 0])
+    with running_openai(server.grpc_port, models=["embeds", "ranks", "writes"]) as api:
+        answer = api.openai().embeddings.create(model="embeds", input=[first, second])
+        found = [one.embedding for one in answer.data]
+        np.testing.assert_allclose(found, expected["embeds"]["embedding"], atol=1e-5)
+        assert answer.usage.prompt_tokens == expected["embeds"]["tokens"].sum()
+        (ranked,) = api.cohere().rerank(model="ranks", query=first, documents=[second]).results
+        assert abs(ranked.relevance_score - expected["ranks"]["scores"][0, 0]) < 1e-5
+        messages = [{"role": "user", "content": first}]
+        chat = api.openai().chat.completions.create(model="writes", messages=messages, max_tokens=8)
+        assert 0 < chat.usage.completion_tokens <= 8
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:

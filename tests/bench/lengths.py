@@ -15,19 +15,46 @@ import tempfile
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
+from safetensors.numpy import load_file
 from tritonclient.grpc import InferInput, aio
 
 import example_bundles
+from examples import minilm_encoder, minilm_pool
+from rsrv_bundle.export import export_bundle
 from tests.bench.report import table
-from tests.e2e.embedder import LENGTHS, PAD, export_embedder
 from tests.e2e.harness import RunningTriton, make_repository, running_triton
 from tests.status import read_status
 
+LENGTHS = (32, 64, 128, 256, 512)
+PAD = "t=0,mask=attention_mask"
 MODELS = {"padded": PAD, "apart": ""}
 CLIENTS = 64
 RECORDED = Path(__file__).parents[2] / "docs" / "scenarios" / "lengths.csv"
+
+
+def embed(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
+    """input_ids, attention_mask: [n, t] -> embedding: [n, 384], of length 1."""
+    hidden = minilm_encoder.apply(params, input_ids, attention_mask)["hidden"]
+    return minilm_pool.apply({}, hidden, attention_mask)
+
+
+def export_embedder(encoder: Path, out_dir: Path, *, pad: str) -> None:
+    """Write the bundle `out_dir` with the weights of the bundle `encoder`; `pad` is the exporter's."""
+    tokens = np.arange(1000, 1032, dtype=np.int32)[None]
+    export_bundle(
+        embed,
+        load_file(encoder / "weights.safetensors"),
+        {"input_ids": tokens, "attention_mask": np.ones_like(tokens)},
+        batch_sizes=(1, 8),
+        axes={"input_ids": "nt", "attention_mask": "nt"},
+        input_shapes=[{"t": length} for length in LENGTHS],
+        pad=pad,
+        out_dir=out_dir,
+    )
 
 
 async def load(url: str, model: str, lengths: list[int], seconds: float) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel
 
-import example_bundles
 import native_front
-from examples.build import MINILM
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.from_torch import export_torch
 from tests.e2e.calls import Arrays, Caller, at_once, at_once_behind_a_pause, caller, refusal
-from tests.e2e.embedder import PAD, export_embedder
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
-from tests.examples.test_minilm import Direct
 from tests.status import read_status
 
 LENGTHS = (4, 8, 16)
@@ -122,29 +123,59 @@ def test_a_wrong_length_is_refused_alike_by_both_fronts(server: RunningTriton) -
                 assert "along the padded axis; give all of them one length, from 1 to 16" in python
 
 
+class Embedder(nn.Module):
+    """A BERT with random weights, and the mean of its vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "attn_implementation": "eager",
+        }
+        config = BertConfig(vocab_size=400, num_hidden_layers=2, **options)
+        self.network = BertModel(config, add_pooling_layer=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.network(input_ids=ids.long(), attention_mask=mask.long()).last_hidden_state
+        counted = mask[:, :, None].float()
+        return {"embedding": (hidden * counted).sum(1) / counted.sum(1).clamp(min=1)}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("front", FRONTS)
 def test_an_encoder_answers_every_length_as_the_model_alone(
-    start_triton: StartTriton, tmp_path: Path, front: str
+    start_triton: StartTriton, tmp_path: Path
 ) -> None:
-    """512 requests of 1 to 512 tokens, 16 at a time, get BERT's embedding of their tokens in 64-bit numpy."""
-    built = example_bundles.ensure(MINILM)
-    export_embedder(built / "minilm_encoder", tmp_path / "bundles" / "embedder", pad=PAD)
-    server = start_triton(make_repository(tmp_path, settings=f"models:\n  embedder: {{front: {front}}}\n"))
+    """512 requests of 1 to 512 tokens to each front, 16 at a time, get the embeddings of BERT in PyTorch."""
+    torch.manual_seed(0)
+    network = Embedder().eval()
+    ids = np.arange(64, dtype=np.int32)[None]
+    bundle = export_torch(
+        network,
+        {"ids": ids, "mask": np.ones_like(ids)},
+        batch_sizes=(1, 8),
+        axes={"ids": "nt", "mask": "nt"},
+        input_shapes=[{"t": length} for length in (64, 512)],
+        pad="t=0,mask=mask",
+        out_dir=tmp_path / "bundles" / "python",
+    )
+    shutil.copytree(bundle.path, bundle.path.with_name("native"))
+    server = start_triton(make_repository(tmp_path, settings="models:\n  native: {front: native}\n"))
     lengths = np.random.default_rng(0).permutation(np.arange(1, 513))
 
     def tokens(length: int) -> Any:
-        return np.random.default_rng(length).integers(1000, 30000, (1, length)).astype(np.int32)
+        return np.random.default_rng(length).integers(0, 400, (1, length)).astype(np.int32)
 
-    def ask(call: Caller, client: int) -> list[Any]:
-        return [
-            call("embedder", {"input_ids": ids, "attention_mask": np.ones_like(ids)})["embedding"][0]
-            for ids in (tokens(length) for length in lengths[client::16])
-        ]
+    for front in FRONTS:
 
-    found = at_once(server, 16, ask)
-    direct = Direct(built)
-    for client in range(16):
-        for length, embedding in zip(lengths[client::16], found[client], strict=True):
-            mean = direct.hidden(tokens(length)[0]).mean(0)
-            np.testing.assert_allclose(embedding, mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
+        def ask(call: Caller, client: int, front: str = front) -> list[Any]:
+            sent = (tokens(length) for length in lengths[client::16])
+            return [call(front, {"ids": ids, "mask": np.ones_like(ids)})["embedding"] for ids in sent]
+
+        for client, found in enumerate(at_once(server, 16, ask)):
+            for length, embedding in zip(lengths[client::16], found, strict=True):
+                alone = torch.from_numpy(tokens(length))
+                with torch.no_grad():
+                    expected = network(alone, torch.ones_like(alone))["embedding"].numpy()
+                np.testing.assert_allclose(embedding, expected, rtol=0, atol=1e-5)

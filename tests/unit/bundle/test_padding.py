@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rsrv_bundle.cli import main
+from rsrv_bundle.commands.samples import rows_of
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.numerics import TOLERANCE, Judge, ModuleRunner
@@ -68,6 +69,18 @@ def test_the_padded_axis_is_shown_and_compared(tmp_path: Path, capsys: pytest.Ca
     assert "Padded axis" in capsys.readouterr().out
     assert main(["diff", str(tmp_path / "m"), str(tmp_path / "other")]) == 1
     assert "pad.t: " in capsys.readouterr().out
+
+
+def test_samples_of_any_length_are_padded_as_requests_are(tmp_path: Path) -> None:
+    """Samples go to the smallest variant that holds them; a sample that is too long is refused."""
+    bundle = export(tmp_path, pad="t=7,mask=mask")
+    ids = IDS[:, :5]
+    ((variant, (padded, mask)),) = rows_of(bundle, {"ids": ids, "mask": np.ones_like(ids)}).items()
+    assert variant == 1
+    assert padded.tolist() == [[*row, 7] for row in ids.tolist()]
+    assert mask.tolist() == [[1, 1, 1, 1, 1, 0]] * 2
+    with pytest.raises(BundleError, match=r"a sample is int32 \[1, 12\]"):
+        rows_of(bundle, {"ids": IDS, "mask": np.ones_like(IDS)})
 
 
 def ignores_the_mask(params: Any, ids: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rsrv.placement.contract import Act, WeightAction, WeightsView
-from rsrv.placement.moves import MOVE_LIMIT_S, MOVES_AT_ONCE
+from rsrv.placement.moves import ASK_AGAIN_S, MOVE_LIMIT_S, MOVES_AT_ONCE
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes
 
 
@@ -46,6 +46,18 @@ def test_weights_that_do_not_come_are_asked_for_again_and_then_given_up() -> Non
 
     assert 3 <= asked <= 10
     assert scene.status().models[0].moving_to == ()
+
+
+def test_weights_that_do_not_come_to_a_first_home_are_asked_for_again() -> None:
+    """Requests go there meanwhile, but none may come, so the first prefetch must not be the only one."""
+    scene = Scene(Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
+    assert [scene.look(do=False).steps for _ in range(round(ASK_AGAIN_S / LOOK_S))] == [
+        (WeightAction(Act.PREFETCH, "v", "a"),),
+        *[()] * (round(ASK_AGAIN_S / LOOK_S) - 1),
+    ]
+    assert scene.look().steps == (WeightAction(Act.PREFETCH, "v", "a"),)
+    scene.settle()
+    assert scene.fleet.resident("v") == {"a"}
 
 
 def test_moves_to_one_worker_are_few_at_a_time() -> None:

@@ -50,6 +50,8 @@ class Moves:
         #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
         #: worker).
         self._asked: dict[tuple[str, str], float] = {}
+        #: (model, worker) whose weights have been there since the target was set
+        self._arrived: set[tuple[str, str]] = set()
         #: time at which a unit's move to a worker began, until it is warm there
         self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
@@ -77,6 +79,7 @@ class Moves:
             if self.targets.get(name) != workers:
                 for worker in self.targets.get(name, ()):
                     self._asked.pop((name, worker), None)
+                    self._arrived.discard((name, worker))
                 self.targets[name] = workers
                 self._since[name] = now
                 self.at_rest = False
@@ -98,6 +101,7 @@ class Moves:
                     view.weights is WeightsView.RESIDENT or (executed and view.requests)
                 ):
                     self._asked.setdefault((name, worker), now)
+                    self._arrived.add((name, worker))
 
     def advance(
         self,
@@ -218,10 +222,11 @@ class Moves:
                     self._begun[unit.name, worker] = now
                     under_way[worker] += 1
             for name, _ in missing:
-                asked = self._asked.get((name, worker))
+                key = name, worker
                 # Weights that are evicted at a home later come back with the next request.
-                if asked is None or (now - asked >= ASK_AGAIN_S and worker not in self.placed.get(name, ())):
-                    self._asked[name, worker] = now
+                evicted = key in self._arrived and worker in self.placed.get(name, ())
+                if key not in self._asked or (now - self._asked[key] >= ASK_AGAIN_S and not evicted):
+                    self._asked[key] = now
                     steps.append(WeightAction(Act.PREFETCH, worker, name))
         return steps
 
@@ -282,6 +287,7 @@ class Moves:
             del self.targets[name], self._since[name]
             self.placed.pop(name, None)
         self._asked = {key: at for key, at in self._asked.items() if key[0] in models}
+        self._arrived = {key for key in self._arrived if key[0] in models}
         self._leaving = {key: leaving for key, leaving in self._leaving.items() if key[0] in models}
 
 

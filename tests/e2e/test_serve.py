@@ -347,8 +347,9 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
             stderr=output,
         )
     try:
-        wait_until(lambda: process.poll() is not None or answer(ports[1], "cats") == 1, what="an answer")
+        wait_until(lambda: process.poll() is not None or _listens(ports[0]), what="Triton's HTTP port")
         assert process.poll() is None, (folder / "output").read_text()
+        assert answer(ports[1], "cats") == 1
         body = json.dumps(
             {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, COLUMNS], "data": [0] * COLUMNS}]}
         )
@@ -359,6 +360,12 @@ def test_the_plain_command_of_triton_serves(folder: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def _listens(port: int) -> bool:
+    """Return whether a server listens on this port. A look that takes the port itself could keep the server from it."""
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def _is_free(port: int) -> bool:

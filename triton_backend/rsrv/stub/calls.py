@@ -8,8 +8,8 @@ import asyncio
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -84,6 +84,7 @@ class LargeCall:
         self._results: Results = {
             planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in large.plan.outputs
         }
+        self._failure: RequestFailure | None = None
         self._start_next()
         if large.plan.rows > len(self._under_way) * large.plan.largest:
             # The run may fill its buffers again, as after every start of a call.
@@ -92,13 +93,29 @@ class LargeCall:
     def wait(self, until_ns: int) -> Results:
         while self._under_way:
             part, pending = self._under_way.popleft()
-            self._take(part, pending.wait(until_ns))
-        return self._results
+            with self._until_all_ended():
+                self._take(part, pending.wait(until_ns))
+        return self._result()
 
     async def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Results:
         while self._under_way:
             part, pending = self._under_way.popleft()
-            self._take(part, await pending.when_done(loop, until_ns))
+            with self._until_all_ended():
+                self._take(part, await pending.when_done(loop, until_ns))
+        return self._result()
+
+    @contextmanager
+    def _until_all_ended(self) -> Iterator[None]:
+        """Keep the first failure of a part until the other submitted parts have ended. No further part starts."""
+        try:
+            yield
+        except RequestFailure as failure:
+            self._failure = self._failure or failure
+            self._parts.end(answered=False)
+
+    def _result(self) -> Results:
+        if self._failure is not None:
+            raise self._failure
         return self._results
 
     def _take(self, part: RowRange, results: Results) -> None:

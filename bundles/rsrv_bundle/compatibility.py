@@ -85,6 +85,7 @@ _KEYS: Final[Mapping[Feature, str]] = {
 #: Refused pairs. A text about a called model or about an alias follows the name of the model.
 REFUSED: Final = (
     Rule((_F.PADDING,), _STATEFUL, "a model with state is not padded: its sequences would remember the padding"),
+    Rule((_F.PADDING,), (_F.INTERNAL,), "only clients can call a padded model, and an internal model has no clients; remove pad or internal"),
     Rule((_F.PADDING,), _METAS, "a meta model has no lengths to pad; remove it"),
     Rule(_STATEFUL, _METAS, "a meta model has no state; remove it"),
     Rule((_F.GENERATION,), (_F.HOOKS,), "clients of a generation send and get text or tokens; remove model.py"),

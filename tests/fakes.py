@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -121,6 +122,7 @@ class _FakeExecution:
 
     run: Callable[[], list[Array]]
     unread: Collection[int]
+    targets: Mapping[int, Sequence[Array]]
     _outputs: list[Array] | None = None
 
     def outputs(self) -> list[Array]:
@@ -146,6 +148,7 @@ class FakeDevice:
     def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
         self.compute = compute
         self.asynchronous = asynchronous
+        self.writes_host = False
         self.hardware = Hardware("cpu")
         self.name = "cpu"
         self._lock = threading.Lock()
@@ -255,7 +258,7 @@ class FakeDevice:
                 self.resident -= 1
                 self.device_bytes -= buffer.array.nbytes
 
-    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         with self._lock:
             self._failures.meet("page_lock")
             assert address not in self.locked, "page-locked twice"
@@ -273,6 +276,7 @@ class FakeDevice:
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
         pools: Pools | None = None,
+        targets: Mapping[int, Sequence[Array]] = MappingProxyType({}),
     ) -> Launched:
         arrays = [one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in inputs]
         self.in_place += sum(isinstance(one, FakeBuffer) for one in inputs)
@@ -282,9 +286,10 @@ class FakeDevice:
         if pools is not None:
             # Computed at once: the next launch takes what this one leaves.
             outputs = self._execute_on(pools, rows, weights, arrays)
-            execution = _FakeExecution(lambda: outputs, unread)
+            execution = _FakeExecution(lambda: outputs, unread, targets)
         else:
-            execution = _FakeExecution(partial(self._execute, rows, weights, arrays, self.fail), unread)
+            run = partial(self._execute, rows, weights, arrays, self.fail)
+            execution = _FakeExecution(run, unread, targets)
         self.launched.put(rows)
         if not self.asynchronous:
             execution.outputs()
@@ -352,8 +357,14 @@ class FakeDevice:
         with self._lock:
             self._failures.meet("read")
         outputs = launched.outputs()
+        for index, arrays in launched.targets.items():
+            rest = outputs[index].reshape(-1)
+            for array in arrays:
+                array[...] = rest[: array.size].reshape(array.shape)
+                rest = rest[array.size :]
+        absent = {*launched.unread, *launched.targets}
         return [
-            np.empty(0) if index in launched.unread else array for index, array in enumerate(outputs)
+            np.empty(0) if index in absent else array for index, array in enumerate(outputs)
         ], self.seconds
 
     def start_profile(self, directory: Path) -> None:

@@ -79,6 +79,7 @@ CUcontext context_of(int card);
 
 bool is_device_memory(const void* address);
 bool is_page_locked(const void* address);
+bool is_read_only(const void* address);  // page-locked memory that the device may only read
 
 class Stream;
 Stream& stream_of(CUstream handle);

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace {
 
@@ -15,6 +16,7 @@ using Ranges = std::map<uintptr_t, size_t>;
 // Guards everything below.
 std::mutex mutex;
 Ranges device_ranges, page_locked_ranges;
+std::set<uintptr_t> read_only_ranges;  // of page-locked memory, by address
 std::map<uintptr_t, int> cards_of_ranges;
 
 Ranges::iterator range_of(Ranges& ranges, uintptr_t address) {
@@ -68,6 +70,11 @@ CUresult release(CUdeviceptr address, const char* how) {
 
 bool is_device_memory(const void* address) { return contains(device_ranges, address); }
 bool is_page_locked(const void* address) { return contains(page_locked_ranges, address); }
+bool is_read_only(const void* address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = range_of(page_locked_ranges, reinterpret_cast<uintptr_t>(address));
+    return found != page_locked_ranges.end() && read_only_ranges.count(found->first);
+}
 
 API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) { return allocate(address, bytes, "cuMemAlloc"); }
 API CUresult cuMemFree_v2(CUdeviceptr address) { return release(address, "cuMemFree"); }
@@ -120,7 +127,7 @@ API CUresult cuMemFreeHost(void* address) {
     page_locked_ranges.erase(found);
     return CUDA_SUCCESS;
 }
-API CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
+API CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
     RETURN_FAULT;
     std::lock_guard<std::mutex> lock(mutex);
     auto first = reinterpret_cast<uintptr_t>(address);
@@ -129,6 +136,7 @@ API CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned) {
                     (next != page_locked_ranges.end() && next->first < first + bytes);
     if (overlaps) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
     page_locked_ranges[first] = bytes;
+    if (flags & CU_MEMHOSTREGISTER_READ_ONLY) read_only_ranges.insert(first);
     record(now(), "register", bytes, 0, "");
     return CUDA_SUCCESS;
 }
@@ -137,6 +145,7 @@ API CUresult cuMemHostUnregister(void* address) {
     auto found = page_locked_ranges.find(reinterpret_cast<uintptr_t>(address));
     if (found == page_locked_ranges.end()) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     record(now(), "unregister", found->second, 0, "");
+    read_only_ranges.erase(found->first);
     page_locked_ranges.erase(found);
     return CUDA_SUCCESS;
 }

@@ -246,6 +246,7 @@ CUresult copy(Direction direction, CUdeviceptr to_address, CUdeviceptr from_addr
     const void* from = reinterpret_cast<const void*>(from_address);
     Stream& stream = stream_of(handle);
     const void* host = direction == TO_DEVICE ? from : to;
+    if (direction == TO_HOST && is_read_only(host)) return CUDA_ERROR_INVALID_VALUE;
     if (direction == ON_DEVICE || is_page_locked(host)) {
         enqueue(stream, [=, &stream] {
             int64_t rate = cards()->pinned_bytes_per_s;

@@ -78,6 +78,12 @@ class FakeCuda:
         assert source_at is not None
         self._late.append(lambda: ctypes.memmove(target, source_at, count))
 
+    def _cuMemcpyDtoHAsync_v2(
+        self, to: ctypes.c_void_p, source: ctypes.c_uint64, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p
+    ) -> None:
+        assert to.value is not None
+        self._cuMemcpyHtoDAsync_v2(ctypes.c_uint64(to.value), ctypes.c_void_p(source.value), nbytes, stream)
+
     def _cuEventCreate(self, event: Any, flags: int) -> None:
         assert flags == 3
         event._obj.value = 1

@@ -9,6 +9,7 @@ from rsrv.runtime import cuda
 from rsrv.runtime.cuda import (
     CopyStream,
     CudaError,
+    DeviceCopy,
     Driver,
     MemoryShare,
     client_options,
@@ -18,13 +19,17 @@ from rsrv.runtime.cuda import (
 from tests.unit.runtime.fake_cuda import FakeCuda
 
 
-@pytest.mark.parametrize(("read_only", "flags"), [(True, 9), (False, 1)])
-def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(read_only: bool, flags: int) -> None:
-    """Memory is page-locked for all contexts, as read-only where the device supports that, and unlocked."""
+@pytest.mark.parametrize(
+    ("read_only", "written", "flags"), [(True, False, 9), (True, True, 1), (False, False, 1)]
+)
+def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(
+    read_only: bool, written: bool, flags: int
+) -> None:
+    """Memory is page-locked for all contexts, as read-only where the device supports and allows that, and unlocked."""
     library = FakeCuda(read_only=read_only)
     driver = Driver(0, library)
 
-    unlock = driver.page_lock(1 << 40, 5 << 30)
+    unlock = driver.page_lock(1 << 40, 5 << 30, written=written)
 
     assert library.locked == {1 << 40: (5 << 30, flags)}
     unlock()
@@ -57,11 +62,29 @@ def test_a_large_array_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     stream = CopyStream(Driver(0, library))
     source, target = np.arange(2500, dtype=np.uint8), np.zeros(2500, np.uint8)
 
-    event = stream.start(source, target.ctypes.data)
+    event = stream.start([DeviceCopy(source, target.ctypes.data)])
     stream.finish(event)
 
     assert library.copied == [1000, 1000, 500]
     np.testing.assert_array_equal(target, source)
+    assert (library.events, library.depth) == (0, 0)
+
+
+def test_one_event_follows_all_copies_to_the_host() -> None:
+    """Consecutive bytes of the device fill several arrays."""
+    library = FakeCuda()
+    stream = CopyStream(Driver(0, library))
+    source, first, second = np.arange(9, dtype=np.uint8), np.zeros(4, np.uint8), np.zeros(5, np.uint8)
+    address = source.ctypes.data
+
+    event = stream.start(
+        [DeviceCopy(first, address, to_host=True), DeviceCopy(second, address + 4, to_host=True)]
+    )
+
+    assert library.events == 1
+    assert not first.any()
+    stream.finish(event)
+    np.testing.assert_array_equal(np.concatenate([first, second]), source)
     assert (library.events, library.depth) == (0, 0)
 
 
@@ -73,7 +96,7 @@ def test_a_copy_that_fails_no_longer_reads_its_source(function: str, monkeypatch
     source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
 
     with pytest.raises(CudaError, match=f"{function}: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        CopyStream(Driver(0, library)).start(source, target.ctypes.data)
+        CopyStream(Driver(0, library)).start([DeviceCopy(source, target.ctypes.data)])
 
     assert target.all() == (function == "cuEventRecord")
     assert (library.events, library.depth) == (0, 0)

@@ -246,6 +246,52 @@ def test_the_next_batch_is_assembled_where_the_one_before_was(monkeypatch: pytes
     assert second.staged is not beside.staged
 
 
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize(
+    ("block", "rows", "in_place", "gathered"),
+    [
+        (Block((Tensor("x", "f32", (-1, LARGE), 0), Tensor("y", "i16", (-1,), 0))), [4], [0], []),
+        (Block((Tensor("x", "f32", (-1, LARGE), 0), Tensor("y", "i16", (-1,), 0))), [2, 1], [0], []),
+        (Block((Tensor("x", "f32", (-1, LARGE // 8), 0),)), [1, 1, 1], [], [0]),
+        (Block((Tensor("x", "f32", (5, -1, LARGE), 1),)), [4], [0], []),
+        (Block((Tensor("x", "f32", (5, -1, LARGE), 1),)), [2, 1], [], [0]),
+        (Block((Tensor("x", "f32", (-1, 3), 0), Tensor("all", "f32", (LARGE,), None))), [1, 2], [], [1]),
+        (BLOCKS["rows first"], [2, 1], [], []),
+    ],
+)
+def test_the_device_copies_large_outputs_to_page_locked_memory(
+    block: Block, rows: list[int], in_place: list[int], gathered: list[int], locks: bool
+) -> None:
+    """To the requests' own memory if each has contiguous rows that are large enough, else together.
+
+    Memory that cannot be locked is left to jax, because a transfer to it would wait for the execution.
+    """
+    parts = lay_out(block, rows, [0] * len(rows))
+    rng = np.random.default_rng(1)
+    for part in parts:
+        for index in range(len(block.tensors)):
+            view = tensor_of(part, block, index, outputs=False)
+            view[...] = rng.integers(0, 100, view.shape)
+    work = job(parts, 4, block)
+    model: Any = work.model
+    model.weights, model.executables = [], {(0, 4): None}
+    device: Any = FakeDevice(lambda inputs, weights: [array.copy() for array in inputs])
+    device.writes_host = True
+    if not locks:
+        device.fail_next("page_lock", times=9)
+    staging = Staging()
+
+    flight = launch(work, device, staging)
+    finish(flight, device, staging)
+
+    assert [*flight.in_place] == in_place * locks
+    assert [*flight.gathered] == gathered * locks
+    for part in parts:
+        for index, tensor in enumerate(block.tensors):
+            sent = tensor_of(part if tensor.batch_axis is not None else parts[0], block, index, outputs=False)
+            np.testing.assert_array_equal(tensor_of(part, block, index, outputs=True), sent)
+
+
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:
     """Batches reuse a large enough block; two executions under way have two."""
     staging = Staging()

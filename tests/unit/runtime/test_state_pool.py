@@ -170,7 +170,7 @@ def test_a_launch_that_fails_with_the_pools_in_its_hands_loses_them(
 
     def launch_and_fail(*arguments: object) -> None:
         launch(*arguments)  # type: ignore[arg-type]
-        pools = arguments[-1]
+        pools = arguments[4]
         for array in pools.arrays:  # type: ignore[attr-defined]
             array.delete()
         raise DeviceError("told to")

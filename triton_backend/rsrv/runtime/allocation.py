@@ -57,7 +57,7 @@ PageLock = Callable[[int, int], Callable[[], None]]
 
 
 class PageLocks:
-    """Page-locks memory for a GPU, which then reads it by DMA. Every method may be called from any thread.
+    """Page-locks memory for a GPU, which then uses it by DMA. Every method may be called from any thread.
 
     From other memory beyond 64 kB a transfer makes its caller wait for the executions before it.
     """
@@ -65,19 +65,22 @@ class PageLocks:
     def __init__(self) -> None:
         self._lock = Lock()
         self._warned = False
-        #: by id; also memory that could not be locked
+        #: By id. Also memory that could not be locked.
         self._known: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
+        #: Ids of the locked memory.
+        self._locked: set[int] = set()
 
-    def add(self, owner: Bytes, page_lock: PageLock) -> None:
+    def add(self, owner: Bytes, page_lock: PageLock) -> bool:
         """Lock a mapping until the last view of `owner` is gone, unless it is known already, or small.
 
         All of it: a stub may use a segment again, and no transfer may begin in locked memory and end in other memory.
+        Return whether it is locked.
         """
         if owner.nbytes < LARGE:
-            return
+            return False
         with self._lock:
             if id(owner) in self._known:
-                return
+                return id(owner) in self._locked
             self._known[id(owner)] = owner
         try:
             unlock = page_lock(owner.ctypes.data, owner.nbytes)
@@ -85,10 +88,16 @@ class PageLocks:
             if not self._warned:
                 self._warned = True
                 log.warning("host memory is not page-locked, so transfers take longer: %s", error)
-            return
+            return False
         # Views keep this array alive, and the array keeps the mapping, so the array is finalized between the two. At
         # the process's exit the driver unlocks the pages itself.
-        finalize(owner, unlock).atexit = False
+        finalize(owner, self._unlock, id(owner), unlock).atexit = False
+        self._locked.add(id(owner))
+        return True
+
+    def _unlock(self, owner: int, unlock: Callable[[], None]) -> None:
+        self._locked.discard(owner)
+        unlock()
 
 
 class Reuse:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Executable, Launched
+from rsrv.runtime.device import Array, Buffer, Device, DeviceRows, Executable, Launched, Targets
 from rsrv.runtime.execution import ContiguousRun, Dispatch
 from rsrv.runtime.runs import Kept, MetaRun
 from rsrv.runtime.slices import RequestKind, RequestSlice
@@ -80,10 +80,15 @@ class CallDispatch(Dispatch):
         self.compiles = any(kept and not self._covered(i, kept) for i in inputs if (kept := self._kept(i)))
 
     def launch(
-        self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
+        self,
+        device: Device,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: list[Array | Buffer],
+        targets: Targets,
     ) -> Launched:
         """Launch, and keep on the device the outputs that runs asked for."""
-        launched = device.launch(executable, weights, inputs, self.unread)
+        launched = device.launch(executable, weights, inputs, self.unread, None, targets)
         first = 0
         for part in self.slices:
             if isinstance(part, CallSlice):

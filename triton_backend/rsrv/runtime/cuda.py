@@ -1,7 +1,7 @@
 """CUDA without jax: options of jax's client, calls of the driver, and page-locking of host memory."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import glob
 from importlib.util import find_spec
@@ -149,8 +149,8 @@ class Driver:
         self.call("cuDeviceGet", ctypes.byref(self.device), ordinal)
         self._context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)
-        # The device only reads host memory, so the flag also suits memory that is mapped writable.
-        self._flags = _PORTABLE | (_READ_ONLY if self.attribute(_READ_ONLY_SUPPORTED) else 0)
+        #: Flag of memory that the device only reads. It also suits memory that is mapped writable.
+        self._read_only = _READ_ONLY if self.attribute(_READ_ONLY_SUPPORTED) else 0
 
     def attribute(self, number: int) -> int:
         """Return an attribute of the device, by its CUdevice_attribute."""
@@ -182,11 +182,15 @@ class Driver:
             self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
-    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Page-lock mapped memory; return a function that unlocks it, once. No page may be locked twice."""
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
+        """Page-lock mapped memory; return a function that unlocks it, once. No page may be locked twice.
+
+        `written`: the device also writes to the memory, which must be mapped writable.
+        """
         location = ctypes.c_void_p(address)
+        flags = _PORTABLE | (0 if written else self._read_only)
         with self.current():
-            self.call("cuMemHostRegister_v2", location, ctypes.c_size_t(nbytes), self._flags)
+            self.call("cuMemHostRegister_v2", location, ctypes.c_size_t(nbytes), flags)
 
         def unlock() -> None:
             with self.current():
@@ -201,8 +205,16 @@ _STREAM_NON_BLOCKING = 1  # waits for no other stream
 _EVENT_BLOCKING, _EVENT_WITHOUT_TIMING = 1, 2
 
 
+class DeviceCopy(NamedTuple):
+    """A copy between a contiguous array and the device's memory at an address. `to_host`: it fills the array."""
+
+    array: npt.NDArray[Any]
+    address: int
+    to_host: bool = False
+
+
 class CopyStream:
-    """Stream of copies to the device, which wait for one another and for no execution, unless it is told so.
+    """Stream of copies to or from the device, which wait for one another and for no execution, unless it is told so.
 
     Every method may be called from any thread.
     """
@@ -218,19 +230,24 @@ class CopyStream:
         """The driver's handle."""
         return self._stream.value or 0
 
-    def start(self, source: npt.NDArray[Any], address: int) -> ctypes.c_void_p:
-        """Enqueue the copy of a contiguous array; return an event for `finish`, until which the array must stay."""
+    def start(self, copies: Iterable[DeviceCopy]) -> ctypes.c_void_p:
+        """Enqueue copies; return an event for `finish`, until which the arrays and the device's memory must stay."""
         event, call = ctypes.c_void_p(), self._driver.call
         with self._driver.current():
             call("cuEventCreate", ctypes.byref(event), _EVENT_BLOCKING | _EVENT_WITHOUT_TIMING)
             try:
-                for at in range(0, source.nbytes, _PIECE_BYTES):
-                    to, from_host = ctypes.c_uint64(address + at), ctypes.c_void_p(source.ctypes.data + at)
-                    nbytes = ctypes.c_size_t(min(_PIECE_BYTES, source.nbytes - at))
-                    call("cuMemcpyHtoDAsync_v2", to, from_host, nbytes, self._stream)
+                for array, address, to_host in copies:
+                    host_address = array.ctypes.data
+                    for at in range(0, array.nbytes, _PIECE_BYTES):
+                        nbytes = ctypes.c_size_t(min(_PIECE_BYTES, array.nbytes - at))
+                        device, host = ctypes.c_uint64(address + at), ctypes.c_void_p(host_address + at)
+                        if to_host:
+                            call("cuMemcpyDtoHAsync_v2", host, device, nbytes, self._stream)
+                        else:
+                            call("cuMemcpyHtoDAsync_v2", device, host, nbytes, self._stream)
                 call("cuEventRecord", event, self._stream)
             except CudaError:
-                # A copy may be in flight, and reads an array that the caller drops next.
+                # A copy may be in flight, and uses an array that the caller drops next.
                 with suppress(CudaError):
                     call("cuStreamSynchronize", self._stream)
                 call("cuEventDestroy_v2", event)
@@ -238,7 +255,7 @@ class CopyStream:
         return event
 
     def finish(self, event: ctypes.c_void_p) -> None:
-        """Wait until a copy is complete."""
+        """Wait until the copies before an event are complete."""
         with self._driver.current():
             try:
                 self._driver.call("cuEventSynchronize", event)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
@@ -18,6 +19,9 @@ ArrayKind = tuple[tuple[int, ...], np.dtype[Any]]
 Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
+#: host arrays that get an output, by its index
+Targets = Mapping[int, Sequence[Array]]
+NO_TARGETS: Targets = MappingProxyType({})
 #: state tensors of all slots of a model, in device memory: opaque, too
 Pools = NewType("Pools", object)
 
@@ -84,6 +88,10 @@ class Device(Protocol):
         """True if `launch` returns before the execution ends, so that launching ahead keeps the device busy."""
 
     @property
+    def writes_host(self) -> bool:
+        """True if the device copies outputs to page-locked memory by DMA. Otherwise `launch` accepts no `targets`."""
+
+    @property
     def memory_limit(self) -> int | None:
         """Bytes that the device's allocator may take in total. None: unknown, as on a CPU."""
 
@@ -133,10 +141,10 @@ class Device(Protocol):
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
         """Free the memory at once, or, with `reuse`, for the next upload. No execution may use these buffers."""
 
-    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         """Page-lock host memory, so that the device reads it by DMA; return a function that unlocks it.
 
-        The memory must stay mapped until that is called. Raises DeviceError.
+        `written`: the device also writes to the memory. It must stay mapped until that is called. Raises DeviceError.
         """
 
     def launch(
@@ -146,10 +154,13 @@ class Device(Protocol):
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
         pools: Pools | None = None,
+        targets: Targets = NO_TARGETS,
     ) -> Launched:
         """Start an execution; `weights` in argument order. Its inputs must not change until `read` returns.
 
-        Outputs with an index in `unread` are not copied to the host. The execution replaces the contents of `pools`,
+        Outputs with an index in `unread` are not copied to the host. `targets` are contiguous arrays in page-locked
+        memory by the index of an output: they get its bytes from the first one on, one array after the other, until
+        `read` returns. The execution replaces the contents of `pools`,
         its last arguments and results; if it fails, they may be lost. Raises OutOfMemory; so does `read`, depending on
         the device.
         """
@@ -181,7 +192,7 @@ class Device(Protocol):
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         """Return the outputs on the host, read-only, and the seconds for which the execution used the device.
 
-        Call it once per launch. Unread outputs are empty arrays.
+        Call it once per launch. Unread outputs, and those with targets, are empty arrays.
         """
 
     def start_profile(self, directory: Path) -> None:

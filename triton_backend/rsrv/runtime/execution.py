@@ -3,22 +3,24 @@
 `call_execution` and `state_execution` add what sub-calls of meta models and models with state need.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from rsrv.runtime.allocation import LARGE, PageLocks, aligned
-from rsrv.runtime.device import Array, Buffer, Device, Executable, Launched
+from rsrv.runtime.device import Array, Buffer, Device, Executable, Launched, Targets
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.slices import RequestSlice, Slice, view
 from rsrv.scheduler import events as ev
 from rsrv.wire.layout import Block, Tensor, Variant
+from rsrv.wire.memory import Bytes
 
 
 @dataclass(slots=True)
 class Staging:
-    """Memory in which batches are assembled: a block for each execution that may still read its own.
+    """Memory in which batches are assembled, and their large outputs arrive: a block for each execution that uses its own.
 
     Blocks serve all models, and grow with the largest batch. The loop and the executor's threads share them: each
     access is one atomic step.
@@ -26,8 +28,12 @@ class Staging:
 
     #: blocks that no execution uses
     _idle: list[Array] = field(default_factory=list)
-    #: of the blocks, and of the segments from which inputs are read in place
-    locks: PageLocks = field(default_factory=PageLocks)
+    #: Locks of the blocks, and of the segments that the device uses itself.
+    _locks: PageLocks = field(default_factory=PageLocks)
+
+    def lock(self, device: Device, memory: Bytes) -> bool:
+        """Page-lock a block or a segment for both directions; return whether it is locked."""
+        return self._locks.add(memory, partial(device.page_lock, written=True))
 
     def take(self, nbytes: int) -> Array:
         try:
@@ -130,9 +136,14 @@ class Dispatch:
     compiles: bool = field(default=False, init=False)
 
     def launch(
-        self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
+        self,
+        device: Device,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: list[Array | Buffer],
+        targets: Targets,
     ) -> Launched:
-        return device.launch(executable, weights, inputs)
+        return device.launch(executable, weights, inputs, (), None, targets)
 
     def read(self, device: Device, launched: Launched) -> tuple[list[Array], float]:
         return device.read(launched)
@@ -182,12 +193,49 @@ class Dispatch:
             rows_first[at:] = 0
         return stacked
 
-    def scatter(self, outputs: Sequence[Array]) -> None:
-        """Copy each slice's rows into its place; an output without rows is copied to every slice."""
+    def find_large_outputs(self) -> list[int]:
+        """Return the outputs for the host that are worth a transfer of their own."""
+        block, size = self.variant.outputs, self.execute.size
+        if block.places(size)[1] < LARGE:
+            return []
+        tensors = enumerate(block.tensors)
+        return [i for i, tensor in tensors if i not in self.unread and tensor.nbytes(size) >= LARGE]
+
+    def find_targets(
+        self, large: Sequence[int], lock: Callable[[Bytes], bool], *, alone: bool
+    ) -> dict[int, Sequence[Array]]:
+        """Return the requests' places of those large outputs that the device can copy there.
+
+        A request's rows must be contiguous in the output, and large enough for a transfer of their own. `lock` page-locks a
+        segment and returns whether it is locked. `alone`: one request fills the execution.
+        """
+        if not large:
+            return {}
+        segments: list[Bytes] = []
+        for part in self.slices:
+            if part.segment is None or not (part.shapes is None or part.shapes is self.variant):
+                return {}
+            if not any(part.segment is segment for segment in segments):
+                segments.append(part.segment)
+        block = self.variant.outputs
+        found: dict[int, Sequence[Array]] = {}
+        for index in large:
+            tensor = block.tensors[index]
+            rows_are_large = all(tensor.nbytes(part.rows) >= LARGE for part in self.slices)
+            if alone or (tensor.batch_axis == 0 and rows_are_large):
+                places = [part.target(index, block) for part in self.slices]
+                found[index] = [place for place in places if place is not None]
+        return found if found and all(map(lock, segments)) else {}
+
+    def scatter(self, outputs: Sequence[Array], in_place: Collection[int] = ()) -> None:
+        """Copy each slice's rows into its place; an output without rows is copied to every slice.
+
+        The outputs `in_place` are there already.
+        """
         groups = find_contiguous_runs(self.slices)
         block, unread = self.variant.outputs, self.unread
         for index, tensor in enumerate(block.tensors):
-            if index in unread:
+            if index in unread or index in in_place:
                 continue
             if tensor.batch_axis is None:
                 for part in self.slices:
@@ -207,8 +255,12 @@ class Flight:
 
     dispatch: Dispatch
     launched: Launched
-    #: the block of its assembled inputs; None: they are read in place
+    #: Block of its assembled inputs, and of large outputs. None: all of them are in the requests' memory.
     staged: Array | None
+    #: Outputs that the device copies to the requests' memory.
+    in_place: Collection[int]
+    #: Places in `staged` of outputs that the device copies there, by index.
+    gathered: Mapping[int, Array]
 
 
 def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
@@ -219,24 +271,34 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     for part in dispatch.slices:
         part.mark()
     alone = len(dispatch.slices) == 1 and execute.rows == execute.size
-    in_place = alone and (first.shapes is None or first.shapes is dispatch.variant)
+    alone = alone and (first.shapes is None or first.shapes is dispatch.variant)
     nbytes = dispatch.variant.inputs.places(execute.size)[1]
-    staged = None if in_place else staging.take(nbytes)
-    if nbytes >= LARGE:
-        # What the device reads: the assembled batch, or the segment of a request that is read in place.
-        if staged is not None:
-            staging.locks.add(staged, device.page_lock)
-        elif first.segment is not None:
-            staging.locks.add(first.segment, device.page_lock)
-    inputs = dispatch.gather(staged, device)
+    lock = partial(staging.lock, device)
+    if alone and nbytes >= LARGE and first.segment is not None:
+        lock(first.segment)  # the device reads the inputs in place
+    large = dispatch.find_large_outputs() if device.writes_host else []
+    in_place = dispatch.find_targets(large, lock, alone=alone)
+    rest = [index for index in large if index not in in_place]
+    # The inputs of a batch are at the beginning of the block, and outputs behind them.
+    outputs, outputs_at = dispatch.variant.outputs, 0 if alone else nbytes
+    nbytes = outputs_at + (outputs.places(execute.size)[1] if rest else 0)
+    staged = staging.take(nbytes) if rest or not alone else None
+    gathered: dict[int, Array] = {}
+    if staged is not None and nbytes >= LARGE and lock(staged):
+        gathered = {index: view(outputs, index, execute.size, staged, outputs_at) for index in rest}
+    targets: dict[int, Sequence[Array]] = in_place | {index: [array] for index, array in gathered.items()}
+    inputs = dispatch.gather(None if alone else staged, device)
     executable = dispatch.model.executables[execute.variant, execute.size]
-    return Flight(dispatch, dispatch.launch(device, executable, weights, inputs), staged)
+    launched = dispatch.launch(device, executable, weights, inputs, targets)
+    return Flight(dispatch, launched, staged, in_place.keys(), gathered)
 
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
     """Wait for the outputs and copy them to shared memory; return the execution's seconds."""
     outputs, seconds = flight.dispatch.read(device, flight.launched)
-    flight.dispatch.scatter(outputs)
+    for index, array in flight.gathered.items():
+        outputs[index] = array
+    flight.dispatch.scatter(outputs, flight.in_place)
     # Not after a failure: the device may still read them.
     if flight.staged is not None:
         staging.give(flight.staged)

@@ -29,6 +29,7 @@ from rsrv.runtime.compile_cache import CompileCacheError, open_cache
 from rsrv.runtime.cuda import (
     CopyStream,
     CudaError,
+    DeviceCopy,
     Driver,
     MemoryShare,
     client_options,
@@ -39,6 +40,7 @@ from rsrv.runtime.cuda import (
     has_plugin,
 )
 from rsrv.runtime.device import (
+    NO_TARGETS,
     Abandoned,
     Array,
     ArrayKind,
@@ -50,6 +52,7 @@ from rsrv.runtime.device import (
     Launched,
     OutOfMemory,
     Pools,
+    Targets,
     never,
 )
 from rsrv.runtime.free_pieces import FreePieces, rounded
@@ -89,7 +92,7 @@ _LARGE_BYTES = 1 << 20
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
 #: array whose allocation ends that of an upload's arrays
 _END: ArrayKind = ((1,), np.dtype(np.uint8))
-#: placeholder of an output that stays on the device
+#: placeholder of an output that stays on the device, or has targets
 _UNREAD = np.empty(0, np.uint8)
 
 
@@ -104,6 +107,9 @@ class _LaunchedExecution:
     previous: "_LaunchedExecution | None" = None
     #: time of its end, once a thread has observed it
     ready: float | None = None
+    #: outputs that are copied to targets, and the event after these copies
+    written: Collection[int] = ()
+    copied: ctypes.c_void_p | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +217,7 @@ class JaxDevice:
         selector = os.environ.get("CUDA_VISIBLE_DEVICES") if self.hardware.platform == "cuda" else None
         self.name = f"{self._device.device_kind} ({selector})" if selector else self._device.device_kind
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
+        self.writes_host = self._device.platform != "cpu"
         self.launcher: int | None = None
         self._lock = Lock()
         #: what an executable must have been compiled for
@@ -229,11 +236,12 @@ class JaxDevice:
         self._noticing = Lock()
         self._cuda: Driver | None = None
         self._reuse = Reuse()
-        #: None: the CPU copies
+        #: Streams of weights and of large outputs. None: the CPU copies.
         self._copies: CopyStream | None = None
+        self._outward: CopyStream | None = None
         if self._device.platform != "cpu":
             try:
-                self._copies = CopyStream(self._driver())
+                self._copies, self._outward = CopyStream(self._driver()), CopyStream(self._driver())
             except CudaError as error:
                 raise DeviceError(
                     f"weights cannot be copied to {self._device.device_kind}: {error}"
@@ -482,7 +490,8 @@ class JaxDevice:
                     raise Abandoned
                 if array.nbytes:
                     source = np.asarray(array, order="C")
-                    copying.append((source, self._copies.start(source, buffer.unsafe_buffer_pointer())))
+                    copy = DeviceCopy(source, buffer.unsafe_buffer_pointer())
+                    copying.append((source, self._copies.start([copy])))
                     copying_bytes += array.nbytes
             while copying:
                 if abandoned():
@@ -658,11 +667,11 @@ class JaxDevice:
         pools = [struct(*kind) for kind in kinds]
         return pools, struct((), np.int32), [struct(shape[1:], dtype) for shape, dtype in kinds]
 
-    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         if self._device.platform == "cpu":
             return lambda: None
         try:
-            return self._driver().page_lock(address, nbytes)
+            return self._driver().page_lock(address, nbytes, written=written)
         except CudaError as error:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
@@ -684,6 +693,7 @@ class JaxDevice:
         inputs: Sequence[Array | Buffer],
         unread: Collection[int] = (),
         pools: Pools | None = None,
+        targets: Targets = NO_TARGETS,
     ) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         assert pools is None or isinstance(pools, _SlotPools)
@@ -708,14 +718,34 @@ class JaxDevice:
                 if not self.asynchronous:
                     return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))
                 execution = self._latest = _LaunchedExecution(started, outputs, unread, self._latest)
+                # Enqueued now, the copies to the host wait for this execution and not for the next one.
                 for index, out in enumerate(outputs):
-                    if index not in unread:
-                        # Enqueued now, the copy to the host waits for this execution and not for the next one.
+                    if index not in unread and index not in targets:
                         out.copy_to_host_async()
+                if targets:
+                    execution.written = targets
+                    execution.copied = self._copy_out(outputs, targets)
                 return Launched(execution)
         except Exception as error:
             self._examine(error)
             raise
+
+    def _copy_out(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
+        """Enqueue the copies of outputs to `targets`; return the event after them, until which the outputs must stay.
+
+        jax itself copies to fresh memory, which no DMA reaches. An executable whose outputs are in jax's memory space
+        `pinned_host` would fill memory of jax, from which the host would copy them once more.
+        """
+        assert self._outward is not None, "a CPU has no targets"
+        copies = []
+        for index, arrays in targets.items():
+            # The stream waits for the execution, and this thread does not.
+            outputs[index].__dlpack__(stream=self._outward.handle)
+            address = outputs[index].unsafe_buffer_pointer()
+            for array in arrays:
+                copies.append(DeviceCopy(array, address, to_host=True))
+                address += array.nbytes
+        return self._outward.start(copies)
 
     def keep(self, launched: Launched, index: int) -> Buffer:
         assert isinstance(launched, _LaunchedExecution)
@@ -742,11 +772,14 @@ class JaxDevice:
         previous = execution.previous
         try:
             ready = self._wait(execution)
-            if execution.unread:
-                # A failure is raised when outputs are copied, and here there may be none to copy.
+            if execution.copied is not None:
+                assert self._outward is not None
+                self._outward.finish(execution.copied)
+            if execution.unread or execution.written:
+                # jax raises a failure when it copies outputs, and here there may be none to copy.
                 self._jax.block_until_ready(execution.outputs)
             outputs = [
-                _UNREAD if index in execution.unread else np.asarray(out)
+                _UNREAD if index in execution.unread or index in execution.written else np.asarray(out)
                 for index, out in enumerate(execution.outputs)
             ]
         except Exception as error:

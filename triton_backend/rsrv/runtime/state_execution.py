@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rsrv.runtime.device import Array, Buffer, Device, Executable, Launched
+from rsrv.runtime.device import Array, Buffer, Device, Executable, Launched, Targets
 from rsrv.runtime.execution import Dispatch
 from rsrv.runtime.sequences import SequenceEntry
 from rsrv.runtime.slices import RequestSlice
@@ -28,11 +28,18 @@ class StepDispatch(Dispatch):
     losses: int = 0
 
     def launch(
-        self, device: Device, executable: Executable, weights: Sequence[Buffer], inputs: list[Array | Buffer]
+        self,
+        device: Device,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: list[Array | Buffer],
+        targets: Targets,
     ) -> Launched:
         pool, size = self.model.pool, self.execute.size
         assert pool is not None
-        launched, self.losses = pool.launch(device, executable, weights, inputs, size, self.rows_in_slots)
+        launched, self.losses = pool.launch(
+            device, executable, weights, inputs, size, self.rows_in_slots, targets
+        )
         return launched
 
     def read(self, device: Device, launched: Launched) -> tuple[list[Array], float]:

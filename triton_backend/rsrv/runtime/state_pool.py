@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rsrv.runtime.device import Array, ArrayKind, Buffer, Device, Executable, Launched, Pools
+from rsrv.runtime.device import (
+    NO_TARGETS,
+    Array,
+    ArrayKind,
+    Buffer,
+    Device,
+    Executable,
+    Launched,
+    Pools,
+    Targets,
+)
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.spec import StateSpec
 
@@ -90,8 +100,11 @@ class StatePool:
         inputs: Sequence[Array | Buffer],
         size: int,
         rows: Sequence[SlotRow] = (),
+        targets: Targets = NO_TARGETS,
     ) -> tuple[Launched, int]:
         """Launch an execution of `size` rows, of which the first are `rows`, and the others padding.
+
+        `targets` as in `Device.launch`.
 
         Returns it with the losses before it, for `read`.
 
@@ -102,7 +115,7 @@ class StatePool:
             assert self._pools is not None
             try:
                 slots = self._place(device, size, rows)
-                launched = device.launch(executable, weights, [*inputs, slots], (), self._pools)
+                launched = device.launch(executable, weights, [*inputs, slots], (), self._pools, targets)
             except BaseException:
                 if not device.holds(self._pools):
                     self._lose(device)

@@ -1,0 +1,114 @@
+"""Copies between the memory of requests and the card: how many, of which bytes, and by DMA or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.allocation import LARGE
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeRequest
+from tests.gpu.conftest import StartServed
+from tests.gpu.fake_gpu import FakeGpu
+
+#: Bytes of the runtime's pieces of large copies.
+PIECE = 16 << 20
+
+
+def export_passing(path: Path, columns: int) -> Path:
+    """A bundle that returns its input: the fake driver copies within the device, so answers are right."""
+    export_bundle(
+        lambda params, x: {"y": x},
+        {"w": np.ones((3,), np.float32)},
+        {"x": np.zeros((1, columns), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=path,
+    )
+    return path
+
+
+def copies(gpu: FakeGpu, serve: StartServed, path: Path, rows: list[int], columns: int) -> dict[str, object]:
+    """Answer requests of so many rows in one batch, and return the copies in each direction."""
+    engine = serve(export_passing(path, columns), "passing", "{platform: cuda}\nscheduler: {depth: 2}")
+    random = np.random.default_rng(0)
+    values = [random.random((count, columns), np.float32) for count in rows]
+    requests = [FakeRequest({"x": value}) for value in values]
+    before = len(gpu.calls())
+
+    answers = engine.execute(requests) or [request.answers.get(timeout=60) for request in requests]
+
+    for value, answer in zip(values, answers, strict=True):
+        assert answer.error is None
+        np.testing.assert_array_equal(answer.arrays["y"], value)
+    found: dict[str, object] = {}
+    for kind in ("h2d", "d2h"):
+        calls = [call for call in gpu.calls()[before:] if call.kind == kind]
+        found[kind] = [(call.bytes, call.detail) for call in calls]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("columns", "to_card", "from_card"),
+    [
+        (250, [(1000, "copied")], [(1000, "pageable")]),
+        (150_000, [(600_000, "page-locked")], [(600_000, "page-locked")]),
+        (
+            15_000_000,
+            [(60_000_000, "page-locked")],
+            [(PIECE, "page-locked")] * 3 + [(60_000_000 - 3 * PIECE, "page-locked")],
+        ),
+    ],
+)
+def test_one_request_is_copied_once_in_each_direction(
+    gpu: FakeGpu,
+    serve: StartServed,
+    tmp_path: Path,
+    columns: int,
+    to_card: list[tuple[int, str]],
+    from_card: list[tuple[int, str]],
+) -> None:
+    """Large tensors travel by DMA from and to the memory that the stub shares. No host copy follows."""
+    found = copies(gpu, serve, tmp_path / "passing", [1], columns)
+
+    assert found == {"h2d": to_card, "d2h": from_card}
+
+
+def test_rows_of_a_batch_go_to_their_requests_without_a_copy_on_the_host(
+    gpu: FakeGpu, serve: StartServed, tmp_path: Path
+) -> None:
+    """The row that pads the batch does not leave the card."""
+    row = 4 * LARGE
+
+    found = copies(gpu, serve, tmp_path / "passing", [1, 2], LARGE)
+
+    assert found == {
+        "h2d": [(4 * row, "page-locked")],
+        "d2h": [(row, "page-locked"), (2 * row, "page-locked")],
+    }
+
+
+def test_small_rows_of_a_large_batch_leave_the_card_together(
+    gpu: FakeGpu, serve: StartServed, tmp_path: Path
+) -> None:
+    """A transfer for each request would take longer than a copy on the host."""
+    nbytes = 4 * (LARGE // 2)
+
+    found = copies(gpu, serve, tmp_path / "passing", [1, 1, 1], LARGE // 8)
+
+    assert found == {"h2d": [(nbytes, "page-locked")], "d2h": [(nbytes, "page-locked")]}
+
+
+def test_memory_is_locked_once_for_many_requests(gpu: FakeGpu, serve: StartServed, tmp_path: Path) -> None:
+    """Locking memory takes the driver longer than a copy."""
+    engine = serve(export_passing(tmp_path / "passing", LARGE), "passing")
+
+    locked = []
+    for _ in range(4):
+        request = FakeRequest({"x": np.zeros((1, LARGE), np.float32)})
+        assert (engine.execute([request]) or [request.answers.get(timeout=60)])[0].error is None
+        locked.append(len(gpu.calls("register")))
+
+    assert locked[0]
+    assert locked[-1] == locked[0]

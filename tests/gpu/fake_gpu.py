@@ -77,9 +77,9 @@ _CARDS_BYTES = ctypes.sizeof(CardSettings) + 8 * 16 * 24
 class Call(NamedTuple):
     """A call that the driver has carried out; times are those of `time.monotonic`.
 
-    `kind`: alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph, graph-update or fault. `bytes` of a launch are its
+    `kind`: context, alloc, free, no-room, register, unregister, h2d, d2h, kernel, graph, graph-update or fault. `bytes` of a launch are its
     kernels. `detail` of a copy: how it reads the host's memory (page-locked, copied, pageable). `stream` of an alloc or a
-    no-room: the card.
+    no-room, and of a context: the card.
     """
 
     start: float

@@ -164,6 +164,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     // Lists this process among the holders. It has one context for each card.
     static bool has_context[MAX_CARDS];
     if (!take_bytes(card, has_context[card] ? 0 : cards()->context_bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (!has_context[card]) record(now(), "context", cards()->context_bytes, card, "");
     has_context[card] = true;
     *context = context_of(card);
     return CUDA_SUCCESS;

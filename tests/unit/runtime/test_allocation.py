@@ -42,3 +42,38 @@ def test_what_threads_freed_goes_back() -> None:
     done = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, check=True)
 
     assert int(done.stdout) < 4
+
+
+_PREPARED = """
+import resource
+from rsrv.runtime.allocation import prepare_heap, restore_heap, use_one_arena
+
+MIB = 2**20
+use_one_arena()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+begun = resident()
+prepare_heap(128 * MIB)
+before = faults()
+block = bytearray(120 * MIB)
+taken = faults() - before
+restore_heap()
+del block
+restore_heap()
+print(taken, (resident() - begun) // MIB)
+"""
+
+
+def test_an_allocation_from_a_prepared_heap_needs_no_new_pages() -> None:
+    """120 MiB are 30,720 pages. Once the heap is as before, its memory returns to the system."""
+    done = subprocess.run([sys.executable, "-c", _PREPARED], capture_output=True, text=True, check=True)
+
+    faults, left = map(int, done.stdout.split())
+    assert faults < 1000
+    assert left < 10

@@ -1,4 +1,4 @@
-"""What the next runtime prepares beside the one that serves: executables of known modules, on a CPU only."""
+"""What the next runtime prepares beside the one that serves: executables of known modules."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_modules_that_no_runtime_has_seen_are_left_to_the_runtime(tmp_path: Path
     assert made.executables == []
 
 
-@pytest.mark.parametrize(("devices", "platform"), [(["0", "cpu"], "auto"), (["cpu"], "cuda")])
-def test_nothing_is_prepared_for_a_gpu(tmp_path: Path, devices: list[str], platform: str) -> None:
-    """A second process would take memory of the card, which may be full."""
-    settings = load_settings(f"runtime: {{platform: {platform}}}")
-    assert prepare(settings, tmp_path, tmp_path, devices, 0) is None
+def test_nothing_is_prepared_on_a_cpu_instead_of_a_gpu(tmp_path: Path) -> None:
+    """The settings of the next runtime ask for a GPU, and the server began on a CPU: the runtime refuses that."""
+    settings = load_settings("runtime: {platform: cuda}")
+    assert prepare(settings, tmp_path, tmp_path, ["cpu"], 0) is None

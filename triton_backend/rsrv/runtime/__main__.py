@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         log.warning("variables of jax in the environment of tritonserver are ignored: %s", ", ".join(dropped))
     prepared: Preparation | None = None
     supervises = False
+    # Of the processes that this one starts. The preparation of a spare changes this process's own.
+    environment = dict(os.environ)
     try:
         server = os.pidfd_open(options.server_pid)
         if spare:
@@ -62,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
 
         settings = read_settings(options)
         logs.setup(settings.logs.format)
-        environment = dict(os.environ)
         if not spare:
             check_xla_flags(environment)
         if paths.hold(options.directory) is None:

@@ -144,8 +144,10 @@ class Reuse:
         return left
 
 
-#: option of mallopt in glibc's malloc.h
-_M_ARENA_MAX = -8
+#: Options of mallopt in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+#: Bytes of the thresholds that glibc arrives at by itself, and its number of mappings.
+_TRIM_BYTES, _MMAP_BYTES, _MAPPINGS = 64 << 20, 32 << 20, 65536
 
 _libc = ctypes.CDLL(None)
 
@@ -158,6 +160,32 @@ def use_one_arena() -> None:
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, 1)
+
+
+def prepare_heap(nbytes: int) -> None:
+    """Let the heap have so much free memory whose pages exist, for a large allocation that must be fast.
+
+    Until `restore_heap`, malloc makes no mappings, whose pages would be new, and returns nothing to the system. Without glibc
+    nothing happens.
+    """
+    if not hasattr(_libc, "mallopt"):
+        return
+    _libc.mallopt(_M_MMAP_MAX, 0)
+    _libc.mallopt(_M_TRIM_THRESHOLD, -1)
+    _libc.malloc.restype = ctypes.c_void_p
+    address = ctypes.c_void_p(_libc.malloc(ctypes.c_size_t(nbytes)))
+    if address:
+        ctypes.memset(address, 0, nbytes)
+        _libc.free(address)
+
+
+def restore_heap() -> None:
+    """End what `prepare_heap` began."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_MAX, _MAPPINGS)
+        _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        _libc.malloc_trim(0)
 
 
 def give_back() -> None:

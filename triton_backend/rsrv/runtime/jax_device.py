@@ -24,7 +24,7 @@ import numpy as np
 
 from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.limits import spare_memory
-from rsrv.runtime.allocation import Reuse
+from rsrv.runtime.allocation import Reuse, prepare_heap, restore_heap
 from rsrv.runtime.compile_cache import CompileCacheError, open_cache
 from rsrv.runtime.cuda import (
     CopyStream,
@@ -82,6 +82,8 @@ _LOST = re.compile(
 _FREEING_S = 0.2
 #: seconds after which the driver has freed the memory of a process that has ended
 _RELEASE_S = 10.0
+#: Bytes that other allocations may take of the heap that is prepared for jax's allocator.
+_HEAP_REST = 64 << 20
 #: free bytes of a device with fewer of which it serves nothing
 _LEAST_BYTES = 64 << 20
 #: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
@@ -145,6 +147,8 @@ class JaxDevice:
     process, at its first use. jax's own environment variables take precedence over `memory`. `numerics` applies to
     CUDA's libraries and to functions traced in this process; models' modules are compiled as they are. `lost` is called,
     on the thread that uses the device, with an error of CUDA after which the process can do nothing more with the device.
+    With `claims` False it takes none of a GPU's memory for weights and executions until `claim`, so another process may
+    still hold that. Until then, `compile` only loads executables that are stored.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class JaxDevice:
         numerics: Numerics = "auto",
         asynchronous_cpu: bool = False,
         lost: Callable[[str], object] = lambda reason: None,
+        claims: bool = True,
     ) -> None:
         import jax
         import jax.dlpack
@@ -256,8 +261,34 @@ class JaxDevice:
         self._working_bytes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         #: None: the allocator's pieces are not known
         self._pieces: FreePieces | None = None
-        self.memory_limit = self._measure_limit()
+        self.memory_limit: int | None = None
+        self._claimed = self._device.platform == "cpu"
+        self._has_prepared_heap = False
+        if claims:
+            self.claim(lost)
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
+
+    def claim(self, lost: Callable[[str], object]) -> None:
+        """Take the device's memory, once the process before has ended; `lost` as at the start. Raises DeviceError."""
+        self._lost = lost
+        try:
+            self.memory_limit = self._measure_limit()
+        finally:
+            if self._has_prepared_heap:
+                self._has_prepared_heap = False
+                restore_heap()
+        self._claimed = True
+
+    def prepare_claim(self) -> None:
+        """Make `claim` faster, at the cost of host memory until then.
+
+        jax's allocator writes a table of 8 bytes for each 256 bytes of its memory: 2.3 GB for 72 GiB. Getting the pages for it
+        is most of what the allocator does.
+        """
+        nbytes = (self._memory("bytes_limit") or 0) // 32 + _HEAP_REST
+        if self._preallocates and spare_memory() > 2 * nbytes:
+            self._has_prepared_heap = True
+            prepare_heap(nbytes)
 
     def _count(self, event: str, **_: object) -> None:
         if event in self._counts and not self._cache.bypassed:
@@ -281,6 +312,10 @@ class JaxDevice:
         try:
             compiled = self._load_known(key[0].hex(), signature, stored)
             if compiled is None:
+                if not self._claimed:
+                    raise DeviceError(
+                        "the executable is not stored, and compiling would take memory of the device"
+                    )
                 with self._cache.offering(stored):
                     exported, digest = as_exported(module, signature), key[0].hex()
                     compiled = self._compile(exported, digest, signature.donated, stored=stored is not None)
@@ -403,7 +438,7 @@ class JaxDevice:
         while (free := self._driver().free_bytes()) < enough:
             if time.monotonic() >= (full_until if free < _LEAST_BYTES else deadline):
                 break
-            time.sleep(_RELEASE_S / 100)
+            time.sleep(_RELEASE_S / 500)
         if free < _LEAST_BYTES:
             # XLA would ask for it again and again, and write a line of its log each time: 5 MB a second.
             raise DeviceError(

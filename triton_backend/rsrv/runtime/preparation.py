@@ -1,17 +1,20 @@
-"""Work of the next runtime before its turn, beside the one that still serves: on a CPU, its device and executables.
+"""Work of the next runtime before its turn, while the one before still serves: its device, and executables.
 
-A GPU's memory may have no room for two, so there the next runtime compiles when its turn has come.
+A GPU's memory has no room for the weights of two. So there the next runtime makes its CUDA context, which takes some hundred
+megabytes outside of `memory_fraction`, and only loads executables. It takes its memory when its turn has come.
 """
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rsrv.runtime.device import Executable
+from rsrv.runtime.cuda import MemoryShare
+from rsrv.runtime.device import DeviceError, Executable
 from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.models import modules_of
@@ -45,14 +48,25 @@ def prepare(
 ) -> Preparation | None:
     """Prepare the device with this number, and the models of the repository that a runtime has compiled before.
 
-    `directory` is the runtime's, and `own_cache` as in `ExecutableSources`. Returns None if the device is a GPU.
+    `directory` is the runtime's, and `own_cache` as in `ExecutableSources`. Returns None if the device cannot be used beside
+    the other process. The device is to be claimed. Changes CUDA_VISIBLE_DEVICES of this process.
     """
-    runtime = settings.runtime
-    if devices[number] != "cpu" or runtime.platform not in ("auto", "cpu"):
-        return None
+    runtime, platform = settings.runtime, settings.runtime.platform
+    if devices[number] == "cpu":
+        if platform not in ("auto", "cpu"):
+            return None
+        platform = "cpu"
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[number]
     known = KnownModules(directory / paths.MODULES)
     sources = ExecutableSources(runtime.compilation_cache_dir, repository, known, own_cache)
-    device = JaxDevice("cpu", sources, numerics=runtime.numerics)
+    memory = MemoryShare(runtime.memory_fraction)
+    try:
+        device = JaxDevice(platform, sources, memory=memory, numerics=runtime.numerics, claims=False)
+    except DeviceError as error:
+        # For example, the card admits one process, or has no room for another context.
+        log.info("the next runtime starts its device when the one before has ended: %s", error)
+        return None
     made = Preparation(settings, device, [])
 
     def look(blob: bytes, _: str) -> Signature:
@@ -67,5 +81,7 @@ def prepare(
                 made.executables.extend(
                     [device.compile(module, signature) for _, module, signature in modules]
                 )
+    # Last: until the claim, all allocations come from the heap.
+    device.prepare_claim()
     log.info("%d executables are there for the next runtime", len(made.executables))
     return made

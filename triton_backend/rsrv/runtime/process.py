@@ -164,14 +164,9 @@ class DeviceProcess:
     # --- the device ---------------------------------------------------------------------------------------
 
     def _make_device(self) -> JaxDevice:
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.settings == self._settings:
-            # Models that have not registered by then do not return.
-            threading.Timer(_FORGET_S, prepared.executables.clear).start()
-            return prepared.device
         note, runtime = self._options.directory / paths.NO_DEVICE, self._settings.runtime
         try:
-            found = JaxDevice(
+            found = self._take_prepared() or JaxDevice(
                 self._platform,
                 ExecutableSources(
                     runtime.compilation_cache_dir,
@@ -198,6 +193,15 @@ class DeviceProcess:
             log.error("%s; the runtime ends, and the stubs start another to look again", error)
             logs.flush()
             os._exit(_EXIT_HUNG)
+
+    def _take_prepared(self) -> JaxDevice | None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.settings != self._settings:
+            return None
+        # Models that have not registered by then do not return.
+        threading.Timer(_FORGET_S, prepared.executables.clear).start()
+        prepared.device.claim(self._end_without_device)
+        return prepared.device
 
     def _end_without_device(self, reason: str) -> None:
         # This thread's task has not ended: the next runtime finds the model in the black box.

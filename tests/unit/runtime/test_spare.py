@@ -200,6 +200,33 @@ def test_a_spare_that_replaced_another_one_is_the_only_one(tmp_path: Path) -> No
         assert not keeping.is_alive()
 
 
+def test_a_spare_whose_turn_does_not_come_is_replaced(tmp_path: Path) -> None:
+    """It has a device, on a GPU a context and host memory. A spare has none."""
+    command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
+    mine = psutil.Process()
+    before = set(mine.children())
+    with socket.socket() as listener:
+        keeper = SpareKeeper(
+            command, os.environ, listener.fileno(), tmp_path, lambda: False, rest=lambda _: None
+        )
+        keeping = threading.Thread(target=keeper.keep, daemon=True)
+        keeping.start()
+        wait_until(lambda: set(mine.children()) - before)
+        assert renewed(keeper) == ""
+        (prepared,) = set(mine.children()) - before
+
+        keeper.withdraw()
+
+        assert not prepared.is_running()
+        (other,) = wait_until(lambda: set(mine.children()) - before)
+        keeper.withdraw()
+        assert other.is_running()
+        assert keeper._spare is not None
+        keeper._spare.sock.shutdown(socket.SHUT_RDWR)
+        keeping.join(20)
+        assert not keeping.is_alive()
+
+
 @pytest.fixture
 def launcher(
     server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

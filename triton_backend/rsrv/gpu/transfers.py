@@ -57,7 +57,8 @@ def bandwidth(given: PartInput, tell: Tell) -> None:
         tell(Finding("the driver's own copies", "NOT RUN", reason="a CPU has no driver"))
         return
     driver = Driver(0)
-    for kind, locking in (("pageable", nullcontext()), ("page-locked", _registered(driver, memory))):
+    locked_memory = _page_locked(driver, memory, written=True)
+    for kind, locking in (("pageable", nullcontext()), ("page-locked", locked_memory)):
         with locking:
             limit = measure(f"driver to the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyHtoD_v2"))
             measure(f"driver from the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyDtoH_v2"))
@@ -159,25 +160,12 @@ def _upload(device: JaxDevice, arrays: Sequence[Array]) -> float:
 
 
 @contextmanager
-def _page_locked(device: JaxDevice, memory: Array) -> Iterator[None]:
-    unlock = device.page_lock(memory.ctypes.data, memory.nbytes)
+def _page_locked(device: JaxDevice | Driver, memory: Array, *, written: bool = False) -> Iterator[None]:
+    unlock = device.page_lock(memory.ctypes.data, memory.nbytes, written=written)
     try:
         yield
     finally:
         unlock()
-
-
-@contextmanager
-def _registered(driver: Driver, memory: Array) -> Iterator[None]:
-    """Page-lock memory for both directions: `Driver.page_lock` is for reading alone."""
-    place: Any = ctypes.c_void_p(memory.ctypes.data)
-    with driver.current():
-        driver.call("cuMemHostRegister_v2", place, ctypes.c_size_t(memory.nbytes), 0)
-    try:
-        yield
-    finally:
-        with driver.current():
-            driver.call("cuMemHostUnregister", place)
 
 
 def _copy(driver: Driver, memory: Array, function: str) -> float:

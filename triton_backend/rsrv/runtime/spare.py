@@ -103,6 +103,8 @@ class SpareKeeper(Successor):
         self._rest = rest
         self._lock = threading.Lock()
         self._spare: _Spare | None = None
+        #: The spare that was started for a restart, with its device.
+        self._prepared: _Spare | None = None
         #: whether there is a spare without an end that was planned
         self._keeps = False
 
@@ -144,12 +146,15 @@ class SpareKeeper(Successor):
             done(f"the next runtime cannot be started: {error}")
 
     def withdraw(self) -> None:
-        """End a spare that is there only for an end that does not come."""
+        """End a spare that is there only for an end that does not come: it may hold memory of the device.
+
+        `keep` starts another one.
+        """
         with self._lock:
-            spare = None if self._keeps else self._spare
-            self._spare = self._spare if self._keeps else None
-        if spare is not None:
-            spare.end()
+            if self._spare is None or (self._keeps and self._spare is not self._prepared):
+                return
+            spare, self._spare = self._spare, None
+        spare.end()
 
     def stay_back(self, record: bytes) -> None:
         """Let the spare wait for a connection when its turn has come. Raises OSError."""
@@ -176,6 +181,7 @@ class SpareKeeper(Successor):
             return problem
         with self._lock:
             before, self._spare = self._spare, fresh
+            self._prepared = fresh
         # Two would both take this process's place.
         if before is not None:
             before.end()

@@ -464,8 +464,9 @@ class Loop:
             self._timers.set(self._sleep_if_idle, -inf)
 
     def _executed(self, ended: ExecutionEnded) -> None:
-        # Arrivals of the same moment come first: the next execution should include them.
-        self._pass_on()
+        if self._outbox or self._requests.arrived:
+            # Arrivals of the same moment come first: the next execution should include them.
+            self._pass_on()
         error = ended.error
         if self._meta.runs.by_token:
             self._meta.executed(ended)

@@ -49,11 +49,9 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._actions: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.put = self._actions.put
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def put(self, action: Callable[[], Any]) -> None:
-        self._actions.put(action)
 
     def _run(self) -> None:
         while True:

@@ -100,19 +100,12 @@ class PeerConnection:
         self.tokens: list[tuple[int, int]] = []
         #: marks of traced requests that arrive next, by the connection's numbers
         self.marks: dict[int, Mark] = {}
-        self._receiver = Receiver(sock, buffer)
+        self.receiver = Receiver(sock, buffer)
         #: Frames that the peer has no room for, with their descriptors. Nearly always empty: as a deque it would take 760
         #: bytes of each connection.
         self.backlog: list[tuple[bytes, tuple[int, ...]]] = []
         self._backlog_bytes = 0
         self._backlog_fds = 0
-
-    def receive(self) -> tuple[memoryview, list[int]] | None:
-        """Return a frame, valid until the next call, and its descriptors, which the caller owns. None: no frame now."""
-        try:
-            return self._receiver.receive()
-        except BlockingIOError:
-            return None
 
     def note_import(self, said: Any, now: float) -> None:
         """Note a stub's word on its import of model.py: `importing` of REPORT, None without one."""
@@ -354,10 +347,10 @@ class Transport:
         if mask & select.EPOLLOUT:
             connection.flush()
         for _ in range(_MAX_FRAMES_PER_TURN):
-            received = connection.receive()
-            if received is None:
+            try:
+                frame, fds = connection.receiver.receive()
+            except BlockingIOError:
                 return
-            frame, fds = received
             try:
                 kind, count = read_header(frame)
                 if connection.greeted:

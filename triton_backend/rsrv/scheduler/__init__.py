@@ -2,8 +2,8 @@
 
 In reading order:
 
-- the machine: `events` (events and instructions), `settings`, `scheduler` (how an event is handled), `queries` (what others
-  may ask it);
+- the machine: `events` (events and instructions), `settings`, `scheduler` (how an event is handled, and what others may
+  ask it);
 - one model: `model` (its state), `variant_queue` (its waiting requests), `batching` (which of them share an execution, at
   which compiled size and cost), `history` (its latest records), `statistics` (counters and snapshots);
 - all requests: `request_queue` (how they enter and leave), `inflight` (executions on the device), `meta_admission`

@@ -1,7 +1,7 @@
 """Generations: which chunk of tokens each one reads next, and what follows from the token that comes out.
 
 A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths; then each token
-that comes out is the next chunk. Time is an argument, and nothing here sends or executes: `requests` does. A live
+that comes out is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
 generation always has one step under way, so whatever ends that step can end the generation, too.
 """
 

@@ -25,7 +25,7 @@ from rsrv_bundle.writer import free_target
 
 Array = np.ndarray[Any, Any]
 
-#: Key in the provenance of what an export changed, as JSON: inputs that it fixed (`bind`), outputs that it chose
+#: Provenance key of the changes that an export made, as JSON: inputs that it fixed (`bind`), outputs that it chose
 #: (`outputs`), and batch axes of inputs that have one row in the file (`rows`).
 _CHANGES = "onnx_changes"
 #: Operators that pass an index on unchanged.
@@ -320,7 +320,7 @@ def _table_size(model: OnnxModel, name: str) -> int | None:
 
 
 def _chosen(node: Node, same: set[str]) -> tuple[int, int] | None:
-    """Return the input of a node that is the table which a value indexes, and the indexed axis."""
+    """Find the table that a value indexes in a node. Return the node's input that is the table, and the indexed axis."""
     if node.op == "Gather" and node.inputs[1] in same:
         return 0, int(node.attributes.get("axis", 0))
     if node.op == "EmbedLayerNormalization":

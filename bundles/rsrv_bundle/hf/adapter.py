@@ -58,7 +58,9 @@ _BEGINNINGS: Final = (None, True, False, "gaussian", "orthogonal")
 
 
 def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
-    """Write a copy of a base with an adapter in its weights to a folder that does not exist, and return it.
+    """Write a copy of the base model with the adapter merged into its weights. Return the copy.
+
+    `folder` must not exist.
 
     Raises BundleError for an adapter that is no LoRA, that breaks a rule of directories, or that does not fit the base.
     """
@@ -118,7 +120,10 @@ def _class(base: Directory, config: Mapping[str, Any]) -> Any:
 
 
 def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Add the products of an adapter's matrices to the weights of a model, and replace the weights that it has as a whole."""
+    """Add the products of an adapter's matrices to a model's weights.
+
+    Replace the weights that the adapter stores whole.
+    """
     parameters = dict(model.named_parameters())
     alpha = config.get("lora_alpha", 8)
     if not isinstance(alpha, int | float):

@@ -26,7 +26,7 @@ _MAX_RATE = 192_000
 
 
 class _MaskedGroupNorm(nn.Module):
-    """A norm of each channel over the time, which leaves the samples behind a sound out.
+    """A norm of each channel over time. It ignores the padding behind the end of a sound.
 
     The first layer of wav2vec2's smaller models has such a norm. Zeros behind a sound would change its mean and variance.
     """
@@ -49,7 +49,7 @@ class _MaskedGroupNorm(nn.Module):
 
 
 class _Listener(nn.Module):
-    """A network that reads samples. Only the first `lengths` samples of each row count."""
+    """A network that reads samples. In each row, only the first `lengths` samples count."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()

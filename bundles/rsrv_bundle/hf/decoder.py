@@ -57,12 +57,14 @@ class Decoder:
         tokens: jax.Array,
         lengths: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Read tokens, i32 [n, t], of which `lengths` [n] count, behind `position` [n] others: the next one's logits, and pools.
+        """Read new tokens, i32 [n, t]. Return the logits of the next token, and the pools.
+
+        In each row, `lengths` [n] tokens count, and `position` [n] tokens were read before.
 
         Each block writes the keys and values of the new tokens, and then reads what it has written: XLA copies a pool that is
         read before it is written. A row without a slot writes nothing.
         """
-        del begins  # a position of 0 says the same
+        del begins  # A position of 0 already means that the sequence begins.
         n, t = tokens.shape
         at = position[:, None] + jnp.arange(t)
         counted = jnp.arange(t) < lengths[:, None]

@@ -201,7 +201,7 @@ def _refuse_code(name: str, document: Any) -> None:
 
 
 def _check_activation(where: str, value: Any) -> None:
-    """Raise BundleError for a dotted name outside of the list; a plain name, such as gelu, is no import."""
+    """Raise BundleError for a dotted name outside of the list. A plain name, such as gelu, imports nothing."""
     if not isinstance(value, str) or "." not in value:
         return
     prefix, _, name = value.rpartition(".")
@@ -320,7 +320,7 @@ def _product(shape: Any, most: int) -> int:
     """Return the numbers of a tensor. Raises ValueError if they are no number, or more than `most`."""
     total = 1
     for size in shape:
-        # Of a text and a number, the product would be a text that takes all memory.
+        # A text multiplied by a number would be a text that takes all memory.
         if type(size) is not int or size < 0 or (total := total * size) > most:
             raise ValueError(f"a tensor has the shape {shape!s:.60}, for which the file is too small")
     return total

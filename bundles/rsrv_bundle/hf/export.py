@@ -172,7 +172,7 @@ def recipe_of(directory: Directory, task: str, options: HubOptions) -> HubRecipe
     except (BundleError, OSError, MemoryError):
         raise
     except Exception as e:
-        # Its files have values that no check knows, such as a filter's number that there is not.
+        # The files have values that no check rejects, for example the number of a filter that does not exist.
         raise BundleError(f"{directory.path.name}: cannot be read as a model for {task}: {summary(e)}") from e
 
 

@@ -82,7 +82,7 @@ def export_decoder(
         batch_sizes=options.batch_sizes or _BATCH_SIZES,
         tokenizer=file,
         template=template,
-        # A manifest holds no longer one.
+        # A longer template does not fit into a manifest.
         chat=chat if len(chat.get("template", "")) <= _MAX_CHAT else None,
         in_place=True,
         out_dir=work,
@@ -165,7 +165,10 @@ def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
 
 
 def _prompts(bundle: Bundle, tokenizer: Any, template: str, most: int) -> list[list[int]]:
-    """Return the tokens of sample questions, as the server makes them. Raises BundleError if transformers makes others."""
+    """Return the tokens of sample questions, as the server makes them.
+
+    Raises BundleError if transformers returns different tokens.
+    """
     generate = bundle.manifest.generate
     assert generate is not None
     assert generate.tokenizer is not None

@@ -19,7 +19,7 @@ from rsrv_bundle.hf.recipe import Array, HubOptions, HubRecipe, Request, label_s
 
 #: Pillow's filters by their numbers, which preprocessor_config.json has.
 _FILTERS: Final = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-#: What a processor may do beyond `_PictureSteps`: it is refused.
+#: Options of a processor that `_PictureSteps` does not cover. They are refused.
 _UNKNOWN: Final = (
     "do_flip_channel_order",
     "do_reduce_labels_on_images",
@@ -66,7 +66,7 @@ class _PictureSteps:
 
 
 def _steps(processor: Any, options: HubOptions) -> _PictureSteps:
-    """Return the steps of a processor of transformers. Raises BundleError for a step that there is no hook for."""
+    """Return the steps of a processor of transformers. Raises BundleError for a step without a hook."""
     get: Callable[[str], Any] = lambda name: getattr(processor, name, None)
     where = "preprocessor_config.json"
     for name in _UNKNOWN:
@@ -125,7 +125,10 @@ def _channels(numbers: Any) -> tuple[float, ...]:
 
 
 class _Looker(nn.Module):
-    """A network that reads pixels. `answer`: output of the network, height and width of the pixels -> outputs of the bundle."""
+    """A network that reads pixels. `answer` takes the network's output and the height and width of the pixels.
+
+    It returns the bundle's outputs.
+    """
 
     def __init__(self, network: nn.Module, answer: Callable[[Any, Any], dict[str, Any]]) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Models, tokenizers and processors of a checked directory, without a network and without its code."""
+"""Load models, tokenizers and processors of a checked directory.
+
+Nothing is downloaded, and no code of the directory runs.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from rsrv_bundle.hf.directory import Directory
 
 #: Numbers that a model may have beside those in its files: buffers, and tensors that are used twice.
 _SLACK = 1.3
-#: Characters that a tokenizer's replacements may make of one: a client's text of some kilobytes must not take all memory.
+#: Largest number of characters that a tokenizer may make of one character. Otherwise, a text of some kilobytes could
+#: take all memory.
 _MAX_GROWTH = 64
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep the libraries of Hugging Face from the network, and quiet."""
+    """Stop the libraries of Hugging Face from using the network and from printing."""
     variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -60,7 +64,7 @@ def load_model(
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(str(directory.path), **options)
-        # Before any memory is taken: config.json may ask for more than the machine has.
+        # Build the model without memory first, because config.json may ask for more than the machine has.
         with torch.device("meta"):
             shape = (
                 auto.from_config(config, trust_remote_code=False)
@@ -129,7 +133,10 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def growth_of(normalizer: Any) -> int:
-    """Return how many characters the replacements of a normalizer, as JSON, may make of one: one after the other multiplies them."""
+    """Return the largest number of characters that a normalizer (as JSON) makes of one character.
+
+    The factors of consecutive replacements multiply.
+    """
     found, waiting = 1, [normalizer]
     while waiting:
         step = waiting.pop()

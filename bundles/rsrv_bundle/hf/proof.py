@@ -106,7 +106,7 @@ def _tree_error(got: Any, want: Any) -> float:
         return max((_tree_error(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
     if isinstance(want, float) or isinstance(got, float):
         error = abs(float(got) - float(want)) / max(1.0, abs(float(want)))
-        # The largest of several numbers may be another one than NaN.
+        # max() may return a number although one of its arguments is NaN.
         return error if math.isfinite(error) else math.inf
     return 0.0 if got == want else float("inf")
 

@@ -32,8 +32,9 @@ class HubOptions:
     dimensions: tuple[int, ...] = ()
     #: Height and width to which pictures are resized if the directory keeps their proportions.
     image_size: tuple[int, ...] = ()
-    #: Most tokens of a generation, prompt and answer together, and the number of generations on the device at once.
+    #: Maximum number of tokens in a generation, prompt and answer together.
     context: int | None = None
+    #: Number of generations on the device at once.
     slots: int | None = None
 
 
@@ -48,7 +49,7 @@ class HubRecipe:
     axes: Mapping[str, str]
     #: Text of model.py. Its `preprocess` makes the executable inputs of a sample.
     hooks: str
-    #: Names of the clients' inputs: one string in a row each.
+    #: Names of the clients' inputs. Each has one string per row.
     inputs: tuple[str, ...]
     #: Names of the clients' outputs. With `postprocess`, they are strings, except `tokens`.
     outputs: tuple[str, ...]
@@ -67,7 +68,7 @@ class HubRecipe:
     tokenizer: str | None = None
     #: Framework that gives the reference, for errors.
     source: str = "transformers.pipeline"
-    #: Element type -> largest error of the modules, where it is not `numerics.TOLERANCE`.
+    #: Largest errors of the modules by element type, where they differ from `numerics.TOLERANCE`.
     tolerance: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -87,7 +88,7 @@ class HubRecipe:
 
     @property
     def client_outputs(self) -> list[dict[str, Any]] | None:
-        """Entries of the manifest; None: clients get the outputs of the module."""
+        """Return the entries of the manifest's `outputs`. None: clients get the module's outputs."""
         return [_entry(name) for name in self.outputs] if "def postprocess(" in self.hooks else None
 
 
@@ -108,6 +109,9 @@ def value(request: Request, name: str) -> bytes:
 
 
 def label_scores(classes: Iterable[Any], labels: Sequence[str]) -> Array:
-    """Return the scores of a pipeline's answer to one row, in the order of `labels`. `classes`: a label and a score each."""
+    """Return the scores of a pipeline's answer to one row, in the order of `labels`.
+
+    `classes` has a label and a score for each class.
+    """
     scores = {each["label"]: each["score"] for each in classes}
     return np.array([scores[label] for label in labels], np.float32)

@@ -72,7 +72,7 @@ class _TextReader(nn.Module):
             given["token_type_ids"] = token_type_ids.long()
         outputs = self.answer(self.call(given), input_ids, attention_mask)
         if starts is not None:
-            # Outputs of their own: a module whose output is its input would return the caller's memory.
+            # Copy these outputs: a module that returns one of its inputs would return the caller's memory.
             outputs |= {"ids": input_ids + 0, "starts": starts + 0, "ends": ends + 0}
         return {**outputs, "tokens": attention_mask.sum(1).int()}
 
@@ -101,7 +101,10 @@ class Text:
         limit: int | None = None,
         prefix: str = "",
     ) -> None:
-        """`cuts`: texts that are too long are cut unless the user decides. `limit`: most tokens, beside other limits."""
+        """`cuts`: cut texts that are too long, unless the user decides otherwise.
+
+        `limit`: the maximum number of tokens, in addition to other limits.
+        """
         check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.prefix = prefix
@@ -200,9 +203,9 @@ class Text:
         return self.tokenizer.backend_tokenizer.encode(text, second)
 
     def texts(self, mask: str = "") -> dict[str, str]:
-        """Return samples: several scripts, a text for each length, and one that is cut, unless such are refused.
+        """Return sample texts: several scripts, one text for each length, and one that is cut, unless long texts are refused.
 
-        mask: a word that each has once.
+        mask: a word that each sample contains once.
         """
         found = {}
         behind = f" {mask}" if mask else ""

@@ -1,4 +1,6 @@
-"""A client for data sets: one deadline per request, repetitions as rsrv's servers want them, and as many requests in flight as help.
+"""A client for data sets. Each request has one deadline.
+
+The client retries when the server asks for it, and adapts the number of requests in flight to the throughput.
 
 It needs the extra `client`: tritonclient and numpy.
 """

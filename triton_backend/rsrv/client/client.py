@@ -1,4 +1,4 @@
-"""The client: asynchronous, and with a synchronous face that runs it on a thread."""
+"""An asynchronous client, and a synchronous one that runs it on a thread."""
 
 import asyncio
 import atexit
@@ -64,7 +64,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class Outputs(dict[str, Array]):
-    """The outputs of a request by name. A task's roles are names of their tensors, too."""
+    """The outputs of a request by name. The roles of the model's task are also valid names."""
 
     def __init__(self, outputs: Mapping[str, Array], signature: ModelSignature) -> None:
         super().__init__(outputs)
@@ -94,7 +94,7 @@ class Outputs(dict[str, Array]):
 
 
 class Answered(NamedTuple):
-    """The answer to the rows from `start` to before `stop`."""
+    """The answer to the rows from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
@@ -135,8 +135,9 @@ class AsyncClient:
         elsewhere = None if is_local(url) else "the server is not on this machine"
         self._regions = Regions(self._connection, elsewhere if shared_memory else "shared_memory=False")
         self._signatures: dict[str, ModelSignature] = {}
-        #: Whether the server has answered anything, and models that it has described.
+        #: True once the server has answered anything.
         self._reached = False
+        #: Models that the server has served to this client.
         self._served: set[str] = set()
 
     async def __aenter__(self) -> Self:
@@ -148,7 +149,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection, and unregister what memory the server shares with this client."""
+        """Close the connection, and unregister the memory that the server shares with this client."""
         await self._regions.close()
         await self._connection.close()
 
@@ -162,7 +163,7 @@ class AsyncClient:
     async def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
         """Return what the model takes and returns. Raises RequestError.
 
-        The server is asked once; and again after a request was refused, because the model may have changed.
+        The client asks the server once. After a refused request it asks again, because the model may have changed.
         """
         if model not in self._signatures:
             deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -188,10 +189,11 @@ class AsyncClient:
 
         Args:
             model: name of the model.
-            inputs: the inputs by name, for names that are also arguments here.
+            inputs: the inputs by name; needed for inputs whose names are also arguments of this method.
             timeout_s: seconds for the answer, all attempts together; default: the client's.
-            parameters: of the request, such as {"rsrv_priority": 1}. With `sequence_id`, the request is a step of a sequence.
-            request_id: by which `rsrv why` finds the request.
+            parameters: of the request, such as {"rsrv_priority": 1}. With `sequence_id`, the request is a step of a
+            sequence.
+            request_id: name under which `rsrv why` finds the request.
             arrays: the inputs by name.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -309,7 +311,7 @@ class AsyncClient:
 
     @staticmethod
     def _has_room(limit: int, running: Mapping[Any, int], early: int) -> bool:
-        """Return whether a further request may be sent: memory stays bounded, whatever the answers wait for."""
+        """Return whether a further request may be sent. This bounds the memory of requests and of early answers."""
         return len(running) < limit and early < EARLY * limit and sum(running.values()) < IN_FLIGHT_BYTES
 
     async def _answer(
@@ -343,7 +345,7 @@ class AsyncClient:
         placement = Placement(signature, request)
         region: Region | None = None
         encoded: Any = None
-        #: Attempts without an answer: the server may still use the region for them.
+        #: Number of attempts without an answer. If there are any, the server may still use the region.
         unanswered = 0
 
         async def place() -> None:
@@ -436,7 +438,7 @@ def infer_request(
 
 
 def _with_hint(failure: Failure, url: str, reached: bool) -> Failure:
-    """Return the failure of a connection with what to do."""
+    """Return the failure of a connection with advice for the user."""
     if failure.code is not Code.CONNECTION or reached:
         return failure
     hint = (
@@ -496,7 +498,7 @@ async def _next(values: AsyncIterator[T]) -> T | None:
 
 
 async def _ended(answers: AsyncGenerator[Answered, None]) -> None:
-    """Close the answers. If Ctrl-C has cancelled the wait for one, that ends first."""
+    """Close the answers. If Ctrl-C has cancelled a call, wait first until the call has ended."""
     while inspect.isasyncgen(answers) and answers.ag_running:
         await asyncio.sleep(0.001)
     await answers.aclose()

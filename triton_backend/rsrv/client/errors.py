@@ -16,7 +16,7 @@ class RequestError(Exception):
         super().__init__(f"{model}: {failure.text}{count}{more}")
         self.failure = failure
         self.attempts = attempts
-        #: The rows of the data set that the request had: from the first to before the second number.
+        #: The data set's rows in the request: the first row, and the row after the last one.
         self.rows: tuple[int, int] | None = None
 
     def add_rows(self, start: int, stop: int) -> None:

@@ -36,8 +36,9 @@ class InFlightLimit:
         self.limit: int = fixed or FIRST
         self.state = State.FIXED if fixed else State.GROWING
         self._fixed = fixed
-        #: Rows per second at the best limit so far, and that limit.
+        #: Rows per second at the best limit so far.
         self._best = 0.0
+        #: The best limit so far.
         self._best_limit = self.limit
         self._rounds = 0
         self._refused_at = -1.0

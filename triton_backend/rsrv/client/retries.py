@@ -54,7 +54,7 @@ class Failure:
 
     @property
     def after_s(self) -> float | None:
-        """The time after which the server wants the request again, if it says so."""
+        """Seconds after which the server asks for a retry, or None if it names no time."""
         match = _AFTER.search(self.text)
         return int(match[1]) / 1000 if match else None
 
@@ -109,8 +109,8 @@ def decide(
         failure: the failure of the latest attempt.
         attempts: number of attempts so far, at least 1.
         now: the time.
-        deadline: the time when the request's answer is of no use any more.
-        circumstances: the facts beside the failure.
+        deadline: the time after which the answer is useless.
+        circumstances: the other facts.
         chance: a random number from 0 to 1.
     """
     if not _may_pass(failure, circumstances):

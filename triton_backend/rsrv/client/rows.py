@@ -1,4 +1,4 @@
-"""A data set as requests of several rows each, read one after another, and the rows of the answers."""
+"""Divide a data set into requests of several rows. The rows are read one after another."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,8 +100,9 @@ class RowGrouping:
         _check(signature, rows_per_request)
         self._signature = signature
         self._most = rows_per_request
-        #: Number of rows so far, and the last ones, which are in no request yet.
+        #: Number of rows so far.
         self._count = 0
+        #: Latest rows. They are in no request yet.
         self._pending: list[dict[str, Array]] = []
 
     def add(self, row: Any) -> RowBatch | None:
@@ -173,7 +174,7 @@ def _only_input(signature: ModelSignature) -> str:
 
 
 def _fitting(signature: ModelSignature, row: Mapping[str, Any]) -> int:
-    """Return how many rows like this one go into a request."""
+    """Return how many rows like this one fit into a request."""
     size = sum(size_of(value) for value in row.values())
     return max(1, min(signature.max_rows, REQUEST_BYTES // max(1, size)))
 

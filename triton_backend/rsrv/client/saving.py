@@ -26,8 +26,9 @@ class _StoredAnswer(NamedTuple):
 
     start: int
     stop: int
-    #: Byte at which the arrays begin, and name, type, shape and size of each.
+    #: Byte at which the arrays begin.
     at: int
+    #: Name, type, shape and size of each array.
     arrays: Sequence[tuple[str, str, Sequence[int], int]]
 
 
@@ -35,7 +36,10 @@ class PartialFile:
     """The file with the answers so far. A context manager that closes it."""
 
     def __init__(self, path: Path, job: Mapping[str, Any], *, resume: bool) -> None:
-        """Open it, for a new job or for the rest of this one. Raises InputError if it is of another job or in use, OSError."""
+        """Open the file for a new job, or to continue this job.
+
+        Raises InputError if the file belongs to another job or is in use, OSError.
+        """
         self.path = path
         self._records: list[_StoredAnswer] = []
         if path.exists() and not resume:
@@ -87,7 +91,7 @@ class PartialFile:
                 start, stop, arrays = json.loads(line)
                 next_at = self._file.tell() + sum(size for *_, size in arrays)
             except (ValueError, TypeError):
-                # The machine has died before it wrote what comes here.
+                # The machine died before it wrote this record completely.
                 break
             record = _StoredAnswer(start, stop, self._file.tell(), arrays)
             if next_at > end:
@@ -146,7 +150,7 @@ def _decoded(kind: str, shape: Sequence[int], content: bytes) -> Array:
 
 
 def outputs_of(signature: ModelSignature, out: Path, names: Sequence[str]) -> list[str]:
-    """Return the outputs that go to the file. Raises InputError if they cannot."""
+    """Return the outputs to write to the file. Raises InputError if the format cannot hold them."""
     for name in names:
         if name not in signature.outputs:
             raise InputError(
@@ -172,7 +176,7 @@ def outputs_of(signature: ModelSignature, out: Path, names: Sequence[str]) -> li
 
 
 def write(partial: PartialFile, out: Path, rows: int) -> None:
-    """Make the file `out` of all answers, which then are not kept elsewhere. Raises InputError, OSError."""
+    """Write all answers to the file `out`, and remove the partial file. Raises InputError, OSError."""
     unfinished = out.with_name(f"{out.name}.unfinished")
     (_write_parquet if out.suffix == ".parquet" else _write_npy)(partial, unfinished, rows)
     unfinished.replace(out)

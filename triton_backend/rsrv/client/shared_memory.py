@@ -144,7 +144,7 @@ class Regions:
         self._free.clear()
 
     async def close(self) -> None:
-        """Unregister all regions. Those of requests without an answer are in use for a while."""
+        """Unregister all regions. The regions of unanswered requests stay in use for a while."""
         self.reason = "the client is closed"
         self._free.clear()
         self._abandoned.clear()
@@ -185,7 +185,7 @@ def _owner() -> str:
 
 
 def _is_alive(name: str) -> bool:
-    """Return whether the owner of a region may live. The processes of another container cannot be seen."""
+    """Return False if the owner of a region has certainly ended. Processes of other containers cannot be seen."""
     try:
         namespace, pid, start, _ = map(int, name.removeprefix(f"{_NAME}-").split("-"))
     except ValueError:
@@ -210,10 +210,11 @@ class Placement:
 
     def __init__(self, signature: ModelSignature, request: InferRequest) -> None:
         self._request = request
-        #: Bytes from the region's begin of each input and output, and bytes of each output.
+        #: Offset of each input in the region.
         self._inputs: list[int] = []
+        #: Offset and size of each output in the region.
         self._outputs: dict[str, RegionPart] = {}
-        #: Bytes of the whole.
+        #: Size of all tensors in bytes.
         self.size = 0
         for tensor in request.inputs:
             self._inputs.append(self._place(len(tensor.content)))

@@ -72,7 +72,7 @@ class ModelSignature:
         )
 
     def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by tensor. A value may be under the role that the model's task gives its tensor."""
+        """Return values by the names of their tensors. The given names may also be roles of the model's task."""
         named = {}
         for name, value in values.items():
             tensor = name if name in self.inputs else self.task.inputs.get(name, name)
@@ -140,7 +140,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
             raise InputError(f"input {spec.name}: expected {expected}: {error}") from None
     dims = ((-1,) if has_rows else ()) + spec.dims
     if array.ndim < len(dims) and set(spec.dims) <= {1, -1} and array.ndim <= has_rows:
-        # A column of numbers or texts, or one of them: the model's other axes have the length 1.
+        # Each row is a single number or text. The model's other axes have the length 1.
         array = array.reshape((-1,) * has_rows + (1,) * len(spec.dims))
     if array.ndim != len(dims) or any(
         dim not in (-1, size) for dim, size in zip(dims, array.shape, strict=True)
@@ -151,7 +151,7 @@ def as_array(spec: ModelTensor, value: Any, has_rows: bool) -> Array:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value of a column of texts stands for none, such as None and NaN."""
+    """Return whether a value in a column of texts stands for a missing text, such as None and NaN."""
     if isinstance(value, float):
         return math.isnan(value)
     return not isinstance(value, (str, bytes, int, np.generic))
@@ -166,7 +166,7 @@ def _converted(value: Any, expected: np.dtype[Any]) -> Array:
 
 
 def to_bytes(spec: ModelTensor, array: Array) -> bytes | memoryview:
-    """Return an input as it travels: without a copy, where the array allows that."""
+    """Return an input in the form that is sent, without a copy if the array allows that."""
     if spec.datatype == "BYTES":
         encoded = serialize_byte_tensor(array)
         return bytes(encoded.item()) if encoded.size else b""

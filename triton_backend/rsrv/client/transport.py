@@ -40,7 +40,7 @@ class RegionPart:
 
 @dataclass(frozen=True)
 class InferTensor:
-    """An input as it travels."""
+    """An input in the form that is sent."""
 
     name: str
     datatype: str
@@ -62,7 +62,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class InferOutput:
-    """An output as it came; `content` is empty if it went to shared memory."""
+    """An output as it was received. `content` is empty if the output is in shared memory."""
 
     name: str
     datatype: str
@@ -87,7 +87,7 @@ class ServerConnection(Protocol):
     async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]: ...
 
     def encode(self, message: InferRequest) -> Any:
-        """Return a request as `infer` takes it, also several times."""
+        """Encode a request for `infer`, which may send it several times."""
 
     async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]: ...
 
@@ -286,7 +286,7 @@ class _Http:
             for content in contents:
                 yield content
 
-        # One write is faster than several, unless it takes a copy of much.
+        # One write is faster than several, unless many bytes would be copied for it.
         data = b"".join((begin, *contents)) if size < JOINED_BYTES else body()
         content, length = await self._request("POST", path, timeout_s, headers, data)
         return _outputs(content, len(content) if length is None else int(length))

@@ -62,7 +62,7 @@ _BODY: Final = "body"
 
 Answer = Callable[[ModelCall[Any]], Awaitable[dict[str, Any]]]
 Endpoint = tuple[tuple[str, ...], type[ApiBody], str, Answer]
-#: Paths, body, kind of the model's task, and what answers.
+#: Paths of an endpoint, its body, the kind of the model's task, and the function that answers.
 ENDPOINTS: Final[Sequence[Endpoint]] = (
     (("/v1/embeddings",), EmbeddingsBody, "feature-extraction", embeddings),
     (("/v1/rerank", "/v2/rerank", "/rerank"), RerankBody, "text-ranking", rerank),
@@ -223,7 +223,7 @@ class Api:
 
 
 def _request_id(given: str) -> str:
-    """Return the client's id of a request, or a new one if it has none that can be passed on."""
+    """Return the client's id of a request, or a new id if the client's is missing or invalid."""
     usable = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
     return given if usable else uuid4().hex
 

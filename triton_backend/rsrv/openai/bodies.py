@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from rsrv.openai.errors import from_validation
 
-#: Texts, pairs or documents of one call.
+#: Maximum number of texts, pairs or documents in one call.
 MAX_ITEMS: Final = 2048
 #: Messages of a chat; stop texts, and the characters of one.
 MAX_MESSAGES, MAX_STOPS, MAX_STOP = 1024, 16, 256
@@ -22,7 +22,8 @@ class ApiObject(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    #: Fields of OpenAI's, Cohere's and vLLM's APIs that rsrv does not have, with a value that asks for nothing.
+    #: Fields of OpenAI's, Cohere's and vLLM's APIs that rsrv does not support. A field is accepted with the value
+    #: given here, which asks for nothing.
     UNSUPPORTED: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
@@ -114,7 +115,7 @@ class ClassifyBody(ApiBody):
 
 
 class StreamOptions(ApiObject):
-    """What a stream has beside its text."""
+    """The parts of a stream in addition to its text."""
 
     include_usage: bool = False
 

@@ -16,9 +16,9 @@ log = logging.getLogger("rsrv.openai.catalog")
 LOOK_S = 5.0
 #: Configurations that are asked for at a time.
 _AT_ONCE = 8
-#: Seconds for which a model without a task is not asked about again for a client.
+#: After finding no task, wait this many seconds before asking about the model again for a client.
 _MISS_S = 1.0
-#: Names of clients without a model that are remembered.
+#: Maximum number of names without a model to remember.
 _MAX_MISSES = 1000
 
 
@@ -28,9 +28,9 @@ class TaskCatalog:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._models: dict[str, TaskModel] = {}
-        #: Names of ready models that had no task when they were asked for it.
+        #: Ready models whose configurations had no task.
         self._without: set[str] = set()
-        #: Times until which names have no model with a task.
+        #: Names that have no model with a task, with the time until which this is remembered.
         self._misses: dict[str, float] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
         #: Reason why the list is not available; empty if it is.
@@ -47,7 +47,7 @@ class TaskCatalog:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Read the list of models, and the configurations of those that have a task or are not known yet."""
+        """Read the list of models, and the configurations of new models and of models with a task."""
         try:
             names, problem = set(await self._backend.names()), ""
         except ApiError as error:

@@ -55,7 +55,7 @@ def _operator(key_file: Path | None) -> Metadata:
     """Return the header with which the server lists its models. Raises TokenError."""
     if key_file is not None:
         return (restriction(OPERATOR_HEADER, read_token(key_file, "--operator-key").decode()),)
-    # The process of chat templates does not get it.
+    # Remove the variable, so that the process of chat templates does not inherit it.
     name, _, value = os.environ.pop(OPERATOR, "").partition("=")
     return (restriction(name, value),) if name else ()
 
@@ -73,7 +73,7 @@ async def _serve(options: argparse.Namespace, operator: Metadata) -> None:
     backend, usage = Backend(options.server, operator), Usage()
     catalog = TaskCatalog(backend)
     api = Api(backend, catalog, usage, keys)
-    # With keys, a page of another site cannot call: it has none.
+    # With keys, requests from pages of other sites need no check: such a page has no key.
     app = api.application(*([] if keys else [KnownHosts(options.listen).middleware]))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(backend.close)

@@ -114,7 +114,7 @@ def from_status(name: str, text: str) -> ApiError:
 def from_validation(error: ValidationError, unsupported: Collection[str] = ()) -> ApiError:
     """Return the error for a body that is not what the endpoint takes. `unsupported`: known fields without support in rsrv."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # Members of a union are in the path by their types, which say nothing to a client.
+    # The path names members of a union by their types, which mean nothing to a client.
     path = [
         str(part)
         for part in first["loc"]

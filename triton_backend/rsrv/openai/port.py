@@ -31,11 +31,11 @@ class TaskLooks:
 
     def __init__(self, repository: Path) -> None:
         self._repository = repository
-        #: Whether the configuration had a task when its file had this time, by path.
+        #: For each path, the modification time of the configuration, and whether it has a task.
         self._known: dict[str, tuple[int, bool]] = {}
 
     def found(self) -> bool:
-        """Look; return true if a model has a task."""
+        """Look for models with a task. Return True if there is one."""
         known, self._known = self._known, {}
         for folder in os.scandir(self._repository):
             path = f"{folder.path}/{CONFIG_FILE}"

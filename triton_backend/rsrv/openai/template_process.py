@@ -64,7 +64,7 @@ def answer(request: Any) -> dict[str, str]:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
     while head := requests.read(LENGTH.size):
-        # A template without end must not outlive a process that cannot kill this one any more.
+        # An endless template must also end if its parent process has died and cannot stop it.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + MAX_CPU_S)
         found = answer(json.loads(requests.read(*LENGTH.unpack(head))))
         text = json.dumps(found, ensure_ascii=False).encode(errors="replace")

@@ -140,6 +140,7 @@ _PYTHON: Final[tuple[Front, ...]] = ("python",)
 PROOFS: Final = (
     Proof("tests/e2e/test_strings.py::test_strings_of_any_length_go_through_hooks", _PYTHON, (_F.HOOKS, _F.STRINGS)),
     Proof("tests/e2e/test_strings.py::test_a_meta_model_takes_passes_on_and_returns_strings", _PYTHON, (_F.META, _F.STRINGS)),
+    Proof("tests/e2e/test_hugging_face.py::test_directories_are_served", _PYTHON, (_F.HOOKS, _F.STRINGS, _F.TASK, _F.VARIANTS)),
     Proof("tests/e2e/test_padding.py::test_a_request_of_many_rows_is_split_and_padded", _BOTH, (_F.PADDING, _F.VARIANTS, _F.LARGE)),
     Proof("tests/e2e/test_narrow.py::test_narrow_models_answer_as_their_sources", _PYTHON, (_F.NARROW, _F.HALF)),
     Proof("tests/e2e/test_large_requests.py::test_kills_between_parts_cost_no_answer", _PYTHON, (_F.LARGE, _F.DEATH)),
@@ -165,6 +166,26 @@ PROOFS: Final = (
 )  # fmt: skip
 
 
+#: Features of requests and events, which no program can refuse when it checks bundles and settings.
+_LATER: Final = frozenset(
+    (_F.COLD, _F.WARM, _F.DEVICES, _F.LARGE, _F.DEADLINE, _F.PRIORITY, _F.CANCEL, _F.SHARED_MEMORY, _F.CALLER, _F.ENSEMBLE, _F.DEATH)
+)  # fmt: skip
+#: Other pairs that no test shows. They are accepted because they were before there was this table. Remove them, add none.
+UNTESTED: Final = (
+    Rule((_F.HOOKS,), (_F.PADDING, _F.STATE, _F.NARROW, _F.HALF, *_ALIASES), ""),
+    Rule(
+        (_F.STRINGS,),
+        (_F.PADDING, _F.STATE, _F.NARROW, _F.HALF, _F.INTERNAL, _F.CALLED, _F.BLS, _F.SHADOW),
+        "",
+    ),
+    Rule((_F.VARIANTS,), (_F.NARROW, _F.HALF, _F.INTERNAL, _F.CALLED, _F.SHADOW, _F.TASK), ""),
+    Rule((_F.TASK,), (_F.PADDING, _F.STATE, _F.NARROW, _F.HALF, _F.CALLED, *_METAS, _F.SHADOW), ""),
+    Rule((_F.NARROW, _F.HALF), (_F.PADDING, *_STATEFUL, _F.INTERNAL, _F.CALLED, *_ALIASES), ""),
+    Rule((_F.NARROW,), (_F.HALF,), ""),
+    Rule(_ALIASES, (_F.PADDING, _F.CALLED), ""),
+)
+
+
 def cell(one: Feature, other: Feature, front: Front = "python") -> Cell:
     """Return what happens to two features together."""
     pair = frozenset((one, other))
@@ -176,7 +197,9 @@ def cell(one: Feature, other: Feature, front: Front = "python") -> Cell:
         return Cell("n/a", next(why for feature, why in PYTHON_ONLY.items() if feature in lacking))
     if test := _proven(front).get(pair):
         return Cell("served", test)
-    return Cell("untested", "")
+    if pair & _LATER or pair in _rules(UNTESTED):
+        return Cell("untested", "")
+    return Cell("refused", f"no test shows that '{one}' and '{other}' work together; leave one of them out")
 
 
 def refusals(features: Collection[Feature]) -> Iterator[tuple[str, str]]:

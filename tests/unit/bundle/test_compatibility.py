@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import compatibility_page as tool
+from rsrv_bundle import compatibility
 from rsrv_bundle.compatibility import FRONTS, PROOFS, Feature, cell, native_obstacle, refusal, refusals
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,6 +53,25 @@ def test_refusals_have_one_text_for_each_pair() -> None:
         ("pad", "a model with state is not padded: its sequences would remember the padding")
     ]
     assert not list(refusals({Feature.HOOKS, Feature.STRINGS}))
+
+
+def test_a_pair_without_a_test_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a new feature is refused together with every other one of a bundle."""
+    monkeypatch.setattr(compatibility, "PROOFS", ())
+    compatibility._proven.cache_clear()
+    try:
+        ((_, text),) = refusals({Feature.HOOKS, Feature.STRINGS})
+    finally:
+        compatibility._proven.cache_clear()
+
+    assert text == "no test shows that 'hooks' and 'strings' work together; leave one of them out"
+
+
+def test_no_refusal_of_a_pair_is_for_want_of_a_test() -> None:
+    """The pairs that had no test when the table began are listed, so that models with them are still accepted."""
+    cells = [cell(*pair, front) for pair in combinations(Feature, 2) for front in FRONTS]
+
+    assert not [found.text for found in cells if found.text.startswith("no test shows")]
 
 
 def test_each_feature_that_the_native_front_lacks_names_itself() -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.client.retries import Circumstances, Code, Failure, NoRetry, Retry, decide
+from rsrv.client.retries import Code, Failure, NoRetry, Retry, decide
 from rsrv.front import rules
 from rsrv.wire.frames import Status
 
-PLAIN = Circumstances()
-NEW = Circumstances(reached=False, served=False)
-SEQUENCE = Circumstances(repeatable=False)
 
-
-def after(failure: Failure, circumstances: Circumstances = PLAIN, attempts: int = 1) -> float | str:
+def after(failure: Failure, attempts: int = 1, **facts: bool) -> float | str:
     """Return the pause before the next attempt in seconds, or why there is none."""
-    match decide(failure, attempts, 100.0, 160.0, circumstances):
+    match decide(failure, attempts, 100.0, 160.0, **facts):
         case Retry(at):
             return round(at - 100.0, 3)
         case NoRetry(why):
@@ -63,14 +59,15 @@ def test_every_tag_of_the_server_is_decided_about() -> None:
 @pytest.mark.parametrize(("code", "text"), TABLE)
 def test_no_step_of_a_sequence_is_repeated(code: Code, text: str) -> None:
     """A step of a sequence is sent once, whatever happens to it."""
-    assert isinstance(after(Failure(code, text), SEQUENCE), str)
+    assert isinstance(after(Failure(code, text), repeatable=False), str)
 
 
 def test_a_server_that_never_answered_is_reported_at_once() -> None:
     """An address without a server, or without the model, is more likely wrong than about to serve."""
-    assert after(Failure(Code.CONNECTION, "Connection refused"), NEW) == ""
-    assert after(Failure(Code.NOT_FOUND, "Request for unknown model: 'm' is not found"), NEW) == ""
-    assert after(Failure(Code.UNAVAILABLE, "Server not ready"), NEW) == 0.05
+    unknown = Failure(Code.NOT_FOUND, "Request for unknown model: 'm' is not found")
+    assert after(Failure(Code.CONNECTION, "Connection refused"), reached=False) == ""
+    assert after(unknown, served=False) == ""
+    assert after(Failure(Code.UNAVAILABLE, "Server not ready"), reached=False, served=False) == 0.05
 
 
 def test_pauses_double_up_to_two_seconds() -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from rsrv.client.errors import InputError, RequestError
 from rsrv.client.in_flight import InFlightLimit
-from rsrv.client.retries import Circumstances, Code, Failure, Retry, decide
+from rsrv.client.retries import Code, Failure, Retry, decide
 from rsrv.client.rows import RowBatch, RowGrouping, batches, size_of
 from rsrv.client.shared_memory import Placement, Region, Regions
 from rsrv.client.signature import Array, ModelSignature, to_bytes
@@ -409,9 +409,17 @@ class AsyncClient:
             else:
                 self._reached = True
                 return result
-            circumstances = Circumstances(repeatable, self._reached, model in self._served)
             now = time.monotonic()
-            decision = decide(failure, attempts, now, deadline, circumstances, random.random())
+            decision = decide(
+                failure,
+                attempts,
+                now,
+                deadline,
+                repeatable=repeatable,
+                reached=self._reached,
+                served=model in self._served,
+                chance=random.random(),
+            )
             if not isinstance(decision, Retry):
                 self._signatures.pop(model, None)
                 raise RequestError(

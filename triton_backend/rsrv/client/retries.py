@@ -70,18 +70,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a request is, and what is known about its server."""
-
-    #: False for a step of a sequence, and for a stream after its first piece: a repetition would do its work twice.
-    repeatable: bool = True
-    #: True after any answer of the server. Before it, the address is more likely wrong than the server down.
-    reached: bool = True
-    #: True if the server has served the model to this client. An unknown model then means that the server restarts.
-    served: bool = True
-
-
-@dataclass(frozen=True)
 class Retry:
     """Send the request again at this time."""
 
@@ -100,7 +88,10 @@ def decide(
     attempts: int,
     now: float,
     deadline: float,
-    circumstances: Circumstances = Circumstances(),
+    *,
+    repeatable: bool = True,
+    reached: bool = True,
+    served: bool = True,
     chance: float = 0.0,
 ) -> Retry | NoRetry:
     """Decide about a request whose latest attempt has failed.
@@ -110,15 +101,15 @@ def decide(
         attempts: number of attempts so far, at least 1.
         now: the time.
         deadline: the time after which the answer is useless.
-        circumstances: the other facts.
+        repeatable: False for a step of a sequence, because a repetition would do its work twice.
+        reached: the server has answered before. Otherwise, the address is more likely wrong than the server down.
+        served: the server has served the model to this client. An unknown model then means that the server restarts.
         chance: a random number from 0 to 1.
     """
-    if not _may_pass(failure, circumstances):
+    if not _may_pass(failure, reached, served):
         return NoRetry()
-    if not circumstances.repeatable:
-        return NoRetry(
-            "the request may not be repeated: it is a step of a sequence, or part of its answer has come"
-        )
+    if not repeatable:
+        return NoRetry("a step of a sequence may not be repeated")
     pause = failure.after_s
     if pause is None:
         pause = min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), MAX_PAUSE_S)
@@ -126,12 +117,12 @@ def decide(
     return Retry(at) if at < deadline else NoRetry("the deadline leaves no time for another attempt")
 
 
-def _may_pass(failure: Failure, circumstances: Circumstances) -> bool:
+def _may_pass(failure: Failure, reached: bool, served: bool) -> bool:
     """Return whether the failure ends by itself."""
     if failure.tag:
         return failure.tag in RETRIED_TAGS
     if failure.code is Code.NOT_FOUND or _UNKNOWN_MODEL.search(failure.text):
-        return circumstances.served
+        return served
     if failure.code is Code.CONNECTION:
-        return circumstances.reached
+        return reached
     return failure.code in RETRIED_CODES

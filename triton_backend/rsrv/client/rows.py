@@ -11,6 +11,7 @@ import numpy as np
 
 from rsrv.client.errors import InputError
 from rsrv.client.signature import Array, ModelSignature, as_array
+from rsrv.extras import install_command
 
 #: Most bytes of a request whose number of rows the caller leaves open. Larger ones gain nothing, and delay others.
 REQUEST_BYTES: Final = 4 << 20
@@ -223,11 +224,15 @@ def _objects(values: Sequence[Any]) -> Array:
 
 
 def _parquet(path: Path) -> dict[str, Array]:
+    table = pyarrow()[1].read_table(path)
+    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+
+
+def pyarrow() -> tuple[Any, Any]:
+    """Return pyarrow and its module parquet. Raises InputError if they are not installed."""
     try:
+        import pyarrow
         from pyarrow import parquet
     except ImportError:
-        from rsrv.extras import install_command
-
-        raise InputError(f"{path}: needs pyarrow; run {install_command('parquet')}") from None
-    table = parquet.read_table(path)
-    return {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+        raise InputError(f"files .parquet need pyarrow; run {install_command('parquet')}") from None
+    return pyarrow, parquet

@@ -14,8 +14,8 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from rsrv.client.client import Answered
 from rsrv.client.errors import InputError
+from rsrv.client.rows import pyarrow
 from rsrv.client.signature import Array, ModelSignature
-from rsrv.extras import install_command
 
 #: Rows of a row group of a .parquet file.
 GROUP_ROWS: Final = 1 << 16
@@ -167,7 +167,7 @@ def outputs_of(signature: ModelSignature, out: Path, names: Sequence[str]) -> li
                 f"{out}: the output {chosen[0]} has strings, which a file .npy cannot hold; write .parquet"
             )
         case ".parquet":
-            _pyarrow()
+            pyarrow()
         case ".npy":
             pass
         case _:
@@ -205,48 +205,39 @@ def _write_npy(partial: PartialFile, path: Path, rows: int) -> None:
 
 
 def _write_parquet(partial: PartialFile, path: Path, rows: int) -> None:
-    pyarrow, parquet = _pyarrow()
+    arrow, parquet = pyarrow()
     writer: Any = None
     group: list[Any] = []
     try:
         for answer in partial.answers():
-            group.append(pyarrow.table({name: _column(pyarrow, array) for name, array in answer.items()}))
+            group.append(arrow.table({name: _column(arrow, array) for name, array in answer.items()}))
             if writer is None:
                 writer = parquet.ParquetWriter(path, group[0].schema)
             if sum(map(len, group)) >= GROUP_ROWS:
-                writer.write_table(pyarrow.concat_tables(group))
+                writer.write_table(arrow.concat_tables(group))
                 group.clear()
         if writer is None:
-            writer = parquet.ParquetWriter(path, pyarrow.schema([]))
+            writer = parquet.ParquetWriter(path, arrow.schema([]))
         if group:
-            writer.write_table(pyarrow.concat_tables(group))
+            writer.write_table(arrow.concat_tables(group))
     finally:
         if writer is not None:
             writer.close()
 
 
-def _column(pyarrow: Any, array: Array) -> Any:
+def _column(arrow: Any, array: Array) -> Any:
     """Return a column of numbers or strings if each row has one value, else a column of lists."""
     flat = array.reshape(-1)
     if array.dtype == object:
         try:
-            column = pyarrow.array([value.decode() for value in flat], pyarrow.string())
+            column = arrow.array([value.decode() for value in flat], arrow.string())
         except UnicodeDecodeError:
-            column = pyarrow.array(list(flat), pyarrow.binary())
+            column = arrow.array(list(flat), arrow.binary())
     else:
-        column = pyarrow.array(flat)
+        column = arrow.array(flat)
     sizes = () if array.shape[1:] == (1,) else array.shape[1:]
     for axis in range(len(sizes) - 1, -1, -1):
         lists = int(np.prod(array.shape[: axis + 1]))
         offsets = np.arange(lists + 1, dtype=np.int32) * sizes[axis]
-        column = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), column)
+        column = arrow.ListArray.from_arrays(arrow.array(offsets), column)
     return column
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise InputError(f"files .parquet need pyarrow; run {install_command('parquet')}") from None
-    return pyarrow, parquet

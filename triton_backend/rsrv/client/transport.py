@@ -37,6 +37,15 @@ class RegionPart:
     def __len__(self) -> int:
         return self.size
 
+    @property
+    def parameters(self) -> dict[str, str | int]:
+        """Parameters of a tensor that is there."""
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_byte_size": self.size,
+            "shared_memory_offset": self.offset,
+        }
+
 
 @dataclass(frozen=True)
 class InferTensor:
@@ -178,18 +187,14 @@ class _Grpc:
         for tensor in message.inputs:
             added = request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             if isinstance(tensor.content, RegionPart):
-                _place(added, tensor.content)
+                _set(added.parameters, tensor.content.parameters)
             else:
                 request.raw_input_contents.append(bytes(tensor.content))
         for name, place in message.outputs.items():
             output = request.outputs.add(name=name)
             if place is not None:
-                _place(output, place)
-        for name, value in message.parameters.items():
-            kind = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(
-                type(value), "string_param"
-            )
-            setattr(request.parameters[name], kind, value)
+                _set(output.parameters, place.parameters)
+        _set(request.parameters, message.parameters)
         return request
 
     async def regions(self, timeout_s: float) -> Sequence[str]:
@@ -219,10 +224,11 @@ class _Grpc:
         await self._channel.close()
 
 
-def _place(tensor: Any, place: RegionPart) -> None:
-    tensor.parameters["shared_memory_region"].string_param = place.region
-    tensor.parameters["shared_memory_byte_size"].int64_param = place.size
-    tensor.parameters["shared_memory_offset"].int64_param = place.offset
+def _set(parameters: Any, values: Mapping[str, Any]) -> None:
+    """Set parameters of a message."""
+    for name, value in values.items():
+        kind = {bool: "bool_param", int: "int64_param", float: "double_param"}
+        setattr(parameters[name], kind.get(type(value), "string_param"), value)
 
 
 #: gRPC's code for each status of HTTP. Triton sends 400 for most of its errors.
@@ -255,14 +261,14 @@ class _Http:
                 "name": tensor.name,
                 "datatype": tensor.datatype,
                 "shape": tensor.shape,
-                "parameters": _region(tensor.content)
+                "parameters": tensor.content.parameters
                 if isinstance(tensor.content, RegionPart)
                 else {"binary_data_size": len(tensor.content)},
             }
             for tensor in message.inputs
         ]
         outputs = [
-            {"name": name, "parameters": _region(place) if place else {"binary_data": True}}
+            {"name": name, "parameters": place.parameters if place else {"binary_data": True}}
             for name, place in message.outputs.items()
         ]
         header: dict[str, Any] = {
@@ -349,14 +355,6 @@ class _Http:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-
-def _region(place: RegionPart) -> dict[str, Any]:
-    return {
-        "shared_memory_region": place.region,
-        "shared_memory_byte_size": place.size,
-        "shared_memory_offset": place.offset,
-    }
 
 
 def _error_text(content: bytes, status: int) -> str:

@@ -125,9 +125,8 @@ async def test_a_reader_that_stalls_is_disconnected(monkeypatch: pytest.MonkeyPa
         head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        while not usage.answers:
+        while b'status="499"' not in usage.text():
             await asyncio.sleep(0)
-        assert [status for _, _, status in usage.answers] == ["499"]
         writer.close()
 
 

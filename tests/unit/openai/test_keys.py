@@ -60,5 +60,5 @@ def test_the_page_has_the_example_and_every_metric() -> None:
 def test_usage_is_text_for_prometheus() -> None:
     """Counts have the caller, the model and the status."""
     usage = Usage()
-    usage.answers["a", "embed", "200"] += 2
+    usage.answers.labels("a", "embed", "200").inc(2)
     assert b'rsrv_openai_requests_total{key="a",model="embed",status="200"} 2.0' in usage.text()

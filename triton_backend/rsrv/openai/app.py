@@ -134,11 +134,11 @@ class Api:
         caller = request.get(_CALLER)
         key = caller.name if caller else ""
         # Only names of models: a client may send any name.
-        self._usage.answers[key, request.get(_MODEL, ""), str(status)] += 1
+        self._usage.answers.labels(key, request.get(_MODEL, ""), str(status)).inc()
         if (call := request.get(_CALL)) is not None:
             for kind, count in (("prompt", call.prompt_tokens), ("completion", call.completion_tokens)):
                 if count:
-                    self._usage.tokens[key, call.model.name, kind] += count
+                    self._usage.tokens.labels(key, call.model.name, kind).inc(count)
 
     async def _model(self, request: web.Request, name: str) -> TaskModel:
         """Return a model that the caller may call. Raises ApiError."""

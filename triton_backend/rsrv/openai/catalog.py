@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,10 +15,6 @@ log = logging.getLogger("rsrv.openai.catalog")
 LOOK_S = 5.0
 #: Configurations that are asked for at a time.
 _AT_ONCE = 8
-#: After finding no task, wait this many seconds before asking about the model again for a client.
-_MISS_S = 1.0
-#: Maximum number of names without a model to remember.
-_MAX_MISSES = 1000
 
 
 class TaskCatalog:
@@ -30,8 +25,6 @@ class TaskCatalog:
         self._models: dict[str, TaskModel] = {}
         #: Ready models whose configurations had no task.
         self._without: set[str] = set()
-        #: Names that have no model with a task, with the time until which this is remembered.
-        self._misses: dict[str, float] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
         #: Reason why the list is not available; empty if it is.
         self.problem = ""
@@ -68,14 +61,9 @@ class TaskCatalog:
         """Return a model. Ask the server for it if it is not known. Raises ApiError."""
         if model := self._models.get(name):
             return model
-        now = time.monotonic()
-        if self._misses.get(name, 0.0) <= now:
-            if model := await self._ask(name):
-                self._without.discard(name)
-                return model
-            if len(self._misses) >= _MAX_MISSES:
-                self._misses.clear()
-            self._misses[name] = now + _MISS_S
+        if model := await self._ask(name):
+            self._without.discard(name)
+            return model
         raise unknown_model(name)
 
     async def _try(self, name: str) -> TaskModel | None:

@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from rsrv.hooks.text import CONTENT_BEGIN, CONTENT_END
 from rsrv.openai.errors import ApiError, invalid
-from rsrv.openai.template_process import LENGTH
 
 #: Seconds for a template, and characters of its prompt.
 MAX_TEMPLATE_S: Final = 1.0
 MAX_PROMPT: Final = 4_000_000
+#: Bytes of an answer of the process: characters may be escaped.
+_MAX_ANSWER = 8 * MAX_PROMPT
 #: Seconds for the start of the process that renders templates.
 _START_S = 60.0
 _MARKS = re.compile(f"[{CONTENT_BEGIN}{CONTENT_END}]")
@@ -66,9 +67,13 @@ class ChatTemplates:
             process = self._process or await self._start()
             # Unless the answer was read as a whole, the next request needs another process.
             self._process = None
+            assert process.stdin is not None
+            assert process.stdout is not None
             try:
                 async with asyncio.timeout(MAX_TEMPLATE_S):
-                    found = await _exchange(process, request)
+                    process.stdin.write(request + b"\n")
+                    await process.stdin.drain()
+                    found = await process.stdout.readuntil()
                 self._process = process
             except TimeoutError:
                 raise invalid(
@@ -83,10 +88,11 @@ class ChatTemplates:
 
     async def _start(self) -> Process:
         words = (sys.executable, "-m", "rsrv.openai.template_process")
-        process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, limit=_MAX_ANSWER)
+        assert process.stdout is not None
         try:
             async with asyncio.timeout(_START_S):
-                await _read(process)
+                await process.stdout.readuntil()
         except (TimeoutError, EOFError):
             _kill(process)
             raise ApiError(500, "INTERNAL", "the process of chat templates does not start") from None
@@ -100,20 +106,6 @@ class ChatTemplates:
         if self._process is not None:
             _kill(self._process)
             await self._process.wait()
-
-
-async def _exchange(process: Process, request: bytes) -> bytes:
-    assert process.stdin is not None
-    process.stdin.write(LENGTH.pack(len(request)) + request)
-    await process.stdin.drain()
-    return await _read(process)
-
-
-async def _read(process: Process) -> bytes:
-    """Return the next message of the process; the first one is empty, and says that it has started."""
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return await process.stdout.readexactly(length)
 
 
 def _kill(process: Process) -> None:

@@ -62,14 +62,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The answer's body."""
-        kind = (
-            "rate_limit_error"
-            if self.status == 429
-            else "authentication_error"
-            if self.status == 401
-            else None
-        )
-        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property

@@ -10,9 +10,9 @@ from typing import Any, Final, TypeVar
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from rsrv.client.signature import from_bytes
 from rsrv.openai.errors import ApiError, from_grpc, from_status
 
 T = TypeVar("T")
@@ -25,7 +25,6 @@ Value = bytes | Sequence[int]
 IN_FLIGHT: Final = 128
 #: Wait so many seconds after the deadline, because the server itself reports that it has passed.
 _GRACE_S = 1.0
-_TYPES: Final[Mapping[str, npt.DTypeLike]] = {"FP32": "<f4", "INT32": "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +121,14 @@ def read_outputs(response: Any) -> dict[str, Any]:
     """Return the values of an answer's outputs by name: an array, or a list of texts as bytes. Raises ApiError."""
     values: dict[str, Any] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        array = from_bytes(tensor.datatype, (-1,), raw)
         if tensor.datatype == "BYTES":
-            values[tensor.name] = _strings(raw)
-        else:
-            values[tensor.name] = array = np.frombuffer(raw, _TYPES[tensor.datatype])
-            if not np.isfinite(array).all():
-                raise ApiError(500, "INTERNAL", "the model's answer has numbers that are not finite")
+            values[tensor.name] = array.tolist()
+            continue
+        values[tensor.name] = array
+        if not np.isfinite(array).all():
+            raise ApiError(500, "INTERNAL", "the model's answer has numbers that are not finite")
     return values
-
-
-def _strings(raw: bytes) -> list[bytes]:
-    texts, at = [], 0
-    while at < len(raw):
-        (length,) = struct.unpack_from("<I", raw, at)
-        texts.append(raw[at + 4 : at + 4 + length])
-        at += 4 + length
-    return texts
 
 
 class Backend:
@@ -224,20 +215,18 @@ async def each(field: str, items: Sequence[Any], job: Callable[[int, Any], Await
     Raises:
         ApiError: an item failed; the message names `field` and its index, and the work for the others is cancelled.
     """
-    results: dict[int, T] = {}
-    waiting = iter(enumerate(items))
+    places = asyncio.Semaphore(IN_FLIGHT)
 
-    async def work() -> None:
-        for index, item in waiting:
+    async def work(index: int, item: Any) -> T:
+        async with places:
             try:
-                results[index] = await job(index, item)
+                return await job(index, item)
             except ApiError as error:
                 raise (error.at(f"{field}[{index}]") if len(items) > 1 else error) from None
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(IN_FLIGHT, len(items))):
-                group.create_task(work())
+            tasks = [group.create_task(work(index, item)) for index, item in enumerate(items)]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [results[index] for index in range(len(items))]
+    return [task.result() for task in tasks]

@@ -1,12 +1,11 @@
 """The process that renders chat templates. It has limits, because a template of a few characters can ask for any time and memory.
 
-A message is its length in bytes, u32, and JSON in UTF-8. A request has `template`, `variables`, `messages` and `most`, the
-characters of a prompt; the answer has `prompt`, or `error`.
+A message is a line of JSON. A request has `template`, `variables`, `messages` and `most`, the characters of a prompt; the answer
+has `prompt`, or `error`. An empty line says that the process has started.
 """
 
 import json
 import resource
-import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_MEMORY: Final = 512 << 20
 #: Seconds of a processor for one template, if nobody ends it before.
 MAX_CPU_S: Final = 10
-LENGTH: Final = struct.Struct("<I")
 
 
 def render(
@@ -63,12 +61,11 @@ def answer(request: Any) -> dict[str, str]:
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until there are no more."""
-    while head := requests.read(LENGTH.size):
+    for request in requests:
         # An endless template must also end if its parent process has died and cannot stop it.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + MAX_CPU_S)
-        found = answer(json.loads(requests.read(*LENGTH.unpack(head))))
-        text = json.dumps(found, ensure_ascii=False).encode(errors="replace")
-        answers.write(LENGTH.pack(len(text)) + text)
+        text = json.dumps(answer(json.loads(request)), ensure_ascii=False)
+        answers.write(text.encode(errors="replace") + b"\n")
         answers.flush()
 
 
@@ -80,6 +77,5 @@ def _limit(what: int, most: int) -> None:
 
 if __name__ == "__main__":
     _limit(resource.RLIMIT_AS, MAX_MEMORY)
-    sys.stdout.buffer.write(LENGTH.pack(0))
-    sys.stdout.buffer.flush()
+    print(flush=True)
     serve(sys.stdin.buffer, sys.stdout.buffer)

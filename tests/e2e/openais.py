@@ -90,7 +90,7 @@ def expected_score(first: str, second: str) -> float:
 
 
 def write_bundles(folder: Path) -> None:
-    """Write the bundles `embed`, `rank` and `classify`."""
+    """Write the bundles `embed`, `embed_ids`, `rank` and `classify`."""
     example = {"x": np.ones((1, WIDTH), np.float32), "tokens": np.zeros(1, np.int32)}
 
     def embed(params: Any, x: Any, tokens: Any) -> Any:
@@ -113,6 +113,21 @@ def write_bundles(folder: Path) -> None:
             task={**task, "outputs": {output: output, "tokens": "tokens"}},
         )
 
+    # A model without hooks, whose embedding of the bytes of a text with four bytes is that of the text.
+    export_bundle(
+        lambda params, ids: {
+            "embedding": embed(params, jnp.eye(WIDTH)[ids % WIDTH].sum(1), None)["embedding"]
+        },
+        {"kernel": kernel()},
+        {"ids": np.zeros((1, 4), np.int32)},
+        batch_sizes=[1, 8],
+        out_dir=folder / "embed_ids",
+        task={
+            "kind": "feature-extraction",
+            "inputs": {"ids": "ids"},
+            "outputs": {"embedding": "embedding"},
+        },
+    )
     text, pair = {"text": "text"}, {"text": "text", "text_pair": "text_pair"}
     write(
         "embed",

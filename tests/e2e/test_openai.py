@@ -22,7 +22,7 @@ from tests.e2e.openais import RunningOpenai, running_openai
 from tests.status import read_status
 from tests.waiting import wait_until
 
-MODELS = ("classify", "embed", "glossary_bytes", "rank", "talker", "teller", "tokens")
+MODELS = ("classify", "embed", "embed_ids", "glossary_bytes", "rank", "talker", "teller", "tokens")
 TEMPLATE = (
     "{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
@@ -122,6 +122,47 @@ def test_token_ids_need_a_model_of_ids(api: RunningOpenai) -> None:
     """A model of texts refuses ids."""
     with pytest.raises(openai.BadRequestError, match="embed takes texts, not token ids"):
         api.openai().embeddings.create(model="embed", input=[[1, 2]])
+
+
+def test_a_model_of_ids_takes_token_ids(api: RunningOpenai) -> None:
+    """A list of ids is one text. The model reports no tokens, so there is no usage."""
+    create = api.openai().embeddings.create
+    rows = [list(b"snow"), list(b"rain")]
+    for ids, texts in ((rows[0], ["snow"]), (rows, ["snow", "rain"])):
+        answer = create(model="embed_ids", input=ids)
+        expected = [openais.expected_embedding(text) for text in texts]
+        np.testing.assert_allclose([one.embedding for one in answer.data], expected, atol=1e-5)
+        assert answer.usage is None
+    with pytest.raises(openai.BadRequestError, match="embed_ids takes token ids, not texts"):
+        create(model="embed_ids", input="snow")
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]"):
+        create(model="embed_ids", input=[rows[0], [1, 2, 3]])
+
+
+def test_tokens_of_a_prompt_and_their_text(api: RunningOpenai) -> None:
+    """The tokens are those that a generation reads, also of a chat and of a prompt that is too long to be answered."""
+    _, found, _ = api.post("/tokenize", {"model": "teller", "prompt": "Once"})
+    context = found["max_model_len"]
+    assert found == {"count": 4, "tokens": found["tokens"], "max_model_len": context, "token_strs": None}
+    body = {"model": "teller", "tokens": found["tokens"]}
+    assert api.post("/detokenize", body)[1] == {"prompt": "Once"}
+    long = {"model": "teller", "prompt": "x" * (context + 1)}
+    assert api.post("/tokenize", long)[1]["count"] == context + 1
+
+    messages = [{"role": "user", "content": "Once"}]
+    _, chat, _ = api.post("/tokenize", {"model": "talker", "messages": messages})
+    assert chat["count"] == len("user: Once\nassistant: ")
+    body = {"model": "talker", "tokens": chat["tokens"]}
+    assert api.post("/detokenize", body)[1]["prompt"] == "user: Once\nassistant: "
+    for wrong, reason in (
+        ({"model": "glossary_bytes", "prompt": "a"}, "glossary_bytes has no tokenizer"),
+        ({"model": "embed", "prompt": "a"}, "this path needs text-generation"),
+        ({"model": "teller"}, "send either `prompt` or `messages`"),
+        ({"model": "teller", "prompt": "a", "return_token_strs": True}, "not supported"),
+    ):
+        status, answer, _ = api.post("/tokenize", wrong)
+        assert status == 400
+        assert reason in answer["error"]["message"]
 
 
 def test_documents_are_ranked(api: RunningOpenai) -> None:
@@ -272,7 +313,7 @@ def test_two_keys_call_their_own_models(server: RunningTriton, tmp_path: Path) -
     with running_openai(server.grpc_port, f"--keys={keys}") as running:
         first, second = running.openai("first"), running.openai("second")
         wait_until(lambda: len(second.models.list().data) == len(MODELS))
-        assert [model.id for model in first.models.list().data] == ["embed"]
+        assert [model.id for model in first.models.list().data] == ["embed", "embed_ids"]
         first.embeddings.create(model="embed", input="abc")
         second.embeddings.create(model="embed", input="abcd")
         with pytest.raises(openai.NotFoundError):

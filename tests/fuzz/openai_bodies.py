@@ -47,6 +47,8 @@ _HONEST: dict[str, dict[str, Any]] = {
         "temperature": 0.5,
         "seed": 3,
     },
+    "/tokenize": {"model": "brief", "prompt": "Once"},
+    "/detokenize": {"model": "brief", "tokens": [79, 110]},
 }
 _TEXTS = (
     "", "x" * 70_000, "\0", "\ufdd0", "<|im_end|>", "\u202e", "../../etc/passwd", "http://169.254.169.254/", "{{ 7 * 7 }}",

@@ -34,6 +34,9 @@ WRITER = TaskModel(
 )
 
 
+STREAM = {"model": "writer", "prompt": "a", "stream": True}
+
+
 class OneModel:
     """A catalogue and a backend with one model, which answers once `ready` is set."""
 
@@ -51,6 +54,7 @@ class OneModel:
         return {"embedding": np.zeros(self._width, np.float32)}
 
     async def stream(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
+        await self.ready.wait()
         yield {"token": np.array([65])}
         raise ValueError("a fault of rsrv")
 
@@ -153,9 +157,47 @@ async def test_keys_and_bodies_are_not_logged(caplog: pytest.LogCaptureFixture) 
 @looped
 async def test_a_stream_that_fails_ends_with_an_event() -> None:
     """An answer of its own within the stream would be no HTTP."""
-    async with served(OneModel()) as (server, _), ClientSession() as session:
-        body = {"model": "writer", "prompt": "a", "stream": True}
-        async with session.post(server.make_url("/v1/completions"), json=body) as answer:
-            *_, piece, error = (await answer.text()).strip().split("\n\n")
+    model = OneModel()
+    model.ready.set()
+    async with (
+        served(model) as (server, _),
+        ClientSession() as session,
+        session.post(server.make_url("/v1/completions"), json=STREAM) as answer,
+    ):
+        *_, piece, error = (await answer.text()).strip().split("\n\n")
     assert '"text": "A"' in piece
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "INTERNAL"
+
+
+@looped
+async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy sees that the connection lives while the model starts; the first piece comes after the comments."""
+    monkeypatch.setattr(app, "STATUS_S", 0.01)
+    monkeypatch.setattr(app, "COMMENT_S", 0.01)
+    model = OneModel()
+    async with (
+        served(model) as (server, _),
+        ClientSession() as session,
+        session.post(server.make_url("/v1/completions"), json=STREAM) as answer,
+    ):
+        assert answer.status == 200
+        for _ in range(3):
+            assert (await answer.content.readline()).startswith(b": ")
+            assert await answer.content.readline() == b"\n"
+        model.ready.set()
+        rest = await answer.text()
+    assert '"text": "A"' in rest
+
+
+@looped
+async def test_several_servers_share_a_port() -> None:
+    """Each of them answers some of the connections."""
+    model: Any = OneModel()
+    usages = [Usage(), Usage()]
+    async with AsyncExitStack() as stack:
+        address = Address("127.0.0.1", 0)
+        for usage in usages:
+            address = await listen(Api(model, model, usage, None).application(), address, stack)
+        while not all(b'status="200"' in usage.text() for usage in usages):
+            async with ClientSession() as session, session.get(f"http://{address}/v1/models") as answer:
+                assert answer.status == 200

@@ -49,7 +49,7 @@ class Characters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], *, special: bool = False) -> str:
         return bytes(tokens).decode(errors="replace")
 
 
@@ -385,6 +385,7 @@ def test_unloading_ends_answers(model: Model) -> None:
         ({"stream": "yes"}, "stream must be true or false"),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"frequency_penalty": 1}, "unknown parameter 'frequency_penalty'"),
+        ({"detokenize": True}, "must be a JSON list of tokens"),
         ({"rsrv_run": "5"}, "a meta model cannot call"),
     ],
 )  # fmt: skip
@@ -423,6 +424,13 @@ def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, 
     assert why in text
 
 
+def test_a_tokenizer_answers_without_the_runtime(model: Model) -> None:
+    """Tokens may be more than the context: their number is what a client asks for."""
+    found = json.loads(text_of(next_of(model.ask("ab" * 10, tokenize=True))))
+    assert found == {"tokens": [97, 98] * 10, "max_model_len": 16}
+    assert text_of(next_of(model.ask("[97, 98]", detokenize=True))) == "ab"
+
+
 def test_text_needs_a_numpy_that_this_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a text would end the process; the load fails instead, and says what to install."""
     tensors = Tensors(FakePbUtils)
@@ -432,9 +440,10 @@ def test_text_needs_a_numpy_that_this_triton_knows(monkeypatch: pytest.MonkeyPat
         tensors.check_text()
 
 
-def test_negative_tokens_are_refused() -> None:
-    """A module would read a wrong row for them."""
+def test_a_model_of_tokens_refuses_negative_ones_and_texts() -> None:
+    """A module would read a wrong row for negative tokens, and there is no tokenizer."""
     model = Model(text=False)
+    assert failure_of(model.ask([3], tokenize=True))[1].startswith("this model has no tokenizer")
     assert failure_of(model.ask([3, -1])) == ("inv", "tokens must not be negative, got -1")
     model.close()
 

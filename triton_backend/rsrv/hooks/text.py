@@ -257,9 +257,9 @@ class PromptTokeniser:
             plain += part
         return [*ids, *self._tokenizer.encode(plain, add_special_tokens=False).ids]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens; with `special`, also that of special ones."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 #: stands for bytes that are no character, or not yet

@@ -18,14 +18,16 @@ from rsrv.openai.bodies import (
     ChatBody,
     ClassifyBody,
     CompletionsBody,
+    DetokenizeBody,
     EmbeddingsBody,
     RerankBody,
     ScoreBody,
+    TokenizeBody,
 )
 from rsrv.openai.catalog import TaskCatalog
 from rsrv.openai.chat import ChatTemplates
 from rsrv.openai.errors import ApiError, invalid, unknown_model
-from rsrv.openai.generation import data, events, whole
+from rsrv.openai.generation import data, detokenize, events, tokenize, whole
 from rsrv.openai.inference import Backend, TaskModel, Terms
 from rsrv.openai.keys import Caller, Keys, find_caller
 from rsrv.openai.texts import ModelCall, classify, embeddings, rerank, score
@@ -46,6 +48,9 @@ STALL_S: Final = 60.0
 _PIECE = 1 << 18
 #: Seconds in which a stream may still fail with a status of HTTP. Later its error is an event.
 STATUS_S: Final = 1.0
+#: Write a comment to a stream that was silent for so many seconds, so that no proxy closes it.
+COMMENT_S: Final = 5.0
+_COMMENT = b": the model has not answered yet\n\n"
 #: Header with the seconds that an answer may take.
 TIMEOUT_HEADER: Final = "X-Timeout-S"
 _MAX_TIMEOUT_S = 86400.0
@@ -70,6 +75,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
     (("/v1/classify", "/classify"), ClassifyBody, "text-classification", classify),
     (("/v1/completions",), CompletionsBody, "text-generation", whole),
     (("/v1/chat/completions",), ChatBody, "text-generation", whole),
+    (("/tokenize",), TokenizeBody, "text-generation", tokenize),
+    (("/detokenize",), DetokenizeBody, "text-generation", detokenize),
 )
 
 
@@ -195,31 +202,34 @@ class Api:
 
     async def _stream(self, request: web.Request, call: ModelCall[Any]) -> web.StreamResponse:
         """Stream an answer. An error that comes soon has a status of HTTP, a later one is an event."""
+        headers = {
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            "X-Request-Id": request[_ID],
+        }
+        response = web.StreamResponse(headers=headers)
         async with aclosing(events(call)) as stream:
-            first = asyncio.ensure_future(anext(stream))
-            response = web.StreamResponse(
-                headers={
-                    "Content-Type": "text/event-stream",
-                    "Cache-Control": "no-cache",
-                    "X-Request-Id": request[_ID],
-                }
-            )
+            waiting = asyncio.ensure_future(anext(stream, None))
             try:
-                await asyncio.wait({first}, timeout=STATUS_S)
-                if first.done():
-                    first.result()
-                await response.prepare(request)
-                await _write(request, response, await first)
-                async for event in stream:
+                while True:
+                    await asyncio.wait({waiting}, timeout=COMMENT_S if response.prepared else STATUS_S)
+                    event = waiting.result() if waiting.done() else _COMMENT
+                    if not response.prepared:
+                        await response.prepare(request)
+                    if event is None:
+                        return response
+                    if waiting.done():
+                        waiting = asyncio.ensure_future(anext(stream, None))
                     await _write(request, response, event)
             except Exception as error:
                 if not response.prepared or isinstance(error, ConnectionError):
                     raise
                 await _write(request, response, data(_failure(error).body))
+                return response
             finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-        return response
+                waiting.cancel()
+                # Wait for the cancelled step: a running generator cannot be closed.
+                await asyncio.gather(waiting, return_exceptions=True)
 
 
 def _request_id(given: str) -> str:

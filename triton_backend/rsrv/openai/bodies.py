@@ -142,6 +142,11 @@ class GenerationBody(ApiBody):
     stream_options: StreamOptions = StreamOptions()
 
 
+Prompt = Annotated[
+    list[str | Ids], Field(min_length=1, max_length=1, fail_fast=True), BeforeValidator(_listed)
+]
+
+
 class CompletionsBody(GenerationBody):
     """POST /v1/completions."""
 
@@ -155,9 +160,7 @@ class CompletionsBody(GenerationBody):
         "suffix": None,
     }
 
-    prompt: Annotated[
-        list[str | Ids], Field(min_length=1, max_length=1, fail_fast=True), BeforeValidator(_listed)
-    ]
+    prompt: Prompt
 
 
 class _ContentPart(ApiObject):
@@ -187,6 +190,9 @@ class ChatMessage(ApiObject):
         return "".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -213,5 +219,26 @@ class ChatBody(GenerationBody):
         "web_search_options": None,
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Limit | None = None
+
+
+class TokenizeBody(ApiBody):
+    """POST /tokenize, in the form of vLLM."""
+
+    UNSUPPORTED = {"add_generation_prompt": True, "add_special_tokens": True, "return_token_strs": False}
+
+    prompt: Prompt | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.prompt is None) is (self.messages is None):
+            raise ValueError("send either `prompt` or `messages`")
+        return self
+
+
+class DetokenizeBody(ApiBody):
+    """POST /detokenize, in the form of vLLM."""
+
+    tokens: Ids

@@ -1,20 +1,17 @@
 """Completions and chats: the pieces of an answer, and their form as JSON objects and server-sent events."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rsrv.hooks.text import TextStream
-from rsrv.openai.bodies import ChatBody, CompletionsBody, GenerationBody
+from rsrv.openai.bodies import ChatBody, CompletionsBody, DetokenizeBody, GenerationBody, TokenizeBody
 from rsrv.openai.errors import ApiError, invalid
 from rsrv.openai.inference import Value
 from rsrv.openai.texts import ModelCall
 
-#: Send a comment on a stream that was silent for so many seconds, so that no proxy closes it.
-COMMENT_S: Final = 5.0
 #: Seeds of the runtime are below this.
 _SEEDS = 1 << 24
 
@@ -33,17 +30,17 @@ async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
     if "ids" in model.inputs:
         text = f"{model.name} has no tokenizer, so its answers are no text; call it over KServe v2"
         raise invalid(text, "model")
-    if isinstance(body, ChatBody):
+    if messages := getattr(body, "messages", None):
         if model.chat:
-            messages = [
+            texts = [
                 {"role": one.role, "content": one.text, **({"name": one.name} if one.name else {})}
-                for one in body.messages
+                for one in messages
             ]
-            return (await call.templates.prompt(model.chat, messages)).encode(), True
-        if len(body.messages) != 1 or body.messages[0].role != "user":
+            return (await call.templates.prompt(model.chat, texts)).encode(), True
+        if len(messages) != 1 or messages[0].role != "user":
             text = f"{model.name} has no chat template: send one message of the role user"
             raise invalid(text, "messages")
-        prompt: str | list[int] = body.messages[0].text
+        prompt: str | list[int] = messages[0].text
     else:
         (prompt,) = body.prompt
     if not isinstance(prompt, str):
@@ -124,7 +121,7 @@ async def whole(call: ModelCall[Any]) -> dict[str, Any]:
 
 
 async def events(call: ModelCall[CompletionsBody] | ModelCall[ChatBody]) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of an answer, and comments while the model is silent. Raises ApiError."""
+    """Yield the server-sent events of an answer. Raises ApiError."""
     chat = isinstance(call.body, ChatBody)
     wants_usage = call.body.stream_options.include_usage
     head = {
@@ -140,32 +137,19 @@ async def events(call: ModelCall[CompletionsBody] | ModelCall[ChatBody]) -> Asyn
     def choice(reason: str | None, **content: Any) -> dict[str, Any]:
         return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
-    first = True
+    first = chat
     async with aclosing(pieces(call)) as parts:
-        waiting = asyncio.ensure_future(anext(parts, None))
-        try:
-            while True:
-                done, _ = await asyncio.wait({waiting}, timeout=COMMENT_S)
-                if not done:
-                    yield b": the model has not answered yet\n\n"
-                    continue
-                if (piece := waiting.result()) is None:
-                    break
-                waiting = asyncio.ensure_future(anext(parts, None))
-                if not chat:
-                    yield event([choice(piece.finish_reason, text=piece.text)])
-                    continue
-                if first:
-                    yield event([choice(None, delta={"role": "assistant", "content": ""})])
-                    first = False
-                if piece.text:
-                    yield event([choice(None, delta={"content": piece.text})])
-                if piece.finish_reason:
-                    yield event([choice(piece.finish_reason, delta={})])
-        finally:
-            waiting.cancel()
-            # Wait for the cancelled step: a running generator cannot be closed.
-            await asyncio.gather(waiting, return_exceptions=True)
+        async for piece in parts:
+            if first:
+                yield event([choice(None, delta={"role": "assistant", "content": ""})])
+                first = False
+            if not chat:
+                yield event([choice(piece.finish_reason, text=piece.text)])
+                continue
+            if piece.text:
+                yield event([choice(None, delta={"content": piece.text})])
+            if piece.finish_reason:
+                yield event([choice(piece.finish_reason, delta={})])
     if wants_usage:
         yield event([], call.usage)
     yield b"data: [DONE]\n\n"
@@ -174,3 +158,26 @@ async def events(call: ModelCall[CompletionsBody] | ModelCall[ChatBody]) -> Asyn
 def data(value: Any) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def tokenize(call: ModelCall[TokenizeBody]) -> dict[str, Any]:
+    """Answer /tokenize: the tokens of a prompt or a chat, as a generation reads them. Raises ApiError."""
+    value, chat = await prompt_of(call)
+    found = json.loads(await _converted(call, value, {"tokenize": True, "chat": chat}))
+    return {"count": len(found["tokens"]), **found, "token_strs": None}
+
+
+async def detokenize(call: ModelCall[DetokenizeBody]) -> dict[str, Any]:
+    """Answer /detokenize: the text of tokens. Raises ApiError."""
+    value = json.dumps(call.body.tokens).encode()
+    return {"prompt": await _converted(call, value, {"detokenize": True})}
+
+
+async def _converted(call: ModelCall[Any], value: Value, fields: Mapping[str, bool]) -> str:
+    """Return what the model's tokenizer makes of a text. Raises ApiError."""
+    if "text" not in call.model.inputs:
+        raise invalid(f"{call.model.name} has no tokenizer", "model")
+    async with aclosing(call.backend.stream(call.model, value, fields, call.terms)) as responses:
+        outputs = await anext(responses, {})
+    (text,) = outputs.get(call.model.outputs["text"], [b""])
+    return str(text, "utf-8")

@@ -4,6 +4,7 @@ The runtime sends tokens as they come, and never waits for a client. What a slow
 answer's limit of tokens; here tokens that wait for a sender thread become one piece, and Triton keeps sent responses.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from rsrv.front.rules import LATE
 from rsrv.hooks.text import PromptTokeniser, TextStream
 from rsrv.stub.deferred import SENDER_THREADS, DeferredRequest
-from rsrv.stub.generation_params import GenerationParams, read_generation_params
+from rsrv.stub.generation_params import GenerationParams, read_generation_params, read_tokens
 from rsrv.stub.replica import ModelReplica, StubProcess
 from rsrv.stub.replies import Reply, RequestFailure, invalid
 from rsrv.stub.request import ClientRequest, parse_parameters
@@ -128,13 +129,13 @@ class GenerationEngine(ModelReplica[AnswerStream]):
                 self._prepare(one)
             except Exception as error:  # noqa: BLE001 - logged by failure_for
                 request.failure = request.failure_for(error)
-        if request.failure is None:
+        if one.frame and request.failure is None:
             self._deferred.submit(attachment, [one])
         else:
             self._deferred.finish(one)
 
     def _prepare(self, one: AnswerStream) -> None:
-        """Read and check a request. Raises RequestFailure."""
+        """Read and check a request. It has no frame if it generates nothing. Raises RequestFailure."""
         request, context = one.request, self._context
         if request.params.run:
             raise invalid(_SUB_CALL)
@@ -151,8 +152,14 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             one.prompt, one.kept = _read_tokens(self._tensors.read(tensor, "i32")), []
         else:
             text = _read_text(tensor.as_numpy(), context)
-            one.prompt = self._prompts.encode_chat(text) if one.params.chat else self._prompts.encode(text)
             one.text = TextStream(self._prompts.decode, one.params.stop_texts)
+            if one.params.detokenize:
+                one.kept = self._prompts.decode(read_tokens(text), special=True)
+                return
+            one.prompt = self._prompts.encode_chat(text) if one.params.chat else self._prompts.encode(text)
+            if one.params.tokenize:
+                one.kept = json.dumps({"tokens": one.prompt, "max_model_len": context})
+                return
         if not 0 < len(one.prompt) < context:
             text = (
                 f"the prompt has {len(one.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "

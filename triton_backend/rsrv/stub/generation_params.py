@@ -37,6 +37,9 @@ class GenerationParams(NamedTuple):
     stream: bool = True
     #: The text is a whole chat, with marks around contents (rsrv.hooks.text).
     chat: bool = False
+    #: The answer is the prompt's tokens, or the text of tokens. Nothing is generated.
+    tokenize: bool = False
+    detokenize: bool = False
 
 
 #: parameter -> how its number is read
@@ -48,7 +51,7 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "seed": (int, lambda value: 0 <= value < _EXACT, "a whole number from 0 below 2^24"),
     "tokens_per_s": (float, lambda value: 0 < value <= _MAX_RATE, "a number above 0, at most 1000"),
 }
-_FLAGS = frozenset({"chat", "stream"})
+_FLAGS = frozenset({"chat", "detokenize", "stream", "tokenize"})
 _KNOWN = (*_NUMBERS, "stop", *_FLAGS)
 
 
@@ -75,6 +78,8 @@ def read_generation_params(
         found[name] = parameters[name]
         if not isinstance(found[name], bool):
             raise invalid(f"parameter {name} must be true or false, got {parameters[name]!r:.50}")
+    if not text and (found.get("tokenize") or found.get("detokenize")):
+        raise invalid("this model has no tokenizer: its clients send and get tokens")
     if "stop" in parameters:
         if text:
             found["stop_texts"] = _stop_texts(parameters["stop"])
@@ -123,6 +128,14 @@ def _stop_tokens(value: Any) -> list[int]:
         or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens)
     ):
         raise invalid(f"parameter stop must be a token, or a JSON list of at most {_MAX_STOPS} tokens")
+    return tokens
+
+
+def read_tokens(text: str) -> list[int]:
+    """Return tokens of a JSON list. Raises RequestFailure."""
+    tokens = _listed(text)
+    if tokens is None or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
+        raise invalid("with the parameter detokenize, the text must be a JSON list of tokens")
     return tokens
 
 

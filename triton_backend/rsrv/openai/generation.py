@@ -178,6 +178,6 @@ async def _converted(call: ModelCall[Any], value: Value, fields: Mapping[str, bo
     if "text" not in call.model.inputs:
         raise invalid(f"{call.model.name} has no tokenizer", "model")
     async with aclosing(call.backend.stream(call.model, value, fields, call.terms)) as responses:
-        outputs = await anext(responses, {})
+        outputs: dict[str, Any] = await anext(responses, {})
     (text,) = outputs.get(call.model.outputs["text"], [b""])
     return str(text, "utf-8")

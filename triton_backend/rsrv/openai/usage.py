@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 
 # Otherwise, each counter also has the time of its first use.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Usage:

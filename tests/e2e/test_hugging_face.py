@@ -34,12 +34,13 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
     """Clients send text and files, and get the exported answers; bad files and long texts are their own mistake."""
     folder, bundles = tmp_path / "models", tmp_path / "bundles"
     quick = HubOptions(batch_sizes=(2,))
-    texts = HubOptions(batch_sizes=(2,), lengths=(16, 48))
+    texts = HubOptions(batch_sizes=(2,), lengths=(48,))
+    padded = HubOptions(batch_sizes=(2,), lengths=(16, 48))
     square = {"size": {"height": 32, "width": 32}}
     made: dict[str, tuple[Path, HubOptions]] = {
-        "tags": (bert(folder / "tags", "BertForTokenClassification", LABELS), texts),
+        "tags": (bert(folder / "tags", "BertForTokenClassification", LABELS), padded),
         "classifies": (bert(folder / "classifies", "BertForSequenceClassification", ("a", "b")), texts),
-        "embeds": (sentence_transformer(folder / "embeds", "mean"), texts),
+        "embeds": (sentence_transformer(folder / "embeds", "mean"), padded),
         "ranks": (bert(folder / "ranks", "BertForSequenceClassification", num_labels=1), texts),
         "looks": (picture(folder / "looks", "ViTForImageClassification", "ViT", square, **PATCHES), quick),
         "hears": (

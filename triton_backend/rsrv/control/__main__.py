@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds that calls in flight have when the server ends.
+#: After the server's end, calls in flight have this many seconds to end.
 _GRACE_S = 0.2
 
 
@@ -65,7 +65,8 @@ def _claim(path: Path) -> int | None:
 
 
 async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
-    # The loop and the interpreter wait for threads at their end, and a disk may block a thread for ever.
+    # Exit without cleanup: the loop and the interpreter would wait for threads, and a disk may block a thread for
+    # ever.
     try:
         await _control(options, server)
     except Exception:
@@ -78,8 +79,8 @@ async def _control_and_exit(options: argparse.Namespace, server: int) -> None:
 
 
 async def _control(options: argparse.Namespace, server: int) -> None:
-    """Run until the server ends, whose pidfd is `server`. Raises what ends a task before that."""
-    # Imported after the claim: a superfluous control process loads nothing.
+    """Run until the server with the pidfd `server` ends. Raises the error of a task that ends before that."""
+    # Import these after the claim, so that a superfluous control process loads nothing.
     from rsrv.control.card_memory import Cards
     from rsrv.control.diagnosis import Diagnosis
     from rsrv.control.grpc_server import ListenError, listen, listen_locally

@@ -1,4 +1,6 @@
-"""Decides which changes of the bundles on disk count, look by look. Pure: time is an argument, and nothing is read.
+"""Decides which changes of the bundles on disk count, by comparing successive scans ("looks").
+
+Pure: time is an argument, and nothing is read.
 
 A change counts when two looks that are far enough apart agree, so that a bundle is not taken while it is being copied. A
 missing root changes nothing: it may be a disk that is not mounted.
@@ -28,7 +30,7 @@ def _bundles(state: _State) -> _State:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A root as one look found it."""
+    """State of a root in one look."""
 
     #: Device and inode of the directory; None if it could not be listed: see `trouble`.
     identity: tuple[int, int] | None

@@ -1,8 +1,9 @@
 """The state of each bundle in the control process, and the time at which it is next due. Pure: time is an argument.
 
-`TRANSITIONS` is the whole life of a bundle: a pair that it lacks is a fault of this program, and raises with the bundle's
-history. Beside its state, a bundle has the time of its next comparison with the repository (`check_at`), because a
-bundle may change at any moment, also while Triton works on its model; the comparison then waits until that has ended.
+`TRANSITIONS` is the whole life of a bundle: a pair that it lacks is a fault of this program, and raises with the
+bundle's history. In addition to its state, a bundle has the time of its next comparison with the repository
+(`check_at`), because a bundle may change at any moment. If Triton works on its model then, the comparison waits until
+that has ended.
 
 Each bundle has its own times: a model that compiles for minutes delays no other. Only an unload waits for the loads that
 began before it, because a renamed bundle's executables and weights would otherwise be gone between the two.
@@ -25,15 +26,16 @@ _HISTORY_LENGTH = 30
 
 
 class BundleState(StrEnum):
-    """The life of a bundle, and of the model that is made of it."""
+    """State of a bundle, and of the model made from it."""
 
-    #: Not compared with its bundle: at the start, at each comparison, and when nothing is left of it.
+    #: Not compared with its bundle yet (initial state, during a comparison, and after removal).
     UNCHECKED = "unchecked"
     #: Triton loads what the repository holds: a new or changed version, or the same one because an operator asked.
     LOADING = "loading"
     #: Triton was told to serve what the repository holds, and that is what the bundle holds.
     SERVED = "served"
-    #: Not as its bundle says: it could not be written, loaded or unloaded. An older version may be serving.
+    #: The model differs from its bundle, because writing, loading or unloading failed. An older version may be
+    #: serving.
     FAILED = "failed"
     #: The bundle cannot be served as it is on disk. An older version may be serving.
     BROKEN = "broken"
@@ -43,11 +45,11 @@ class BundleState(StrEnum):
     UNLOADING = "unloading"
     #: Triton loads the same version again, because the model's stub process is dead.
     RELOADING = "reloading"
-    #: As RELOADING, of the version before its bundle broke.
+    #: As RELOADING, but of the version from before its bundle broke.
     RELOADING_BROKEN = "reloading_broken"
-    #: As RELOADING, of a model that serves until its unload begins.
+    #: As RELOADING, but of a model that serves only until its unload begins.
     RELOADING_UNWANTED = "reloading_unwanted"
-    #: As FAILED, where the load that failed was for no other reason than the dead stub.
+    #: As FAILED, but only the reload for a dead stub has failed.
     RELOAD_FAILED = "reload_failed"
 
 
@@ -99,7 +101,7 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.UNLOAD_PENDING, BundleEvent.UNLOAD): BundleState.UNLOADING,
     (BundleState.UNLOADING, BundleEvent.UNLOADED): BundleState.UNCHECKED,
     (BundleState.UNLOADING, BundleEvent.FAIL): BundleState.FAILED,
-    # A dead stub is replaced also where the model is not to serve for long: until then, it serves.
+    # A dead stub is replaced even if the model is about to be unloaded, because the model serves until then.
     (BundleState.BROKEN, BundleEvent.STUB_DIED): BundleState.RELOADING_BROKEN,
     (BundleState.UNLOAD_PENDING, BundleEvent.STUB_DIED): BundleState.RELOADING_UNWANTED,
     (BundleState.RELOADING, BundleEvent.LOADED): BundleState.SERVED,
@@ -116,7 +118,7 @@ TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
     (BundleState.RELOAD_FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
 }
 
-#: What carries an event out.
+#: The method that carries out each event.
 EFFECTS: Mapping[BundleEvent, str] = {
     BundleEvent.LOAD: "ModelLoader.load",
     BundleEvent.STUB_DIED: "ModelLoader.reload",
@@ -139,7 +141,7 @@ _SUCCESSES = frozenset(
 
 
 class IllegalTransition(RuntimeError):
-    """An event that the table does not have in the bundle's state."""
+    """An event that the bundle's state does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ class BundleStates:
         return after
 
     def conclude(self, name: str, event: BundleEvent, now: float) -> BundleState:
-        """Apply what a comparison with the bundle concluded, in place of what an earlier one did.
+        """Apply the conclusion of a comparison with the bundle. It replaces an earlier conclusion.
 
         Raises IllegalTransition.
         """
@@ -243,7 +245,7 @@ class BundleStates:
         return after
 
     def fail(self, name: str, text: str, now: float, wall: float, *, retry: bool = True) -> BundleFailure:
-        """Note that writing, loading or unloading failed. `wall`: seconds since the epoch."""
+        """Record that writing, loading or unloading failed. `wall`: seconds since the epoch."""
         before = self._bundles[name].failure if name in self._bundles else None
         state = self.conclude(name, BundleEvent.FAIL, now)
         if before is None or state in _BROKEN:
@@ -253,18 +255,17 @@ class BundleStates:
         if retry and state is not BundleState.UNLOAD_PENDING:
             pause = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(failure.tries - 1, 10))
             failure = replace(failure, retry_at=now + pause)
-        if state not in _BROKEN:  # else the bundle is what is wrong
+        if state not in _BROKEN:  # otherwise, the bundle is at fault
             self._bundles[name].failure = failure
         return failure
 
     def set_broken(
         self, found: Mapping[str, str], now: float, wall: float, uncompared: Collection[str] = ()
     ) -> dict[str, BundleFailure]:
-        """Take the broken bundles of the whole repository; return those that broke, or did so for another reason.
+        """Take the broken bundles of the whole repository; return those that broke, or whose reason has changed.
 
-        The `uncompared` stay as they are.
-
-        A model that Triton loads or unloads keeps its state until that has ended and its bundle is compared again.
+        The `uncompared` ones keep their state. A model that Triton loads or unloads keeps its state until that has
+        ended and its bundle is compared again.
         """
         for name in self._in(_BROKEN) - found.keys() - set(uncompared):
             self._bundles[name].failure = None
@@ -284,7 +285,7 @@ class BundleStates:
         """Unload the model after the loads that are in progress now, and when the `carriers` serve."""
         match self.state(name):
             case BundleState.LOADING:
-                self.check(name, now)  # it is decided when the load has ended
+                self.check(name, now)  # the comparison after the load decides
             case BundleState.UNLOADING:
                 pass
             case _:
@@ -293,7 +294,10 @@ class BundleStates:
                 bundle.carriers, bundle.waits_for = carriers, self.busy - {name}
 
     def forget(self, name: str, now: float) -> None:
-        """Note that there is neither a bundle nor a model; if Triton works on the model, compare it again after that."""
+        """Record that there is neither a bundle nor a model.
+
+        If Triton works on the model, compare it again after that.
+        """
         if self.state(name) in _BUSY:
             self.check(name, now)
         else:
@@ -311,17 +315,17 @@ class BundleStates:
         for name in names:
             self.check(name, now)
             bundle = self._bundles[name]
-            # Its failures were those of another bundle.
+            # The recorded failures belong to another bundle.
             if bundle.failure is not None and bundle.state not in _BROKEN:
                 bundle.failure = replace(bundle.failure, tries=0, retry_at=None)
 
     def check(self, name: str, at: float) -> None:
-        """Compare the bundle with the repository by that time; if Triton works on the model then, when it has ended."""
+        """Compare the bundle with the repository by that time, or when Triton's work on the model has ended."""
         bundle = self._bundles.setdefault(name, _BundleRecord())
         bundle.check_at = at if bundle.check_at is None else min(at, bundle.check_at)
 
     def due(self, now: float) -> frozenset[str]:
-        """Take the bundles that are to be compared now, because they changed, or because of the time."""
+        """Remove and return the bundles to compare now, because they changed or because their time has come."""
         due = {
             name
             for name, one in self._bundles.items()
@@ -351,7 +355,7 @@ class BundleStates:
         return min(times, default=None)
 
     def _pending(self, now: float) -> list[str]:
-        """Return the models to unload whose bundles are not to be looked at before."""
+        """Return the models to unload whose bundles need no comparison before."""
         return [
             name
             for name, one in self._bundles.items()

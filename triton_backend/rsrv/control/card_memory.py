@@ -20,7 +20,7 @@ class CardMemory(NamedTuple):
 
 
 class NoFigures(Exception):
-    """The driver's figures cannot be had; the message says why."""
+    """The driver reports no figures; the message says why."""
 
 
 def read_card_memory(devices: Mapping[int, str]) -> dict[int, CardMemory]:
@@ -63,12 +63,12 @@ class Cards:
         self._asked_at = float("-inf")
 
     async def memory(self) -> Mapping[int, CardMemory]:
-        """Return the memory of each GPU, by the number of its device; none if the driver does not tell."""
+        """Return the memory of each GPU, by the number of its device; empty if the driver does not report it."""
         now = asyncio.get_running_loop().time()
         if self._gpus and self._asking is None and now - self._asked_at >= _VALID_S:
             self._asking = asyncio.create_task(self._ask())
         if self._asking is not None:
-            # The figures of before, if the driver takes long.
+            # If the driver takes long, return the previous figures.
             await asyncio.wait([self._asking], timeout=_VALID_S)
         return self._memory
 

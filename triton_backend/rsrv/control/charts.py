@@ -45,17 +45,21 @@ class _Ring:
 
 
 class Charts:
-    """The points of each range. A point ends with the first look after its time, so that none is empty for a late look."""
+    """The points of each range.
+
+    A point ends with the first update after its time, so that a late update leaves no point empty.
+    """
 
     def __init__(self) -> None:
         self._rings: dict[str, _Ring] = {}
 
     def add(self, now: float, work: Work, devices: int) -> dict[str, Point]:
-        """Take the work since the look before, at Unix time `now`; return the points that it ends, by range."""
+        """Add the work since the previous call, at Unix time `now`. Return the points that end now, by range."""
         ended = {}
         for name, seconds, most in RANGES:
             ring = self._rings.get(name)
-            # Without looks for long, as while no runtime answered, nothing is known of the time between.
+            # After a long time without updates, for example while no runtime answered, the figures of that time are
+            # unknown.
             if ring is None or not 0 <= now - ring.began < 2 * seconds + RANGES[0].seconds:
                 points = deque[Point](maxlen=most) if ring is None else ring.points
                 self._rings[name] = _Ring(points, now)

@@ -27,9 +27,9 @@ class SpanReader:
         self._instances: dict[int, str] = {}
 
     def take(self, answer: pb.GetTimelineResponse) -> bool:
-        """Take the answer to the question; return True if the next question has an answer, too."""
+        """Take the answer to a question. Return True if a further question would return more spans."""
         before, self._instances = self._instances, {one.device: one.instance for one in answer.positions}
-        # Of a runtime that has ended meanwhile, nothing is left.
+        # A runtime that has ended meanwhile keeps no spans.
         ended = {device for device, instance in before.items() if self._instances.get(device) != instance}
         self.spans = [*(span for span in self.spans if span.device not in ended), *answer.spans]
         self.question = pb.GetTimelineRequest(positions=answer.positions)

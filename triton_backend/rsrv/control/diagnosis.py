@@ -1,4 +1,4 @@
-"""The findings of a running server: regular looks at its figures, of which those of the last minute are kept."""
+"""The findings of a running server: they come from snapshots of its figures, which are kept for a minute."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
 def _worst(
     case: Case, window: DeviceWindow, rule: ModelRule, models: Mapping[str, ModelActivity]
 ) -> Iterator[ServerFinding]:
-    """Yield one finding of each name: that of the model with most requests, naming the others."""
+    """Yield one finding of each name. It is about the model with the most requests, and names the other models."""
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
     for one in models.values():
         if (finding := rule(case, window, one)) is not None:
@@ -87,8 +87,8 @@ class Diagnosis:
         Args:
             runtimes: of the server.
             file: rsrv.yaml.
-            lifecycle: knows of models what the runtimes do not.
-            readiness: knows which models should serve and do not, and which there are.
+            lifecycle: reports the facts about models that the runtimes do not know.
+            readiness: lists the models, and those that should serve and do not.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
             renewals: files with certificates and tokens.
@@ -100,7 +100,8 @@ class Diagnosis:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._looks: deque[ServerFigures] = deque(maxlen=_LOOKS)
-        #: Model that should serve and does not -> time of the first look at it after Triton's first loads.
+        #: For each model that should serve and does not, the time when that was first seen after Triton's first
+        #: loads.
         self._missing_since: dict[str, float] = {}
         self.findings: list[ServerFinding] = []
 
@@ -126,7 +127,7 @@ class Diagnosis:
         runtimes, file, at = self._runtimes, self._file, self._loop.time()
         records: Mapping[int, RuntimeRecords] = {}
         queues: Mapping[str, tuple[int, float]] = {}
-        with suppress(TritonError):  # it may want TLS, or keep its statistics to itself
+        with suppress(TritonError):  # Triton may require TLS, or report no statistics
             queues = await self._queues()
         with suppress(StatusError):  # no runtime answers
             records, at = await runtimes.records(), self._loop.time()
@@ -152,7 +153,7 @@ class Diagnosis:
                 )
                 for number, link in enumerate(runtimes.links)
             },
-            # A runtime is not told of the end of a model that it could not start.
+            # A runtime is not informed when a model ends that it could not start.
             entries={
                 key: one
                 for key, one in runtimes.entries.items()

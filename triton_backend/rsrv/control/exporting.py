@@ -1,7 +1,7 @@
 """Exports traces: reads spans from the runtimes, and sends them with OpenTelemetry's exporter.
 
-A runtime keeps its latest spans and is their only buffer: while the collector is slow, it drops older ones, which
-are counted here. No request waits for the export.
+Only the runtime buffers spans, and only the latest ones. While the collector is slow, the runtime drops older spans,
+and this module counts them. No request waits for the export.
 """
 
 import asyncio
@@ -111,7 +111,10 @@ class Collector:
 
 
 class _First(logging.Handler):
-    """Keeps the first line since `text` was cleared: the reason. Later lines only say that the export was given up."""
+    """Keeps the first line since `text` was cleared, which has the reason.
+
+    Later lines only say that the export has failed.
+    """
 
     text = ""
 
@@ -166,7 +169,8 @@ class Exporting:
         """Send the spans of a device; return True if more are ready."""
         before = self._positions.get(number)
         if before is None:
-            # An earlier control process may have exported the spans that the first runtime has dropped by now.
+            # Do not count spans that the first runtime has dropped by now: an earlier control process may have
+            # exported them.
             before = _Position(said["instance"], said["first"], said["dropped"])
         elif before.instance != said["instance"]:
             before = _Position(said["instance"], 0, 0)

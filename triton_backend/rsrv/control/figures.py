@@ -29,8 +29,9 @@ class DeviceFigures:
     #: Time at which the counters began, by the clock of `ServerFigures.t`.
     since: float = 0.0
     records: RuntimeRecords = field(default_factory=RuntimeRecords)
-    #: Runtimes of the device so far, and those that an operator restarted.
+    #: Runtimes of the device so far.
     lives: int = 1
+    #: Restarts of the device's runtime by an operator.
     restarts: int = 0
     #: Seconds since the last answer.
     down_s: float = 0.0
@@ -43,32 +44,37 @@ class DeviceFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """All that the findings are made of, at one moment."""
+    """All figures that the findings use, at one moment."""
 
-    #: Seconds of a clock that never jumps, and Unix time.
+    #: Seconds of a monotonic clock.
     t: float
+    #: Unix time.
     unix_s: float
     devices: Mapping[int, DeviceFigures]
     #: Versions of models by key, over all devices.
     entries: Mapping[str, ModelVersion]
-    #: Models that are not as their bundles say.
+    #: Models that differ from their bundles, with the reasons.
     failures: Mapping[str, BundleFailure]
     settings: Settings
-    #: Keys of the section `scheduler`, and of models, that operators have set.
+    #: Keys of the section `scheduler` that operators have set.
     scheduler: Json = field(default_factory=dict)
+    #: Keys of models that operators have set.
     policies: Mapping[str, Json] = field(default_factory=dict)
-    #: Why the present rsrv.yaml is not used, and what of it waits.
+    #: Why the present rsrv.yaml is not used.
     settings_refused: str = ""
+    #: Changes of rsrv.yaml that wait.
     settings_waiting: Sequence[str] = ()
     #: Why the port of OpenAI's endpoints is closed although a model has a task. Empty if it is open or not needed.
     openai_closed: str = ""
-    #: Seconds since each model that should serve does not; and the models that start with their next request.
+    #: For each model that should serve and does not, the seconds since then.
     missing: Mapping[str, float] = field(default_factory=dict)
+    #: Models that start with their next request.
     #: True while Triton loads its first models, one after the other.
     starting: bool = False
     cold: frozenset[str] = frozenset()
-    #: Models that Triton is told to load or unload now, and how many it loads at a time.
+    #: Models that Triton is loading or unloading now.
     loading: frozenset[str] = frozenset()
+    #: Number of models that Triton loads concurrently.
     load_threads: int = 4
     #: Reason why no model can be loaded or unloaded, with the remedy; empty if models can be.
     barred: str = ""
@@ -80,7 +86,8 @@ class ServerFigures:
     spans: Mapping[str, int] = field(default_factory=dict)
     #: Files with certificates and tokens.
     renewals: Sequence[FileState] = ()
-    #: By model, requests that have left Triton's queue, and their seconds there; empty if Triton does not tell.
+    #: For each model, the number of requests that have left Triton's queue, and their seconds there. Empty if Triton
+    #: does not report it.
     queues: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
@@ -133,7 +140,7 @@ class ModelActivity:
         return {key: count - was.get(key, 0) for key, count in getattr(self.now, figure).items()}
 
     def measured(self, figure: str, bounds: Sequence[float] = SECONDS) -> Histogram:
-        """Return the values that a histogram has got."""
+        """Return the values that were added to a histogram."""
         before, now = (Histogram.of(bounds, getattr(one, figure)) for one in (self._before, self.now))
         return now.since(before)
 
@@ -198,16 +205,17 @@ class ModelActivity:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWindow:
-    """Figures of one device between two moments, as far as its runtime lived."""
+    """Figures of one device between two moments. The window is shorter if its runtime is younger."""
 
     number: int
     seconds: float
     records: RuntimeRecords
-    #: Those that did something or have requests that wait, by name.
+    #: Active models and models with waiting requests, by name.
     models: Mapping[str, ModelActivity]
     metas: Mapping[str, ModelActivity]
-    #: Share of the time in which it executed, and the model that took most of it.
+    #: Share of the time in which the device executed.
     busy: float
+    #: The model that took most of this time.
     busiest: ModelActivity | None
 
 
@@ -238,7 +246,7 @@ def _activities(
     found = {}
     for name, record in now.items():
         was = before.get(name, _NO_RECORD)
-        # With a thousand models, most did nothing, and their records are the same.
+        # With a thousand models, most were idle, and their records have not changed.
         if record is not was or record.queued:
             found[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
     return found
@@ -283,7 +291,7 @@ def best_size(one: ModelActivity) -> tuple[int | None, float]:
 
 
 def _interpolated(costs: Mapping[int, float], size: int) -> float:
-    """Return the expected seconds of a size that is not compiled: on the line between its neighbours, or to no cost at 0."""
+    """Return the expected seconds of a size that is not compiled: interpolated between its neighbours, or between the smallest size and zero."""
     above = min(one for one in costs if one > size)
     below = max((one for one in costs if one < size), default=0)
     low = costs.get(below, 0.0)

@@ -36,7 +36,7 @@ class ControlEndpoint:
         return f"{shown} on {self.ports[0]}" if self.ports else shown
 
     def is_named(self, which: str) -> bool:
-        """Return True if `which` is a port of it, its folder, or a folder above that."""
+        """Return True if `which` is one of the endpoint's ports, its folder, or a folder above that."""
         if which.isdecimal() and self.ports:
             return int(which) in self.ports
         return self.folder.is_relative_to(Path(which).resolve())
@@ -45,7 +45,7 @@ class ControlEndpoint:
         """Return True if the endpoint's folder is in `folder`, or if it was started in `folder` or a folder above."""
         if self.folder.is_relative_to(folder):
             return True
-        # Services are often started in the root folder.
+        # A service that was started in the root folder would match every folder.
         return folder.is_relative_to(self.started_in) and self.started_in != Path("/")
 
 
@@ -78,7 +78,7 @@ def sockets(kind: str) -> Iterator[tuple[int, Path]]:
 
 
 def working_directory(pid: int) -> Path:
-    """Return the folder that a process's relative paths start from; ours, if it cannot be read."""
+    """Return the folder that a process's relative paths start from; if it cannot be read, this process's own."""
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:
@@ -86,7 +86,10 @@ def working_directory(pid: int) -> Path:
 
 
 def address(which: str | None) -> str:
-    """Return the address of the server that `which` or RSRV_CONTROL_ADDRESS names, by default as `choose`. Raises NotFound."""
+    """Return the address of the server that `which` or RSRV_CONTROL_ADDRESS names.
+
+    Without either, let `choose` decide. Raises NotFound.
+    """
     start = "Start one with `rsrv serve bundles/`"
     return choose(which or os.environ.get("RSRV_CONTROL_ADDRESS"), running(), "server", start)
 

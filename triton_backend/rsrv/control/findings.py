@@ -8,7 +8,7 @@ from rsrv.control.figures import DeviceWindow, ServerFigures
 Severity = Literal["note", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 
-#: Requests, and executions, below which a share says nothing.
+#: With fewer requests or executions, a share is not significant.
 FEW = 20
 
 
@@ -19,9 +19,11 @@ class ServerFinding:
     #: In snake_case, the label of `rsrv_findings`.
     name: str
     severity: Severity
-    #: What is the case, in numbers; why; and what to do, with what that costs.
+    #: The facts in numbers.
     evidence: str
+    #: Why it is so.
     cause: str
+    #: What to do, and what that costs.
     cure: str
 
 

@@ -70,11 +70,11 @@ class GrpcServer:
         """Refuse new calls; calls in flight may take `seconds`. Call it again to shorten that."""
         if self._keeper is not None:
             self._keeper.cancel()
-        # With 0 it waits for a moment, and crashes the process if another stop ends within that.
+        # With 0, grpc waits briefly, and crashes the process if another stop ends meanwhile.
         seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
-            # At once, not beside the others: calls of the next turn of the loop are new ones already.
+            # Do this first and alone: calls of the loop's next turn already count as new.
             await self._server.stop(seconds)
         await asyncio.gather(*dead, *self._dead.values())
 
@@ -117,7 +117,7 @@ class GrpcServer:
                 log.error("%s: gRPC's server has died and is replaced: %s", self._setting, error)
             dead, self._server = self._server, None
             self._dead[dead] = asyncio.create_task(self._bury(dead))
-            # The dead server removes its socket's file, also if that is its successor's.
+            # The dead server removes the socket's file, even if the file now belongs to its successor.
             while socket is not None and socket.exists():
                 await asyncio.sleep(_CHECK_S)
             while True:

@@ -117,7 +117,7 @@ def copied(kind: type[M], source: object, **others: Any) -> M:
 
 
 def member(enum: Any, name: str | None) -> Any:
-    """Return the member of a generated enum by its name in the protocol and in rsrv.yaml: of Residency, 'device'.
+    """Return the member of a generated enum by its name in the protocol and in rsrv.yaml: for example 'device' of Residency.
 
     None and names that this version does not know are UNSPECIFIED.
     """

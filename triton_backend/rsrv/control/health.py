@@ -1,4 +1,4 @@
-"""The models that can serve now, and the health that follows: of the server as a whole, and of each model."""
+"""The models that can serve now, and the resulting health of the server and of each model."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ class Readiness:
     long as the repository has it and no operator has unloaded it. So an added model counts once it is ready, and a model
     that fails from the start counts.
 
-    `decides`: whether the repository says which models are served. It does unless an external control plane decides
-    (explicit mode), and only that knows.
+    `decides`: True if the repository determines which models are served. In explicit mode, an external control plane
+    does, and only it knows them.
     """
 
     def __init__(self, view: Runtimes, repository: Path, lifecycle: Reconciling, *, decides: bool) -> None:
@@ -33,17 +33,20 @@ class Readiness:
         #: Names of the models that the view showed as ready, at its count of changes.
         self._seen = -1
         self._shown: set[str] = set()
-        #: Names of the models that were cold at the last look, and of those that start since: requests may come and wait.
+        #: Models that were cold when last checked. They accept requests, which wait.
         self._cold: set[str] = set()
+        #: Cold models that started since. They accept requests, which wait.
         self._starting: set[str] = set()
-        #: Names of the models that were ready at the last look, and of those that ceased to be ready before it.
+        #: Models that were ready when last checked.
         self._ready: set[str] = set()
+        #: Models that stopped being ready before that.
         self._lost: set[str] = set()
 
     def ready(self) -> set[str]:
         """Return the names of the models and meta models that can serve. Call it after every change of the view.
 
-        They have a ready version, which a stub wants or the runtime keeps without one, or are cold or start. A model that
+        Such a model has a ready version with a stub, or one that the runtime keeps without a stub. Or it is cold or
+        starting. A model that
         lost its stub is ready when Triton has loaded it: before, requests go to the dead stub.
         """
         if self._seen != self._view.other_changes:
@@ -51,7 +54,7 @@ class Readiness:
         elif not self._lost:
             return self._ready  # the same as before
         served = self._shown
-        if self._view.up:  # else the runtime does not answer, and the stubs may live
+        if self._view.up:  # otherwise, the runtime does not answer, but the stubs may be alive
             self._lost |= self._ready - served
         self._lost &= set(self._lifecycle.loading) | (self._lost - served)
         self._ready = served - self._lost
@@ -105,7 +108,7 @@ class Health(HealthService):
         self._readiness = readiness
 
     async def run(self) -> None:
-        """Note the models that have been ready, also while no client asks. Never returns."""
+        """Record the models that become ready, even if no client asks. Never returns."""
         while True:
             self._readiness.missing()
             await self.changed()

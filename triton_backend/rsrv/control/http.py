@@ -14,7 +14,7 @@ from rsrv.live.routes import LivePage
 
 log = logging.getLogger("rsrv.control")
 
-#: Connections at a time. More than a few are a mistake; one more is closed.
+#: Maximum number of connections. Normal use needs only a few. A further one is closed.
 _MAX_CONNECTIONS = 128
 #: Seconds without a whole request after which a connection may be closed in favour of a new one.
 _IDLE_S = 10.0

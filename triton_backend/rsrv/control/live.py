@@ -31,12 +31,12 @@ from rsrv.settings import Shares
 
 log = logging.getLogger("rsrv.control")
 
-#: Seconds between two looks while the page has watchers, and else: the charts go on.
+#: Seconds between two looks at the runtimes, with and without watchers. Without watchers, the charts continue.
 _LOOK_S, _REST_S = 1.0, RANGES[0].seconds
-#: Changed models that are told in a look, and the most looks for one state: a thousand busy models take 35 ms, and so the
-#: page 1 % of a core.
+#: Changed models that are sent per look, and the maximum number of looks for one state. A thousand busy models take
+#: 35 ms, so the page takes 1 % of a core.
 _CHANGES_A_LOOK, _MAX_LOOKS = 250, 4
-#: Seconds between two looks at the bytes of models: they take the runtime longer.
+#: Seconds between two looks at the bytes of models, which take the runtime longer.
 _MEMORY_S = 5.0
 #: Lines of the event log that a new watcher gets.
 _LOG_LINES = 200
@@ -62,14 +62,14 @@ _BEGIN = Event("begin", "null")
 
 
 class Troubles(NamedTuple):
-    """Troubles of a server: the reasons why models are not as their bundles say, by name, and the findings."""
+    """Problems of a server: the reasons why models differ from their bundles, by name, and the findings."""
 
     failures: Mapping[str, str]
     findings: Sequence[ServerFinding]
 
 
 class Live:
-    """Looks at the runtimes for the page's watchers, and always keeps the event log and the charts. `run` drives it."""
+    """Reads the runtimes for the page's watchers. Always updates the event log and the charts. `run` drives it."""
 
     def __init__(
         self,
@@ -97,16 +97,19 @@ class Live:
         self._clock, self._every = clock, every
         self._watchers: set[asyncio.Queue[Event | None]] = set()
         self._watched = asyncio.Event()
-        #: Lines of the event log, and those among them that are moves of weights, the oldest first.
+        #: Lines of the event log.
         self._log: deque[Event] = deque()
+        #: Lines of the event log that are moves of weights, the oldest first.
         self._moved: deque[Event] = deque()
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview, self._charts = Overview(), Charts()
-        #: The state that watchers have, its models by name, and the bytes of models.
+        #: The state that watchers have.
         self._state: dict[str, Any] = {}
+        #: The models in this state, by name.
         self._models: dict[str, dict[str, Any]] = {}
+        #: The bytes of models.
         self._memory, self._cold = Event("memory", "{}"), Event("cold", "[]")
-        #: Of the bytes: the runtimes' count of changes, and the time of the latest look.
+        #: For the bytes of models, the runtimes' count of changes and the time of the latest look.
         self._memory_of, self._memory_at = -1, 0.0
         #: Looks until the next state.
         self._looks_left = 0
@@ -141,7 +144,7 @@ class Live:
             self._watchers.discard(events)
 
     def latency(self, model: str) -> list[tuple[float | None, int]]:
-        """Return a model's requests by the upper bound of their seconds, as far as the runtimes counted them."""
+        """Return the histogram of a model's request durations that the runtimes have counted, by upper bound."""
         return self._overview.latency(model)
 
     def _tell(self, event: Event) -> None:
@@ -289,7 +292,7 @@ class Live:
             ended = self._charts.add(now, self._overview.work, len(records)) if records else {}
             for name, point in ended.items():
                 self._tell(Event("point", json.dumps([name, point])))
-            # A model that is leaving, or that was ready before a sleep, has a picture.
+            # Skip models that are leaving or were ready before a sleep: they have a picture.
             cold -= models.keys()
             state |= {"devices": await self._devices(records, now), "cold": len(cold), "asleep": asleep}
         if not self._watchers:
@@ -340,7 +343,7 @@ class Live:
         ]
 
     async def _tell_memory(self) -> None:
-        """Tell the bytes of each model and of shared tensors, if models came or went."""
+        """Send the bytes of each model and of shared tensors, if models were added or removed."""
         runtimes, now = self._runtimes, self._clock()
         recent = self._memory_of >= 0 and abs(now - self._memory_at) < _MEMORY_S
         if recent or runtimes.other_changes == self._memory_of:
@@ -402,7 +405,8 @@ class OneServer:
         await page_calls.steer(self._ask, model, what)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
-        # Only rsrv's models, which Triton may have others beside; no name is all of them.
+        # Check the name first: the page serves only rsrv's models, and Triton may have others. Without a name, all
+        # models are meant.
         await self._ask("GetStatus", pb.GetStatusRequest(model=model or "?"))
         return await self._infer(model, inputs)
 

@@ -53,7 +53,7 @@ def view_of(
 ) -> WorkerView:
     """Return the view of a device with these ready models.
 
-    `before`: its last one, whose models that have not changed since stay the same objects.
+    `before`: the previous view. Models that have not changed since stay the same objects.
     """
     known = before.models if before is not None and device.since else {}
     changed = {model.name: _model(model) for model in device.models}

@@ -124,7 +124,7 @@ def meta_status(
 
 
 def _served(versions: Versions) -> ModelVersion | None:
-    """Return the version that is served, or else the one to be served next."""
+    """Return the version that is served. If there is none, return the one to be served next."""
     found = list(versions.values())
     ready = [entry for entry in found if entry["state"] == "ready"] or found
     return ready[-1] if ready else None

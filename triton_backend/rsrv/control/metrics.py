@@ -21,12 +21,13 @@ log = logging.getLogger("rsrv.control")
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """The figures that the control process has without the runtime."""
+    """The figures that come from the control process, not from a runtime."""
 
     #: Runtimes after the first one, by the number of their device.
     restarts: Mapping[int, int]
-    #: Names of models, and of the models that are not as their bundles say.
+    #: Names of models.
     models: Collection[str]
+    #: Names of models that differ from their bundles.
     failed: Collection[str]
     version: str
     #: Spans of traces by outcome; empty if traces are off.

@@ -1,4 +1,7 @@
-"""Findings about a model on a device: each rule judges one model, and the one that is worst off speaks for all. Pure."""
+"""Findings about a model on a device: each rule judges one model.
+
+The report is about the worst model, and names the others. Pure.
+"""
 
 from collections.abc import Callable
 
@@ -88,7 +91,7 @@ def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFind
     mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
     evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which takes {percent(rival_share)} of the device's time"
     if wait < 2 * mean(most.execute):
-        # Weights order executions, and interrupt none.
+        # Weights order executions, but do not interrupt them.
         return ServerFinding(
             "starved",
             "note",
@@ -131,7 +134,8 @@ def _slow_hooks(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
     requests = sum(request.counts)
     if requests < FEW or seconds < 0.005 * requests:
         return None
-    # Requests that wait for hooks of others make the hooks' share small where they limit the model.
+    # If hooks limit the model, requests wait for the hooks of other requests, so the share of their own hooks is
+    # small.
     each, on_device = seconds / requests, mean(one.queue_wait) + mean(one.execute)
     if each < 0.5 * mean(request) and (not one.dispatches or each < on_device):
         return None

@@ -1,4 +1,4 @@
-"""Loads and unloads in Triton: one task a model at a time, models side by side."""
+"""Loads and unloads in Triton: one task at a time for each model, models concurrently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelLoader:
         self._states = states
         self._ended = ended
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        #: Models that rsrv-gen writes, or has written and whose load has not begun.
+        #: Models that rsrv-gen is writing, and written models whose load has not begun.
         self._reserved: set[str] = set()
         #: Guards additions to these two.
         self._lock = threading.Lock()
@@ -106,9 +106,9 @@ class ModelLoader:
                 self._start(name, BundleEvent.LOAD, self._load(name, unchanged=True, resumed=True))
 
     def fail(self, name: str, text: str, *, retry: bool = True) -> None:
-        """Note and log that the model is not as its bundle says."""
+        """Record and log why the model differs from its bundle."""
         failure = self._states.fail(name, text, self._now(), time.time(), retry=retry)
-        # Of the attempts at the same thing, log the first, second, fourth, eighth, ...
+        # Log the first, second, fourth, eighth, ... attempt at the same operation.
         if failure.tries & (failure.tries - 1) == 0:
             log.error(
                 "%s failed (attempt %d): %s",
@@ -123,7 +123,7 @@ class ModelLoader:
     async def _load(
         self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False, resumed: bool = False
     ) -> None:
-        """Load the model. `resumed`: what an earlier control process wrote, and Triton may have loaded already."""
+        """Load the model. `resumed`: an earlier control process wrote it, and Triton may have loaded it already."""
         folder = self._repository / name
         started = self._now()
         if replaced is not None:
@@ -156,7 +156,7 @@ class ModelLoader:
             self._states.apply(name, BundleEvent.LOADED, self._now())
 
     async def _load_restored(self, name: str) -> None:
-        """Load the restored version, if the server was started with the one that failed and never saw this one."""
+        """Load the restored version, if the server was started with the failed version and never loaded the restored one."""
         with contextlib.suppress(TritonError, OSError):
             if (await self._triton.states()).get(name) != "ready":
                 await asyncio.to_thread(touch, self._repository / name, self.stamps[name])

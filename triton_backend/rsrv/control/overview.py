@@ -1,4 +1,7 @@
-"""The live page's picture of a server, made of the runtimes' records and the models' states once a second. Pure."""
+"""The live page's picture of a server. It is made once a second from the runtimes' records and the models' states.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rsrv.histogram import SECONDS, Histogram
 
 #: Seconds of the 99th percentile.
 _WINDOW_S = 10.0
-#: Precedence among the versions of one name: the one that is served, else the one to be served next.
+#: Precedence among the versions of one name: first the served version, then the one to be served next.
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
 
 
@@ -68,21 +71,24 @@ class Work:
 
 
 class _Shown:
-    """A model as it was shown last, and the histograms of its requests within the window."""
+    """The picture of a model that was shown last, and the histograms of its requests within the window."""
 
     __slots__ = ("json", "looks", "seen", "source")
 
     def __init__(self) -> None:
-        #: The latest record of each device.
+        #: Latest record of each device.
         self.seen: dict[int, _CountedRecord] = {}
-        #: When the histogram changed, and to what; the first one is that of the window's begin.
+        #: Changes of the histogram: time and new value. The first one is the value at the window's beginning.
         self.looks: deque[tuple[float, Histogram]] = deque()
         self.source: Any = None
         self.json: dict[str, Any] = {}
 
 
 class Overview:
-    """The picture of a server, made again only of models that changed; `work`: what they did since the look before."""
+    """The picture of a server. Only models that changed get a new picture.
+
+    `work`: their work since the previous update.
+    """
 
     def __init__(self) -> None:
         self._shown: dict[str, _Shown] = {}
@@ -121,7 +127,7 @@ class Overview:
             changed = self._read(one, said, now)
             while len(one.looks) > 1 and one.looks[1][0] <= now - _WINDOW_S:
                 one.looks.popleft()
-            # The percentile of an idle model leaves with the window.
+            # An idle model's percentile disappears when its window has passed.
             changed |= len(one.looks) == 1 and one.json.get("p99_s") is not None
             source = (entry, failures.get(name), on.get(name), starting.get(name), list(said), asleep)
             if changed or source != one.source:
@@ -186,7 +192,7 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
 
 
 def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
-    """Return, as JSON, bytes on a device that each model has alone, by name, and those of shared tensors with their models."""
+    """Return as JSON, for a device, the bytes of each model that no other model shares, and the bytes of shared tensors with their models."""
     return {
         "scratch": use.scratch_bytes,
         "models": {one.name: one.own_bytes + one.state_bytes for one in use.models},
@@ -253,7 +259,7 @@ def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
 
 
 def _p99(looks: Sequence[tuple[float, Histogram]], now: float) -> float | None:
-    """Return the 99th percentile of the requests of the window; at the first look, of all so far."""
+    """Return the 99th percentile of the requests of the window; at the first update, of all requests so far."""
     latest = looks[-1][1]
     if len(looks) == 1:
         return latest.quantile(0.99) if looks[0][0] == now else None

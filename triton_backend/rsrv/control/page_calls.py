@@ -1,4 +1,7 @@
-"""Requests of the live page as calls of a control service, which is in this process or behind a gateway's channel."""
+"""Translates requests of the live page into calls of a control service.
+
+The service is in this process, or behind a gateway's channel.
+"""
 
 import asyncio
 import json
@@ -21,7 +24,7 @@ _MAX_SLOW = 20
 
 
 async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
-    """Return what is known of a model at Unix time `now`: its history, slowest requests, counters and executables."""
+    """Return a model's history, slowest requests, counters and executables at Unix time `now`."""
     status = await ask("GetStatus", pb.GetStatusRequest(model=model))
     try:
         history = history_lines(await ask("GetHistory", pb.GetHistoryRequest(model=model)), now)

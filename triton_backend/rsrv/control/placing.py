@@ -1,8 +1,10 @@
-"""Placement of the models on the devices of this server: views of the runtimes, the planner, the table for the stubs.
+"""Places the models on the devices of this server.
+
+It reads the runtimes, runs the planner, and writes the table for the stubs.
 
 The planner is `rsrv.placement`, as in the gateway; here the workers are the server's devices, named by their numbers.
-What it decides becomes the placement table, which stubs follow, and prefetches and evictions in the runtimes. A
-control process that restarts goes on from the table of the last one.
+Its decisions become the placement table, which stubs follow, and prefetches and evictions in the runtimes. After a
+restart, the control process continues with the last table.
 """
 
 import asyncio
@@ -34,7 +36,8 @@ _LOOK_S, _MOVING_S = 1.0, 0.25
 _IDLE_S = 10.0
 #: longest time that the first look waits for further runtimes
 _JOIN_S = 2.0
-#: time for a new model to become ready on all devices: otherwise the first one that is ready would get them all
+#: Seconds for a new model to become ready on all devices. Without this pause, the first ready device would get all
+#: models.
 _ARRIVAL_S = 5.0
 #: least pause between two looks that changes of the runtimes cause
 _HURRY_S = 0.1
@@ -44,10 +47,10 @@ _DEAD = WorkerView(alive=False)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Placement as it is, and as packing all models would make it."""
+    """The present placement, and the placement after packing all models."""
 
     status: PlannerStatus
-    #: models whose devices would change: those now, and then; by name
+    #: For each model whose devices would change, the present and the new devices.
     moves: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 
@@ -64,18 +67,20 @@ class Placing:
     ) -> None:
         """`path`: of the placement table."""
         self.mode = settings.placement.mode
-        #: of the table that was written last; 0: none
+        #: Generation of the table that was written last. 0: there is none.
         self.generation = 0
         self._runtimes = runtimes
         self._path = path
         self._clock = clock
-        #: this server places models; otherwise there is one device, another placer, or none
+        #: True if this server places models. Otherwise there is only one device, something else places models, or
+        #: nothing does.
         self.packs = self.mode == "lpt_packing" and len(runtimes.links) > 1
         # Stubs count the work themselves.
         self._planner = Planner(PlannerOptions.of(settings.placement, settings.models, work_basis="requests"))
         self._pinned = _pinned(settings)
-        #: last views of the devices, and the positions that their next loads build on
+        #: Last views of the devices.
         self._seen: dict[int, WorkerView] = {}
+        #: Positions from which the devices' next loads continue.
         self._positions: Positions = {}
         self._views: dict[str, WorkerView] = {}
         #: names of the ready models of each device, when `_arriving` was made
@@ -87,19 +92,19 @@ class Placing:
         self._looking = asyncio.Lock()
         #: the planner waits for weights, or for a change of the models to settle
         self._unfinished = False
-        #: models that are not placed and ready on some devices only, and since when
+        #: New models that are ready on some devices only, with the time since when.
         self._arriving: dict[str, float] = {}
         self._decided = -_IDLE_S
 
     async def change(self, settings: Settings) -> None:
-        """Place by the settings of rsrv.yaml that was read again; the mode stays."""
+        """Use the settings of an rsrv.yaml that was read again. The mode does not change."""
         async with self._looking:
             self._pinned = _pinned(settings)
             options = PlannerOptions.of(settings.placement, settings.models, work_basis="requests")
             self._planner.change(options)
 
     async def run(self) -> NoReturn:
-        """Look, decide and act, until cancelled."""
+        """Read the loads, decide and act, until cancelled."""
         while not self.packs:
             await asyncio.Event().wait()
         await self._resume()
@@ -154,9 +159,9 @@ class Placing:
     async def trial(
         self, dead: Collection[int], without: Collection[str], added: Sequence[pb.AddedModel]
     ) -> Trial:
-        """Pack all models without some devices and models, and with further ones, and change nothing.
+        """Return the result of packing all models without some devices and models, and with further ones.
 
-        For a server that packs. Raises StatusError, InvalidArgument.
+        Nothing changes. For a server that packs. Raises StatusError, InvalidArgument.
         """
         self._runtimes.chosen(dead)
         for one in added:
@@ -226,7 +231,7 @@ class Placing:
         for step in steps:
             command = {"command": "prefetch" if step.act is Act.PREFETCH else "evict", "model": step.model}
             try:
-                # On a connection of its own: only what operators ask for is asked again of the next runtime.
+                # Use a separate connection. The next runtime is asked again only for commands of operators.
                 await self._runtimes.slow_command({int(step.worker): command})
             except StatusError as error:
                 log.info("device %s did not %s %s: %s", step.worker, step.act.value, step.model, error)
@@ -246,7 +251,7 @@ class Placing:
         """Wait for the runtimes, and take the places of the table that an earlier control process wrote."""
         while not self._runtimes.entries:
             await self._runtimes.wait_change()
-        # Models of a device that is not there yet would go to the others.
+        # Otherwise, models of a device whose runtime has not started yet would move to other devices.
         end = self._clock() + _JOIN_S
         while not all(link.up for link in self._runtimes.links) and self._clock() < end:
             await asyncio.sleep(_HURRY_S)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv.control.protocols import ModelVersion
 
-#: Seconds after which `stub_health` has noticed that a dismissed stub has left.
+#: Within this many seconds, `stub_health` notices that a dismissed stub has left.
 _SEEN_S = 10.0
 
 

@@ -1,4 +1,4 @@
-"""Starts of models that are cold, before requests come: by command, and at the times of `models.NAME.warm_at`."""
+"""Starts cold models before requests come, by command and at the times of `models.NAME.warm_at`."""
 
 import asyncio
 import logging
@@ -142,7 +142,9 @@ class Prewarming:
         return {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
 
     async def start(self, wanted: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
-        """Start models that are cold, and return all of them; `look`: only those of earlier calls that got lost.
+        """Start cold models, and return the states of all wanted models.
+
+        `look`: start only models of earlier calls that were lost.
 
         Args:
             wanted: Names or patterns, with * and ?; none: all models.
@@ -169,7 +171,7 @@ class Prewarming:
         return _bundles(repository, found)
 
     async def _start(self, paths: Mapping[str, Path], *, look: bool = False) -> dict[str, str]:
-        """Tell runtimes to start models that none of them has; return those that cannot start, with the reasons."""
+        """Ask runtimes to start models that no runtime has. Return the models that cannot start, with the reasons."""
         if paths and not look and self._runtimes.asleep:
             for number in range(len(self._runtimes.links)):
                 await self._runtimes.wake(number)

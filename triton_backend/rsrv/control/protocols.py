@@ -36,11 +36,11 @@ class Reconciling(Protocol):
 
     @property
     def reached(self) -> bool:
-        """True once Triton has loaded its first models, or cannot be asked."""
+        """True once Triton has loaded its first models, or cannot be reached."""
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
-        """Models that are not as their bundles say, by name."""
+        """Models that differ from their bundles, by name, with the reasons."""
 
     def bundle_state(self, name: str) -> str:
         """Return the state of a model's bundle by its own name."""
@@ -67,13 +67,13 @@ class Reconciling(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, Shares]:
-        """Aliases that shall serve, with their shares."""
+        """Aliases that should be served, with their shares."""
 
     def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
         """Serve these aliases from now on."""
 
     async def change_alias(self, name: str, shares: Shares | None) -> None:
-        """Serve an alias with these shares, or not any more. Raises ReloadError, and nothing changes."""
+        """Serve an alias with these shares, or stop serving it. After a ReloadError, nothing has changed."""
 
     async def reload(self, name: str) -> None:
-        """Serve the bundle as it is now. Raises ReloadError; then the version before still serves."""
+        """Serve the bundle in its present form. After a ReloadError, the previous version still serves."""

@@ -1,4 +1,4 @@
-"""Keeps the served models as their bundles are, replaces dead stubs, and loads a model again when an operator asks.
+"""Makes Triton serve the present bundles, replaces dead stubs, and loads a model again when an operator asks.
 
 `bundle_debounce` says which changes on disk count, `bundle_states` what each bundle's state makes necessary and when,
 `stub_health` which stubs are dead: all three are tested without a server. `rsrv_gen` writes the repository, and
@@ -81,7 +81,7 @@ class ServerPolicy(UpdatePolicy):
         return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
 
     def is_readable(self, name: str) -> bool:
-        """Return whether the bundle is on disk as the looks agreed that it is."""
+        """Return whether the bundle on disk equals the state on which the looks agreed."""
         found = self._debounce.settled(name) or ()
         return bool(found) and all(
             sign(_place(root, name), linked=self._linked) == signature for root, signature in found
@@ -113,7 +113,7 @@ class Reconciler:
         """`processes`: returns the models that have a live stub process; called on a thread."""
         self._settings = settings
         self._lifecycle = settings.lifecycle
-        #: Those that shall serve.
+        #: Aliases that should be served.
         self._aliases: Mapping[str, Shares] = settings.aliases
         #: True if the bundles are looked at all the time, not only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
@@ -131,7 +131,7 @@ class Reconciler:
         self._stubs = StubMonitor(
             self._repository, view, triton, self._states, self._lifecycle.poll_s, processes
         )
-        #: True once Triton has loaded its first models, or cannot be asked.
+        #: True once Triton has loaded its first models, or cannot be reached.
         self.reached = False
         #: By model, how often its stub was found dead.
         self.process_ends: Counter[str] = Counter()
@@ -147,7 +147,7 @@ class Reconciler:
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
-        """Models that are not as their bundles say, with the reason. An older version of them may be serving."""
+        """Models that differ from their bundles, with the reasons. An older version of them may be serving."""
         return self._states.failures
 
     def bundle_state(self, name: str) -> str:
@@ -199,7 +199,7 @@ class Reconciler:
 
     @property
     def aliases(self) -> Mapping[str, Shares]:
-        """Aliases that shall serve, with their shares."""
+        """Aliases that should be served, with their shares."""
         return self._aliases
 
     def follow_aliases(self, aliases: Mapping[str, Shares]) -> None:
@@ -211,7 +211,10 @@ class Reconciler:
             self._wake.set()
 
     async def change_alias(self, name: str, shares: Shares | None) -> None:
-        """Serve an alias with these shares, or not any more; return when it does. Raises ReloadError, and nothing changes."""
+        """Serve an alias with these shares, or stop serving it. Return when that is done.
+
+        After a ReloadError, nothing has changed.
+        """
         if self._barred:
             raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self._barred}")
         before = self._aliases
@@ -232,7 +235,7 @@ class Reconciler:
             raise ReloadError("FAILED_PRECONDITION", f"{name}: {text}")
 
     async def reload(self, name: str) -> None:
-        """Load the model again, from its bundle as it is now; return when that version serves. Raises ReloadError.
+        """Load the model again from its present bundle. Return when that version serves. Raises ReloadError.
 
         If only meta models carry the model, these are loaded again.
         """
@@ -242,7 +245,7 @@ class Reconciler:
         if not names and not self._follows:
             async with self._writing:
                 await self._look_now()
-        # The next look may find that a new bundle is whole: that is no NOT_FOUND.
+        # Do not report NOT_FOUND yet: the next look may find that a new bundle is complete.
         if not names and self._debounce.settled(name) == ():
             raise ReloadError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
@@ -274,7 +277,7 @@ class Reconciler:
     # --- tasks ------------------------------------------------------------------------------------------------
 
     async def _reach(self) -> None:
-        """Return when Triton answers, which it does when its first models are loaded."""
+        """Return when Triton answers. It answers when its first models are loaded."""
         silent_since: float | None = self._now()
         while not self._triton.trouble:
             try:
@@ -320,7 +323,7 @@ class Reconciler:
             await asyncio.sleep(self._lifecycle.look_s)
 
     async def _reconcile(self) -> None:
-        """Do what is due, and wait for the next event or time."""
+        """Carry out the actions that are due, and wait for the next event or time."""
         if not self._barred:
             async with self._writing:
                 await self._loader.resume(load_unknown=self._lifecycle.mode != "explicit")
@@ -444,11 +447,11 @@ class Reconciler:
                 self._loader.fail(name, text, retry=False)
             else:
                 self._states.orphan(name, gone.carriers, now)
-        # Where bundles are not followed, the operator is told to ask again.
+        # If bundles are not followed, the error asks the operator to try again.
         for name in done.of(Later):
             if self._follows or name in self.failures:
                 self._states.check(name, now + self._lifecycle.poll_s)
-        # Where bundles are not followed, no later look finds the bundle of a model that is kept.
+        # If bundles are not followed, no later look finds the bundle of a kept model.
         followed_up = done.results.keys() - (done.names(Retained) if self._follows else set())
         for name in named - followed_up:
             # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it, or it
@@ -459,7 +462,7 @@ class Reconciler:
             else:
                 self._states.forget(name, now)
                 if self._follows and not self._debounce.gone(name):
-                    # Its place was away for so short a time that no look saw it: no change will be seen, either.
+                    # Its root was missing so briefly that no look noticed. So no look will notice its return either.
                     self._states.check(name, now + self._lifecycle.poll_s)
 
     def _follow_unchanged(self, name: str, *, wanted: bool, named: bool) -> None:
@@ -477,16 +480,16 @@ class Reconciler:
             self._states.conclude(name, BundleEvent.MATCHED, now)
 
     async def _learn_served(self) -> None:
-        """Count models as loaded that Triton loaded at its start, or that an operator has unloaded since.
+        """Count as loaded the models that Triton loaded at its start, and models that an operator has unloaded since.
 
-        The latter stay as they are until their bundles change.
+        The unloaded models stay unloaded until their bundles change.
         """
         states: Mapping[str, State] = {}
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
         for name, state in states.items():
             version = version_of(self._repository / name)
-            # Thousands of loads that change nothing would keep Triton busy for minutes.
+            # Skip the load: thousands of loads that change nothing would keep Triton busy for minutes.
             at_start = version is not None and version[1] < self._triton.started_ns
             if state == "dismissed" or (state == "ready" and at_start):
                 self._loader.served[name] = version
@@ -496,7 +499,7 @@ class Reconciler:
         return RepositoryUpdate(self._repository, self._sources.read(), wanted, self._policy, self._known)
 
     def _report(self, done: Update, now: float) -> None:
-        """Note and log what could not be done."""
+        """Record and log the failures."""
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)

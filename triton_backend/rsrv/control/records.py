@@ -16,7 +16,7 @@ M = TypeVar("M", bound=Message)
 _WEIGHT_STATES = (
     *("resident", "evicting", "reserved", "loading", "reading", "queued", "backoff", "absent", "on disk", ""),
 )
-#: Figures of a model that are those of the first device.
+#: Figures of a model that are taken from the first device.
 _OF_ONE = ("weight_bytes", "device_bytes", "state_bytes", "host_bytes", "load_seconds", "cost_s", "max_rows")
 _NUMBERS = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_DOUBLE)
 _FIELDS = pb.ModelRecord.DESCRIPTOR.fields
@@ -48,7 +48,7 @@ class RuntimeRecords:
         models = {one.name: self._detached(one, changed=latest.since > 0) for one in latest.models}
         shared: Sequence[pb.SharedTensors] = list(latest.shared)
         if latest.since:
-            # Records of meta models are always all there.
+            # An answer always has the records of all meta models.
             models = {name: one for name, one in self.models.items() if not one.meta} | models
             shared = self.shared
         device = pb.DeviceRecord()

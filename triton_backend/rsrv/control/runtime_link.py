@@ -41,9 +41,9 @@ class LinkTiming:
 
     #: Between two pings.
     ping_s: float = 0.25
-    #: Without an answer to a ping, after which the runtime counts as down. Readiness must be right within a second.
+    #: A runtime that does not answer a ping for this long counts as down. Readiness must be right within a second.
     silence_s: float = 0.6
-    #: Between two attempts to reach a runtime.
+    #: Pause between two attempts to reach a runtime.
     pause_s: float = 0.1
 
 
@@ -59,7 +59,7 @@ class RuntimeDown(StatusError):
 
 
 class RuntimeAsleep(RuntimeDown):
-    """The runtime's device sleeps, and a command is no reason to wake it."""
+    """The runtime's device sleeps, and commands do not wake it."""
 
     def __init__(self) -> None:
         StatusError.__init__(self, "UNAVAILABLE", "the device sleeps: wake it first, with `rsrv wake`")
@@ -234,7 +234,7 @@ class DocumentSender:
         said = answer.result()
         if "error" in said:
             log.error("%s refuses revision %d of its settings: %s", self._who, revision, said["error"])
-            # Otherwise, the same command would not be sent when the operator tries it again.
+            # Send the whole document next time. Otherwise, a retry by the operator would send nothing.
             self._sent = None
         elif self.is_reached(revision, said):
             log.debug("%s follows revision %d of its settings", self._who, revision)
@@ -280,7 +280,8 @@ class RuntimeLink:
         self.up = False
         #: A future that is done while the runtime does not answer.
         self._down = asyncio.get_running_loop().create_future()
-        #: The loop's time when the first runtime of this instance was found, and when the runtime answered last.
+        #: The loop's time when the first runtime of this instance was found. `_down_at`: when the runtime answered
+        #: last.
         self.since, self._down_at = 0.0, _now()
         #: Unix time since which the device sleeps; None: it is awake.
         self.asleep_since: float | None = None
@@ -309,7 +310,7 @@ class RuntimeLink:
         """Process id of a runtime that takes connections and does not answer; 0: there is none."""
         if self.up or self._connection is None:
             return 0
-        # A socket that a spare holds still has the name of the runtime that listened on it last.
+        # If a spare holds the socket, the peer's pid is still that of the runtime that listened on it last.
         return self._connection.pid if start_time(self._connection.pid) else 0
 
     def served(self) -> set[str]:
@@ -426,7 +427,7 @@ class RuntimeLink:
             try:
                 reason = await self._serve()
             except OSError:
-                reason = ""  # no runtime listens yet, or not any more
+                reason = ""  # no runtime is listening
             except ProtocolError as error:
                 reason = str(error)
             if not self._wakes:
@@ -442,7 +443,7 @@ class RuntimeLink:
             await asyncio.sleep(self._timing.pause_s)
 
     def _sleeps(self) -> bool:
-        """Look whether the device sleeps and is not to be woken."""
+        """Return True if the device sleeps and should not be woken."""
         since = asleep_since(self._path.parent)
         if since is None or self._wakes:
             return False

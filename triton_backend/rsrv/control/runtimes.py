@@ -33,18 +33,19 @@ T = TypeVar("T")
 Answer = dict[str, Any]
 #: Answers by the numbers of devices.
 Answers = dict[int, Answer]
-#: What is known already: the runtime's instance and the `next` of its last answer, by the device's number.
+#: Positions by the device's number: the runtime's instance, and the `next` of its last answer.
 Positions = Mapping[int, tuple[str, int]]
 
 #: States of models that commands are about.
 _PRESENT = ("ready", "loading")
 #: Precedence among the states of one version on several devices.
 _STATES = ("ready", "loading", "leaving", "failed")
-#: The same for its weights; None is for meta models.
+#: Precedence among the states of a version's weights. None is for meta models.
 _WEIGHTS = ("resident", "loading", "absent", None)
 
 
-#: Seconds beyond the bound of a runtime's drain for its answer: the next one imports its modules first.
+#: After the time limit of a drain, wait this many more seconds for the answer, because the next runtime first imports
+#: its modules.
 _GRACE_S = 90.0
 #: Seconds between two looks for models that do not return.
 _RETURN_LOOK_S = 0.25
@@ -117,7 +118,7 @@ class Runtimes:
             )
             for number, directory in enumerate(directories)
         )
-        #: Devices that placement allows a model, by its name; others may be on any device.
+        #: Devices that placement allows for each model, by its name. Other models may run on any device.
         self.placement: Mapping[str, Collection[int]] = {}
         self._merged: dict[str, ModelVersion] = {}
         #: Changes that are not merged yet, of each link.
@@ -195,12 +196,12 @@ class Runtimes:
 
     @property
     def changes(self) -> int:
-        """A counter that rises with each change of any other property."""
+        """A counter that rises whenever another property of this class changes."""
         return self._changes.count
 
     @property
     def other_changes(self) -> int:
-        """The same without the moves of weights, which are many."""
+        """A counter like `changes`, but without loads and evictions, which are frequent."""
         return self._changes.others
 
     def served(self) -> set[str]:
@@ -208,14 +209,17 @@ class Runtimes:
         return set[str]().union(*(link.served() for link in self.links if self.up or self.asleep))
 
     def show_cold(self, names: Collection[str]) -> None:
-        """Note the models whose stubs live without a connection: they are cold, unless a runtime is about to have them."""
+        """Record the models whose stubs live without a connection.
+
+        They are cold, unless a runtime is about to build them.
+        """
         if not (self.up or self.asleep):
             return
         if self.presence.see(names, self.live, asyncio.get_running_loop().time()):
             self._changes.note()
 
     def forget_returning(self, gone: Collection[str]) -> None:
-        """Do not expect the stubs of these models any more: they are dead, or Triton has unloaded the models."""
+        """Stop expecting the stubs of these models: the stubs are dead, or Triton has unloaded the models."""
         self.presence.forget(gone)
         if gone:
             self._changes.note()
@@ -255,9 +259,9 @@ class Runtimes:
         return answers
 
     async def command(self, command: Command, devices: Collection[int] | None = None) -> Answers:
-        """Send a command to all runtimes, or to those of `devices`; return the results of those that carried it out.
+        """Send a command to all runtimes, or to those of `devices`; return the results of the runtimes that carried it out.
 
-        Raises RuntimeDown, StatusError if none carried it out.
+        Raises RuntimeDown, StatusError if none did.
         """
         answers, _ = await self._ask(self.chosen(devices), lambda _, link: link.command(command))
         return answers
@@ -308,7 +312,7 @@ class Runtimes:
         return {number: await asyncio.to_thread(link.last_records) for number, link in links.items()}
 
     async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
-        """Have a runtime end for the next one; return when its models have returned, as far as they do.
+        """Replace a runtime by the next one. Return when all models that return are ready.
 
         Raises RuntimeDown, StatusError; then the runtime goes on.
         """
@@ -342,7 +346,7 @@ class Runtimes:
                     await self.wait_change(seen)
 
     async def sleep(self, number: int, drain_s: float, *, force: bool) -> None:
-        """Have a runtime end so that its device sleeps; return when the runtime is gone.
+        """End a runtime so that its device sleeps. Return when the runtime is gone.
 
         Raises RuntimeDown, StatusError; then the runtime goes on.
         """
@@ -398,7 +402,7 @@ class Runtimes:
     async def _ask(
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
     ) -> tuple[dict[int, T], dict[int, StatusError]]:
-        """Ask all at once; return the answers and the refusals. If none answers, raise the refusal that says most."""
+        """Ask all at once; return the answers and the refusals. If none answers, raise the most informative refusal."""
         said = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
@@ -412,16 +416,16 @@ class Runtimes:
             else:
                 answers[number] = one
         if not answers:
-            # A runtime that is up says more than that none is.
+            # The refusal of a runtime that is up is more informative than RuntimeDown.
             down = next(iter(refusals.values()), RuntimeDown())
             raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), down)
         return answers, refusals
 
     async def read_on(self, command: str, since: Positions) -> Answers:
-        """Return the answers to `timeline`, `arrivals` or `traces`: of each device what is new since a position.
+        """Return the answers to `timeline`, `arrivals` or `traces`.
 
-        Of another runtime than the position's, and of devices without one, everything is told. Raises RuntimeDown,
-        StatusError if none answers.
+        Each device returns its new elements since a position. A device returns all elements if it has no position, or
+        if its runtime is another one now. Raises RuntimeDown, StatusError if none answers.
         """
 
         async def ask(number: int, link: RuntimeLink) -> Answer:
@@ -466,10 +470,7 @@ class DeviceStateFeed:
 
 
 def merge(found: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
-    """Return the versions of several runtimes as those of one: each has the best of its states, and of its weights.
-
-    Its stubs are those that have it in that state.
-    """
+    """Return the versions of several runtimes as those of one: each version has the best of its states on the devices, the best state of its weights, and the stubs of the devices in that best state."""
     by_key: dict[str, list[ModelVersion]] = {}
     for entries in found:
         for key, entry in entries.items():

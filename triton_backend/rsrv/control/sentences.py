@@ -1,4 +1,4 @@
-"""Words for people about where a model is and what happened to it, from the data of the control service."""
+"""Sentences for people about the state and the history of a model, from the data of the control service."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -128,7 +128,7 @@ def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
 
 
 def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
-    """Return what one request's time went to."""
+    """Return a sentence about how one request's time was spent."""
     rows = f"{slow.rows} {'row' if slow.rows == 1 else 'rows'}"
     asked = ", asked for by a meta model," if slow.call else ""
     parts = [
@@ -170,7 +170,7 @@ def _batch(slow: pb.SlowRequest) -> str:
 
 
 def record_sentence(record: pb.HistoryRecord) -> str:
-    """Return the sentence of one record; empty if the record beside it says the same."""
+    """Return the sentence for one record. Empty if a neighbouring record says the same."""
     if record.what.startswith("refused "):
         reason = record.what.partition(" ")[2]
         return f"{_requests(record.requests)} refused: {_REFUSALS.get(reason, reason)}"

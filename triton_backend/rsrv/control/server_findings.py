@@ -11,8 +11,8 @@ from rsrv.hooks.loader import import_limit_s
 from rsrv.renewal import WARN_S
 from rsrv.text import amount, by_number, duration, percent, some
 
-#: Seconds without an answer after which a runtime is missed, and without a stub a model: restarts take less, and so does
-#: the return of hundreds of stubs to a new runtime.
+#: A runtime without an answer counts as missing after `_DOWN_S`, and a model without a stub after `_UNSERVED_S`.
+#: Restarts take less time, and so does the return of hundreds of stubs to a new runtime.
 _DOWN_S, _UNSERVED_S = 10.0, 30.0
 #: Seconds after which an import of model.py is more than large libraries on a slow disk.
 _IMPORT_S = 30.0
@@ -44,7 +44,7 @@ def _runtime_down(case: Case) -> Iterator[ServerFinding]:
 def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
     for number, device in case.now.devices.items():
         old = case.before.devices.get(number)
-        times = 0 if old is None else device.lives - max(1, old.lives)  # none has come before the first
+        times = 0 if old is None else device.lives - max(1, old.lives)  # this is the first look
         if times > 0:
             # A restart counts when the old runtime ends, a life when the next one answers.
             planned = min(times, device.restarts - (0 if old is None else old.restarts))
@@ -95,7 +95,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
     named = {
         state: {one["name"] for one in entries if one["state"] == state} for state in ("ready", "failed")
     }
-    # A cold model serves with its next request, unless the latest one could not start it.
+    # A cold model starts with its next request, unless the latest request could not start it.
     ready = named["ready"] | case.now.cold - named["failed"]
     ready -= {name for name in ready if case.now.waits_for_import(name)}
     texts = {name: one.text for name, one in case.now.failures.items()}
@@ -508,7 +508,7 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 
 
 def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
-    """Return the bytes of these models and of the pinned ones, which have their room without requests."""
+    """Return the bytes of these models and of the pinned models, whose room is reserved even without requests."""
     sizes = {
         name: one.device_bytes
         for name, one in window.records.models.items()

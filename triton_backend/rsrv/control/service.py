@@ -109,7 +109,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
             for kind in ("model", "meta")
         }
-        # A meta model that is cold is told from others when it has started.
+        # Whether a cold model is a meta model is known only when it has started.
         starting = {name: step for said in records.values() for name, step in said.device.starting.items()}
         if awaited := runtimes.awaited:
             # A stub that imports model.py sees the end of its runtime afterwards, and connects to the next one then.
@@ -398,7 +398,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if not policy:
             raise InvalidArgument("policy must have at least one of weight, max_delay_us, max_queue_depth")
         model, runtimes = _model(request.model), self._runtimes
-        # The policy of a meta model, too: it limits the runs that may wait.
+        # Include the meta model itself: its policy limits the runs that may wait.
         names = {model, *await runtimes.named(model)}
         await runtimes.change(lambda: runtimes.desired.set_models(names, policy))
         return pb.SetPolicyResponse()
@@ -483,7 +483,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Wake(self, request: pb.WakeRequest) -> pb.WakeResponse:
         chosen = self._runtimes.chosen(request.devices)
         answer = pb.WakeResponse()
-        # After a sleep that is under way, which the caller may not know of.
+        # Wait for a sleep that is under way, of which the caller may not know.
         async with self._changing:
             for number in chosen:
                 answer.devices.add(number=number, seconds=await self._runtimes.wake(number))
@@ -537,7 +537,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if shares is None and name not in self._lifecycle.aliases:
                     raise StatusError("NOT_FOUND", f"there is no alias {name!r}")
                 before = desired.overrides.aliases
-                # First: rsrv.yaml, which is read meanwhile, must not undo the change.
+                # Do this first. Otherwise, rsrv.yaml could be read meanwhile and undo the change.
                 desired.set_aliases({**before, name: shares})
                 try:
                     await self._lifecycle.change_alias(name, shares)
@@ -547,11 +547,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.SetAliasResponse(aliases=alias_messages(self._lifecycle.aliases, self._reasons()))
 
     def _reasons(self) -> dict[str, str]:
-        """Return why models and aliases are not as they should be, by name."""
+        """Return the reasons why models and aliases differ from their bundles and settings, by name."""
         return {name: failure.text for name, failure in self._lifecycle.failures.items()}
 
     async def _until_tried(self, model: str) -> None:
-        """Return when no device loads a version of the model; Triton waits only for the first ones that take long."""
+        """Return when no device is loading a version of the model.
+
+        Triton waits only for the first device, or for some slow ones.
+        """
         while True:
             seen = self._runtimes.changes
             versions = (
@@ -565,7 +568,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
-        # With the server's pid: StopProfile finds it also if another control process started it.
+        # The name has the server's pid, so that StopProfile finds the profile even if another control process started
+        # it.
         directory = parent / f"{moment}-{self._server.pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)

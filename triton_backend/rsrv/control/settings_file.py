@@ -27,14 +27,14 @@ _REMEDIES: Final[dict[Effect, str]] = {
 
 
 class SettingsFile:
-    """The file, its settings of now, and what of them the server does not do yet."""
+    """The file, its present settings, and the settings that the server does not follow yet."""
 
     def __init__(self, path: Path, settings: Settings, devices: int) -> None:
         """`settings`: of the file when the server started; `devices`: their number."""
         self.path = path
-        #: those of the file that was valid last
+        #: Settings of the last valid file.
         self.settings = settings
-        #: the reason why the file of now is not used; empty: it is
+        #: Reason why the present file is not used. Empty: it is used.
         self.refused = ""
         self._at_start = settings
         #: settings of each device's runtime at its start
@@ -50,13 +50,13 @@ class SettingsFile:
         return found
 
     def restarted(self, device: int) -> None:
-        """Note that the runtime of a device has read the file."""
+        """Record that the runtime of a device has read the file."""
         self._runtimes[device] = self.settings
         self.waiting = self._compare()
 
     @property
     def notes(self) -> list[str]:
-        """The lines about what the file says and the server does not do."""
+        """Lines about settings in the file that the server does not follow."""
         return [*([f"not used: {self.refused}"] if self.refused else []), *self.waiting]
 
     def _compare(self) -> list[str]:
@@ -130,7 +130,7 @@ class Rereading:
         await self._placing.change(settings)
         desired, old, new = self._runtimes.desired, before.aliases, settings.aliases
         desired.follow_file(settings)
-        # Of an alias, the last change counts: otherwise, an edit of the file would do nothing.
+        # For an alias, the last change counts. Otherwise, an edit of the file would have no effect.
         aliases = desired.overrides.aliases.items()
         desired.set_aliases({name: shares for name, shares in aliases if old.get(name) == new.get(name)})
         if changed := [key for key, when in differences(before, settings) if when == "at once"]:

@@ -26,7 +26,7 @@ from rsrv_gen.write import carried, is_alias, our_models
 AGREE_S = 0.5
 #: Seconds after which Triton is asked again for models that were unloaded by hand, though all stubs are alive.
 _DISMISSED_S = 60.0
-#: Seconds at least between two looks.
+#: Minimum number of seconds between two looks.
 _LOOK_MIN_S = 0.2
 #: Seconds after a reload during which the stub does not count as dead, by Triton's mode. A Triton that polls has yet to
 #: see what to load.
@@ -89,7 +89,7 @@ def stub_processes(server_pid: int, repository: Path) -> set[str]:
 
 def parent_pid(process: Path) -> int:
     """Return the parent of a process, a folder of /proc. Raises OSError."""
-    # The name before it may hold any character.
+    # The process name before it may contain any character.
     return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
@@ -100,11 +100,11 @@ class _Listing:
         self._path = path
         self._listed: tuple[int, int] = (0, 0)
         self.models: set[str] = set()
-        #: Those with the native front.
+        #: Models with the native front.
         self.native: set[str] = set()
-        #: Those that are aliases: the runtime knows only the models behind them.
+        #: Names that are aliases. The runtime knows only the models behind them.
         self.aliases: set[str] = set()
-        #: Those behind aliases, whose stubs connect by their names: the models' own stubs may be dead.
+        #: Models behind aliases. The stubs of aliases connect by these names, so the models' own stubs may be dead.
         self.aliased: set[str] = set()
         #: Names by which the stub of a meta model or an alias connects in addition to its own.
         self.carried: dict[str, list[str]] = {}
@@ -153,11 +153,11 @@ class StubMonitor:
 
     async def dead(self) -> AsyncGenerator[str]:
         """Yield models whose stub is dead, as they are found."""
-        #: Models without a connected stub that are no suspects, so that Triton need not be asked at every change; and
-        #: all of them when it was asked.
+        #: Models without a connected stub that are not suspects, so that Triton need not be asked at every change.
         idle: set[str] = set()
+        #: All models without a connected stub when Triton was last asked.
         asked: set[str] = set()
-        #: Those that Triton called ready then.
+        #: Models that Triton called ready then.
         loaded: set[str] = set()
         renewed = asked_at = -_DISMISSED_S
         while True:
@@ -180,7 +180,7 @@ class StubMonitor:
                 may_return = living.union(*(self._listing.carried.get(name, ()) for name in living))
                 gone = returning - may_return - self._listing.native - self._states.busy
             ready: set[str] = set()
-            # Of thousands of cold models, Triton's answer is a megabyte.
+            # Ask rarely: for thousands of cold models, Triton's answer is a megabyte.
             due = without - asked or (without and self._now() - asked_at >= _DISMISSED_S)
             if (suspects or due) and not self._triton.trouble:
                 with contextlib.suppress(TritonError):

@@ -11,7 +11,7 @@ from yarl import URL
 
 from rsrv.live.source import PageError
 
-#: Seconds for an answer, and its most bytes.
+#: Limits of an answer: seconds and bytes.
 _TIMEOUT_S, _MAX_ANSWER = 30.0, 1 << 18
 
 

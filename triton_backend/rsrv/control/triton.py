@@ -30,7 +30,7 @@ HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-mod
 
 #: Seconds that calls other than loads may take.
 _TIMEOUT_S = 10.0
-#: Seconds for statistics, which are missed the least.
+#: Seconds for statistics. Missing statistics do the least harm.
 _STATISTICS_S = 2.0
 #: model that is loaded in place of one that failed, before that is unloaded
 _PLACEHOLDER_CONFIG = (
@@ -47,18 +47,18 @@ class TritonError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TritonEndpoint:
-    """The address of tritonserver's repository API, and the options that matter to its callers."""
+    """The address of tritonserver's repository API, and the options that affect its callers."""
 
     #: HOST:PORT.
     address: str = "127.0.0.1:8001"
     mode: Mode = "none"
-    #: True if it ends when a model can't be loaded at its start, instead of serving the others.
+    #: True if Triton ends when a model cannot be loaded at its start. Otherwise it serves the other models.
     exits_on_error: bool = True
-    #: Models that it loads at a time.
+    #: Number of models that Triton loads concurrently.
     load_threads: int = 4
-    #: Headers that a restricted repository API requires. A secret: do not show them.
+    #: Headers that a restricted repository API requires. They are secret: do not show them.
     metadata: tuple[tuple[str, str], ...] = ()
-    #: Reason why it can't be called; empty if it can.
+    #: Reason why Triton cannot be called. Empty: it can be called.
     trouble: str = ""
     #: HOST:PORT of its HTTP front end; empty if it has none.
     http: str = "127.0.0.1:8000"
@@ -173,7 +173,7 @@ class Triton:
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
     async def tensors(self, name: str) -> dict[str, Any]:
-        """Return the inputs and outputs of a model as JSON, and how it is called; nothing if it is not loaded."""
+        """Return a model's inputs and outputs as JSON, and how it is called. Empty if the model is not loaded."""
         try:
             found = await self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
             asked = service_pb2.ModelConfigRequest(name=name)
@@ -224,7 +224,7 @@ class Triton:
     async def unload(self, name: str) -> None:
         """Unload the model; return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
         if self.mode != "poll":
-            # The index has no model without a directory.
+            # Triton's index does not list models without a directory.
             if (await self.states()).get(name, "other") == "other":
                 await self._load_placeholder(name)
             await self.dismiss(name)

@@ -1,7 +1,7 @@
-"""Looks at the bundles on disk: soon after a notice of the kernel, and periodically because notices may be missing.
+"""Reads the bundles on disk: soon after a notice from the kernel, and periodically because notices may be missing.
 
-Network and bind mounts give no notices, so only the looks count; a notice makes the next look come sooner, at the bundles
-that it names. A whole look at ten thousand bundles takes a second of CPU time.
+Network and bind mounts give no notices. So only these reads ("looks") count, and a notice only makes the next look
+come sooner, at the bundles that it names. A whole look at ten thousand bundles takes a second of CPU time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BundleSources:
 
     def read(self) -> Sequence[Path]:
         if (version := self._look()) != self._version:
-            # The environment takes precedence here, too. A file that can't be read changes nothing.
+            # The environment takes precedence here as well. A file that cannot be read changes nothing.
             with contextlib.suppress(SettingsError):
                 self._places = read_settings(self._file).lifecycle.bundles
             self._version = version
@@ -77,7 +77,7 @@ def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = N
             except NotADirectoryError:
                 continue
             except FileNotFoundError:
-                # This may be the copy of a bundle whose manifest comes last.
+                # This may be an unfinished copy of a bundle whose manifest is copied last.
                 if _holds_something(folder) and (found := sign(folder, linked=linked)) is not None:
                     bundles[name] = NO_BUNDLE + found
             except OSError:
@@ -113,7 +113,10 @@ class Looks:
         self.cost_s = 0.0
 
     def look(self, changed: Iterable[str] | None = None) -> Mapping[Path, Seen]:
-        """Look at the bundles of these paths and at those that differed in the last look; None: at all."""
+        """Look at the bundles of these paths and at bundles that differed in the last look.
+
+        None: look at all bundles.
+        """
         began, before = time.thread_time(), self._seen
         if changed is None:
             self._seen = look(self._roots, linked=self._linked)
@@ -161,7 +164,7 @@ class Notices:
         self.some.set()
 
     def take(self) -> set[str]:
-        """Return the paths since the last call."""
+        """Return the changed paths since the last call."""
         self.some.clear()
         paths, self._paths = self._paths, set()
         return paths
@@ -174,7 +177,7 @@ async def watch(
 ) -> None:
     """Look at the current roots until cancelled; `roots` is called on a thread.
 
-    `took` gets each look, and returns True if the next one should follow soon.
+    `took` is called with each look. It returns True if the next look should follow soon.
     """
     looks = Looks(roots, linked=settings.link == "hard")
     clock = asyncio.get_running_loop().time
@@ -202,7 +205,7 @@ async def watch(
                 listener = asyncio.create_task(
                     _listen(listened, notices), name="listen for changes of bundles"
                 )
-                whole_at = clock()  # changes before it listened have no notice
+                whole_at = clock()  # changes before the listener started have no notice
             soon = took(seen)
             await asyncio.sleep(settings.look_s)
             if not soon:
@@ -219,7 +222,7 @@ async def _listen(roots: Iterable[Path], notices: Notices) -> None:
     try:
         async for changes in awatch(*roots, watch_filter=None, step=200, debounce=400):
             notices.add(path for _, path in changes)
-    except* (OSError, RuntimeError) as errors:  # in a group, if its thread cannot start
+    except* (OSError, RuntimeError) as errors:  # a group if its thread cannot start
         log.info(
             "the kernel gives no notices of changes of bundles (%s): they are found at the periodic looks",
             errors.exceptions[0],

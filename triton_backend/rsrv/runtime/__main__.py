@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | None, bool]":
     """Wait until it is this process's turn to be the runtime. End the process if the server ends.
 
-    Returns what was prepared, and whether this process supervises the control process already.
+    Return what was prepared, and whether this process already supervises the control process.
     """
     prepared: list[Preparation | None] = []
 
@@ -121,12 +121,12 @@ def _be_spare(options: argparse.Namespace, server: int) -> "tuple[Preparation | 
     if turn and paths.asleep_since(options.directory) is not None:
         from rsrv.runtime.process import read_settings, supervise_control
 
-        # Schedules and `rsrv wake` need the control process, and the runtime that looked after it has ended.
+        # Schedules and `rsrv wake` need the control process, and the runtime that supervised it has ended.
         supervises = True
         supervise_control(options, read_settings(options))
         turn = wait_for_call(server, options.listener_fd)
     if not turn:
-        # There may be no runtime that would do so. The interpreter's own exit would wait for imports.
+        # Perhaps no runtime is left to remove the copies. The interpreter's own exit would wait for imports.
         from rsrv.runtime.host_memory import remove_left
 
         remove_left(options.directory.name)
@@ -144,7 +144,7 @@ def _explain(error: Exception) -> str:
 
 
 def _say(fd: int | None, text: str) -> None:
-    """Report to the stub that waits. If it has died, this process goes on: other stubs need it."""
+    """Report to the stub that waits. If the stub has died, ignore that: other stubs need this process."""
     if fd is None:
         return
     with suppress(BrokenPipeError):

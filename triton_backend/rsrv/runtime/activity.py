@@ -50,8 +50,9 @@ class ActivitySlot:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._phase = Phase.LOOPING
         self._key = ""
-        #: tasks of this key that ended here; and those of other keys
+        #: Tasks of this key that ended in this slot.
         self._ended = 0
+        #: Tasks of other keys that ended in this slot.
         self._before: dict[str, int] = {}
         self._size = 0
         self._expected = 0.0

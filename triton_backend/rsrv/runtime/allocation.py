@@ -29,9 +29,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
     """Allocate memory. A large allocation returns to the system with its last view. Raises OSError and MemoryError.
 
-    malloc would return only the first: it then raises its threshold, and takes the next ones from a heap that other
-    allocations keep from shrinking. With `huge_pages`, a very large allocation is filled faster, but neighbours may
-    share a page, which returns to the system only with both.
+    malloc would return only the first one. It then raises its threshold and takes later ones from a heap, which other
+    allocations prevent from shrinking. With `huge_pages`, a very large allocation is filled faster, but neighbours
+    may share a page, which returns to the system only with both.
     """
     if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -59,7 +59,7 @@ PageLock = Callable[[int, int], Callable[[], None]]
 class PageLocks:
     """Page-locks memory for a GPU, which then uses it by DMA. Every method may be called from any thread.
 
-    From other memory beyond 64 kB a transfer makes its caller wait for the executions before it.
+    A transfer of more than 64 kB from other memory blocks its caller until earlier executions have ended.
     """
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class PageLocks:
         self._locked: set[int] = set()
 
     def add(self, owner: Bytes, page_lock: PageLock) -> bool:
-        """Lock a mapping until the last view of `owner` is gone, unless it is known already, or small.
+        """Lock a mapping until the last view of `owner` is gone, unless the mapping is small or already known.
 
-        All of it: a stub may use a segment again, and no transfer may begin in locked memory and end in other memory.
-        Return whether it is locked.
+        Lock all of the mapping: a stub may use a segment again, and no transfer may begin in locked memory and end in
+        other memory. Return whether it is locked.
         """
         if owner.nbytes < LARGE:
             return False
@@ -103,7 +103,8 @@ class PageLocks:
 class Reuse:
     """Copies of weights for jax's CPU, in the memory of weights evicted for them: new pages cost five times the copy.
 
-    Memory freed for another reason returns to the system at once; `give_back` returns what the load did not use.
+    Memory freed for another reason returns to the system at once. `give_back` returns the memory that the load did
+    not use.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class Reuse:
                 self._spare.setdefault(memory.nbytes, []).append(memory)
 
     def give_back(self) -> bool:
-        """Return the memory kept for reuse to the system; tell whether there was any."""
+        """Return the memory kept for reuse to the system. Return True if there was any."""
         with self._lock:
             left = any(self._spare.values())
             self._spare.clear()
@@ -153,7 +154,7 @@ _libc = ctypes.CDLL(None)
 
 
 def use_one_arena() -> None:
-    """Have all threads allocate from one arena of malloc. Call it before starting threads.
+    """Make all threads allocate from one arena of malloc. Call this before starting threads.
 
     By default each thread that allocates gets an arena of its own, and memory freed at the end of any arena but the
     first, up to 64 MiB each, cannot return to the system. Another C library than glibc is left as it is.

@@ -96,7 +96,7 @@ class AppliedState:
         )
         self._change_policies(None if general else names)
         paused = [name for name, mode in pauses.items() if policy.paused(name) is not mode]
-        # A command may be about a thousand models: it makes one event of each mode.
+        # A command may concern a thousand models. It makes one event for each mode.
         for mode in {policy.paused(name) for name in paused}:
             keys = self._catalog.compiled(name for name in paused if policy.paused(name) is mode)
             self._sequences.accept(keys)

@@ -18,7 +18,7 @@ from rsrv_bundle.dtypes import numpy_dtype
 class RunSlice(RequestSlice):
     """The share of a sub-call that came as a request of its model's stub."""
 
-    #: None: it is over.
+    #: The run, or None after its end.
     run: MetaRun | None = None
 
 
@@ -31,14 +31,14 @@ class CallSlice:
     rows: int
     run: MetaRun
     sources: Sequence[Array | Kept]
-    #: None: not wanted on the host
+    #: Memory for each output. None: the output is not wanted on the host.
     targets: Sequence[Array | None]
     #: output -> the number by which the run keeps it on the device
     keep: Mapping[int, int]
     kind: RequestKind | None = None
     #: outputs to keep, by number: the execution leaves them here, and the loop gives them to the run
     made: dict[int, Kept] = field(default_factory=dict)
-    #: Of a `RequestSlice` only.
+    #: Only a `RequestSlice` has a segment.
     segment: None = None
     shapes: None = None
 

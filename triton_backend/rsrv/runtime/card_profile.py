@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         _complain(str(error))
         return 1
-    # Tuning takes minutes: a wrong path is to be found before.
+    # Tuning takes minutes, so check the path first.
     if options.file.is_dir() or not os.access(
         options.file if options.file.exists() else options.file.parent, os.W_OK
     ):

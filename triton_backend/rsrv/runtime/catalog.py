@@ -26,7 +26,8 @@ from rsrv.wire.memory import BOARD_SLOTS
 
 #: entries of failed models that the feed keeps
 _MAX_FAILED = 256
-#: seconds that a stub without requests takes to leave when it is asked to; one that leaves later has another reason
+#: A stub without requests leaves within this many seconds after it is asked to. If it leaves later, it has another
+#: reason.
 _LEAVE_S = 2.0
 
 
@@ -43,14 +44,14 @@ WATCHED_STATES: Mapping[LifecycleState, WatchedState] = {
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model in one state of its life, with the connections that want it."""
+    """Return the record of a state change. Models share these records, which differ only in their time."""
 
     key: str
     name: str
     #: of its bundle
     digest: str
     state: LifecycleState = LifecycleState.READING
-    #: its changes of state, oldest first
+    #: Changes of the model's state, oldest first.
     history: list[HistoryRecord] = field(default_factory=list)
     #: from WARMING_UP on
     model: CompiledModel | None = None
@@ -60,9 +61,9 @@ class ModelEntry:
     #: Progress of the model's start, for clients.
     step: str = "it waits for its turn to be built"
     connections: dict[int, PeerConnection] = field(default_factory=dict)
-    #: the demand of a start without a connection, which keeps the model until one registers a model of its name
+    #: Demand of a start without a connection. It keeps the model until a connection registers a model of its name.
     held: Demand | None = None
-    #: on the board; 0: there was none left
+    #: Number of the model's slot on the board. 0: no slot was free.
     slot: int = 0
 
     @property
@@ -75,7 +76,7 @@ class ModelEntry:
 
     @property
     def demand(self) -> Demand:
-        """The demand of all that want the model; something does."""
+        """The strongest demand among the connections that want the model. There is at least one."""
         found = [connection.demand for connection in self.connections.values()]
         return reduce(Demand.stronger, found if self.held is None else [*found, self.held])
 
@@ -85,7 +86,7 @@ class ModelEntry:
         return self.state in ENDING
 
     def note(self, why: str, now: float) -> None:
-        """Note its state, which is new."""
+        """Add the new state to the history."""
         self.history.append(HistoryRecord(now, *_told(self.state, why)))
 
     def advance(self, event: LifecycleEvent, now: float) -> None:
@@ -118,14 +119,15 @@ class FeedEntry(NamedTuple):
     state: WatchedState
     #: with failed
     error: str | None = None
-    #: its residency, and where its weights are; None of metas
+    #: The model's residency. None for a meta model.
     residency: str | None = None
+    #: The places of the model's weights. None for a meta model.
     weights: WatchedWeights | None = None
     #: pids of the stubs that have registered it, or are about to
     stubs: tuple[int, ...] = ()
     #: of a meta: keys of the models that it calls
     models: tuple[str, ...] = ()
-    #: how it is paused, if it is; of a meta, the pause of the first of its models that has one
+    #: How the model is paused. For a meta model, the first pause among the models that it calls.
     paused: str | None = None
 
 
@@ -137,7 +139,7 @@ class StateFeed:
     """
 
     def __init__(self, transport: Transport) -> None:
-        #: differs from one runtime to the next, and with it the meaning of a revision
+        #: Random id of this runtime. Revisions of different runtimes cannot be compared.
         self.instance = secrets.token_hex(8)
         #: changes so far
         self.revision = 0
@@ -224,15 +226,15 @@ class Catalog:
         self.building: set[str] = set()
         #: keys of models that wait for the scheduler to release them
         self.ending: set[str] = set()
-        #: when stubs were asked to leave until a request comes, by the key of their model or meta model
+        #: Times when stubs were asked to leave until a request comes, by the key of the model or meta model.
         self._dismissed: dict[str, float] = {}
         #: keys of models whose weights have moved since the board was written
         self.moves: set[str] = set()
         #: Keys of models that have changed since the last record was written.
         self.touched: set[str] = set()
-        #: number of changes of the models that there are, and of their states
+        #: Version counter: rises when a model is added, removed or changes state.
         self.changes = 0
-        #: slots of the board that are free, the next one last
+        #: Free slots of the board, the next one last.
         self._slots = list(range(BOARD_SLOTS - 1, 1, -1))
 
     # --- lookups ------------------------------------------------------------------------------------------
@@ -260,13 +262,16 @@ class Catalog:
         return {key for key, entry in self.entries.items() if entry.weights == "resident"}
 
     def serves(self, name: str, but: str = "") -> bool:
-        """Return whether a model of that name is there to stay; `but`: key of a version that does not count."""
+        """Return whether a model of that name will stay. `but`: key of a version to ignore."""
         return any(
             entry.name == name and not entry.ending and entry.key != but for entry in self.entries.values()
         )
 
     def compiled(self, names: Iterable[str] | None) -> tuple[str, ...]:
-        """Return the keys of compiled models that stay, of these names or of all: those that the scheduler may be asked for."""
+        """Return the keys of compiled models that will stay, of these names or of all.
+
+        The scheduler knows these models.
+        """
         wanted = None if names is None else set(names)
         return tuple(
             key
@@ -282,7 +287,7 @@ class Catalog:
     # --- changes ------------------------------------------------------------------------------------------
 
     def add(self, key: str, name: str, digest: str) -> ModelEntry:
-        """Begin a model's life."""
+        """Add a model in its first state."""
         self.changes += 1
         slot = self._slots.pop() if self._slots else 0
         entry = self.entries[key] = ModelEntry(key, name, digest, slot=slot)
@@ -316,17 +321,20 @@ class Catalog:
             self.tell(key)
 
     def moved(self, key: str, weights: WatchedWeights) -> None:
-        """Note where a model's weights are."""
+        """Record where a model's weights are."""
         self.entries[key].weights = weights
         self.moves.add(key)
         self.tell(key)
 
     def dismiss(self, key: str) -> None:
-        """Note that the stubs of a model or meta model are asked to leave until a request comes."""
+        """Record that the stubs of a model or meta model were asked to leave until a request comes."""
         self._dismissed[key] = self._clock()
 
     def is_dismissed(self, key: str, within: float = _LEAVE_S) -> bool:
-        """Return whether the stubs of a model or meta model were asked to leave `within` seconds: they may be about to."""
+        """Return whether the stubs of a model or meta model were asked to leave less than `within` seconds ago.
+
+        They may then be about to leave.
+        """
         return self._clock() - self._dismissed.get(key, -inf) < within
 
     @property

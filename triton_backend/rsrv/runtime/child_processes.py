@@ -1,4 +1,4 @@
-"""Processes beside the runtime: the stubs of a server that ended, and the control process."""
+"""Other processes that the runtime handles: the stubs of a server that has ended, and the control process."""
 
 import fcntl
 import logging
@@ -39,7 +39,7 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
     regions = {stub.region for stub in stubs.values()} - {""}
     left = {stub.pidfd: pid for pid, stub in stubs.items()}
     opened = []
-    with suppress(OSError):  # no descriptor is left for a further look
+    with suppress(OSError):  # no file descriptor is free
         for pid, command in living_stubs(server):
             if not command.code.is_relative_to(repository):
                 continue  # a model that is not rsrv's
@@ -68,7 +68,8 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
 def open_stub(pid: int, server: int) -> Stub | None:
     """Open a stub of the server; None for other processes, such as tools that ask for the status."""
     if pid == server:
-        # A native front. The kernel adds up all threads of a process for its parent's number: milliseconds, with thousands.
+        # For a native front, finding the parent takes milliseconds, because the kernel adds up its thousands of
+        # threads.
         return None
     try:
         fd = os.pidfd_open(pid)
@@ -136,7 +137,7 @@ def supervise(
         except OSError as error:
             ended = f"cannot be started: {error}"
         else:
-            # Without an error, the server has ended, or another control process runs.
+            # With status 0, the server has ended, or another control process runs.
             ended = f"ended with status {status.returncode}" if status.returncode else ""
         delay = _MIN_RESTART_DELAY_S if clock() - started >= _MAX_RESTART_DELAY_S else next_delay(delay)
         if ended:
@@ -155,5 +156,5 @@ def wait_until_free(lock: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
     finally:
-        # Release it at once, for the control process that is started next.
+        # Release the lock at once, for the control process that is started next.
         os.close(fd)

@@ -35,7 +35,7 @@ from rsrv.wire.frames import Kind, ProtocolError, request_tag
 log = logging.getLogger("rsrv.commands")
 _profile_log = logging.getLogger("rsrv.profiling")
 
-#: characters of the reason why a command is refused
+#: Maximum length of the reason why a command is refused, in characters.
 _MAX_TEXT = 4000
 #: commands of one connection that may wait for the end of an earlier one
 _MAX_WAITING = 64
@@ -64,7 +64,7 @@ class _Field:
     texts: Collection[str] = ()
 
     def accepts(self, value: object) -> bool:
-        if isinstance(value, bool):  # to Python, a whole number
+        if isinstance(value, bool):  # bool is a subclass of int
             return self.types is bool
         if not isinstance(value, self.types) or (self.texts and value not in self.texts):
             return False
@@ -80,7 +80,7 @@ _END = {
     "force": _Field(bool, "true or false"),
 }
 
-#: the fields of each command, beside its name
+#: The fields of each command, except its name.
 _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "ping": {},
     "compact": {},
@@ -110,7 +110,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
 }
 #: characters of a value that a message repeats
 _MAX_VALUE = 80
-#: problems of one command that the answer lists: the loop handles nothing else while it writes them
+#: Maximum number of problems that an answer lists. While the loop writes them, it handles nothing else.
 _MAX_PROBLEMS = 10
 
 
@@ -146,7 +146,7 @@ def _check(command: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfileChanged:
-    """A profile was started or ended for a connection; `refused`: it failed."""
+    """A profile was started or ended for a connection, or that failed (`refused`)."""
 
     connection: PeerConnection
     recording: bool
@@ -154,7 +154,10 @@ class ProfileChanged:
 
 
 class Profiler:
-    """One profile at a time. To start or to end one takes seconds, on a thread; then `ProfileChanged` is posted."""
+    """Records one profile at a time.
+
+    A thread starts or ends the profile, which takes seconds, and then posts `ProfileChanged`.
+    """
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -181,7 +184,7 @@ class Profiler:
             action = partial(_start_profile, device, path)
         run = partial(self._run, action, connection, starts=directory is not None)
         threading.Thread(target=run, name="profile", daemon=True).start()
-        # Not before: the system may have no thread left.
+        # Set this last, because the system may have no thread left.
         self.state = "changing"
 
     def _run(self, action: Callable[[], None], connection: PeerConnection, *, starts: bool) -> None:
@@ -193,7 +196,7 @@ class Profiler:
         except Exception as error:  # noqa: BLE001 - logged
             _profile_log.exception("profiling failed")
             refused = CommandRefused("INTERNAL", f"{type(error).__name__}: {error}")
-        # A profile that could not be ended is over all the same: it cannot be ended twice.
+        # Even if a profile could not be ended, it is over: it cannot be ended twice.
         self._inbox.post(ProfileChanged(connection, starts and refused is None, refused))
 
 
@@ -215,7 +218,7 @@ def _start_profile(device: Device, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NextPrepared:
-    """The process that becomes the next runtime waits for its turn, or cannot serve for a reason."""
+    """The next runtime's process waits for its turn. Or it cannot serve, and the message has the reason."""
 
     reason: str
 
@@ -228,7 +231,7 @@ class _PlannedEnd:
     #: None: no request has come for `runtime.idle.server`
     connection: PeerConnection | None
     drain_s: float
-    #: whether to end even if something is in progress, or, for a sleep, if requests wait
+    #: True to end even if something is in progress. A sleep then does not wait for requests either.
     force: bool
 
 
@@ -258,14 +261,15 @@ class Commands:
         self._profiler = Profiler(inbox)
         self._inbox = inbox
         self.successor = Successor()
-        #: the end that is under way, and whether the next runtime is not there yet
+        #: The end that is under way.
         self._end: _PlannedEnd | None = None
+        #: True while the next runtime is being prepared.
         self._preparing = False
-        #: whether the runtime ends now, for the next one; and whether that one waits until it is needed
+        #: `ends`: the runtime ends now, for the next one. `sleeps`: the next one waits until it is needed.
         self.ends = self.sleeps = False
         #: commands that wait until an earlier one of their connection is answered
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
-        #: answers that wait for the scheduler to take in the events of their command; some are made only then
+        #: Answers that are sent once the scheduler has handled the events of their commands. Some are made only then.
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
 
     def record(self, since: int = 0) -> pb.DeviceRecord:
@@ -402,7 +406,10 @@ class Commands:
     def _do(
         self, connection: PeerConnection, name: str, command: dict[str, Any]
     ) -> Answer | Callable[[], Answer] | None:
-        """Carry a command out; return its answer, a function that makes it later, or None: a message makes it."""
+        """Carry out a command. Return its answer, or a function that makes the answer later.
+
+        None: a later message makes it.
+        """
         model = command.get("model")
         match name:
             case "ping":

@@ -37,7 +37,7 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Signature
 
-#: what became of a module
+#: Outcomes of a module.
 _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
     "compiled",
     "of them not in the profile and not tuned",
@@ -47,7 +47,7 @@ _COMPILED, _NOT_TUNED, _KEPT, _LEFT = (
 _NO_ENGINE = "cuDNN executes their convolutions only as tuned on a card. `rsrv gpu profile` on such a card has the tuning"
 #: (variant, batch size), the module as it is compiled, and its signature
 Module = tuple[tuple[int, int], bytes, Signature]
-#: stands in the place of a model
+#: Name of the probe, used where other modules have their model's name.
 PROBE = "the probe of runtime.numerics"
 _UNTUNED = (
     "no kernel is tuned on this card, known by name only: cuBLAS and cuDNN choose kernels by rules of thumb, and XLA's own "
@@ -142,7 +142,7 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
     finally:
         if earlier is not None:
             if not finished:
-                # Of the models that were not reached, the next run is to keep these.
+                # Keep the executables of models that were not reached, for the next run.
                 for digest in earlier.contents.digests.keys() - work.entries.keys():
                     if (entry := earlier.get(digest)) is not None:
                         work.entries[digest] = entry
@@ -178,7 +178,7 @@ class _CardModules:
         self.seconds: dict[str, float] = {}
 
     def do(self, digest: str, module: bytes, signature: Signature) -> str:
-        """Compile a module, unless the earlier run did; return what became of it."""
+        """Compile a module, unless the earlier run did. Return the outcome."""
         if self._earlier is not None:
             known = self._earlier.contents
             if digest in known.seconds:

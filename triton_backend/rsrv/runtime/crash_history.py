@@ -1,8 +1,8 @@
 """Crash history of a server, which keeps a model from crashing runtimes for ever, and this runtime's own black box.
 
-The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. A process cannot
-learn how one ended that is not its child: a kill -9 looks like the kernel's out-of-memory killer, and counts only
-against a model that was being built or warmed up.
+The next runtime of the same server reads the black box (`wire.blackbox`) and counts crashes by model. A process
+cannot learn how another process ended, unless it is its parent. So a kill -9 looks like the kernel's out-of-memory
+killer. It counts only against a model that was being built or warmed up.
 """
 
 import faulthandler
@@ -51,8 +51,8 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
     as suspect as one whose task never has, so a model that is always busy is not blamed for the others. A kill -9 from
     outside is not blamed on models that executed or loaded.
 
-    No model is blamed for the second death by one request, which executed alone: the first one counts, and the request
-    is not tried again. So a model is refused for different requests only.
+    If a request that executes alone causes a second death, no model is blamed for that one: the first death counts,
+    and the request is not tried again. So a model is refused for different requests only.
     """
     found = list(found)
     hung = [one for one in found if one.hung]
@@ -70,7 +70,7 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
 
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
-    """Return why a model is not loaded any more; None: it may be."""
+    """Return why a model is not loaded any more. None: it may be loaded."""
     deaths = list(deaths)
     # An execution may hang because of its request; a build, a warm-up or a load would hang again.
     hung = [death for death in deaths if death.how == "hung" and death.phase != Phase.EXECUTING.name]
@@ -106,7 +106,7 @@ class CrashHistory:
         self._lock = Lock()
 
     def verdict(self, key: str) -> str | None:
-        """Return why a model is not loaded any more; None: it may be."""
+        """Return why a model is not loaded any more. None: it may be loaded."""
         return verdict(self._read().get(key, ()), self._clock())
 
     def add(self, key: str, death: Death) -> None:
@@ -147,7 +147,8 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None) -> None:
         """Read what the previous runtime left, and begin a new black box."""
-        #: name of the server's device, for what outlives a runtime elsewhere; without a directory, nothing does
+        #: Name of the server's device, for data elsewhere that outlives a runtime. Empty without a directory: then no
+        #: data does.
         self.owner = "" if directory is None else directory.name
         self.history = CrashHistory(None if directory is None else directory / paths.DEATHS)
         self.memory: Memory = bytearray(BYTES)
@@ -158,10 +159,11 @@ class BlackBox:
         try:
             with suppress(FileNotFoundError):
                 content = path.read_bytes()
-                # First: if this process is killed while it counts the death, the next one does not count it again.
+                # Remove the file first. If this process is killed while it counts the death, the next one does not
+                # count it again.
                 path.unlink()
                 self._take(content, time.time())
-            # A new file: if the previous runtime is still ending, it does not write into this one.
+            # Use a new file, because the previous runtime may still write into the old one while it ends.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             # Write the zeros: on a full disk that is an error here, while a store into a hole would kill the process.
             if os.write(self._fd, bytes(BYTES)) == BYTES:
@@ -170,7 +172,7 @@ class BlackBox:
             log.warning("%s: no black box: %s", path, error)
 
     def catch_signals(self) -> None:
-        """Have a fatal signal write the threads' stacks to the file, after the slots."""
+        """Make a fatal signal write the threads' stacks to the file, behind the slots."""
         if self._fd >= 0:
             faulthandler.enable(self._fd, all_threads=True)
 

@@ -15,7 +15,7 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 #: patterns of device nodes: if one exists, this process may use an NVIDIA card. WSL2 has /dev/dxg without such a card, too
 CARD_SIGNS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/nvidia[0-9]*")
-#: patterns of what the machine's driver shows in every container
+#: Patterns of files that the machine's driver shows in every container.
 HIDDEN_CARD_SIGNS: tuple[str, ...] = ("/proc/driver/nvidia/gpus/*",)
 
 #: CU_MEMHOSTREGISTER_PORTABLE: valid in every context of the process, not only in the current one
@@ -85,12 +85,12 @@ class MemoryShare(NamedTuple):
     """A GPU's memory that jax may take."""
 
     fraction: float = 0.9
-    #: whether it takes all of that at its start
+    #: True if jax takes all of this memory at its start.
     preallocate: bool = True
 
 
 def _jaxs_fraction(environment: Mapping[str, str]) -> str:
-    """Return the share of a GPU's memory that jax's variables set, of which jax refuses two at once; empty: none does."""
+    """Return the share of a GPU's memory that jax's variables set. Empty: none does. jax refuses two at once."""
     variables = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     return next(filter(None, map(environment.get, variables)), "")
 

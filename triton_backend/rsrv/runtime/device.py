@@ -139,7 +139,7 @@ class Device(Protocol):
         """
 
     def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
-        """Free the memory at once, or, with `reuse`, for the next upload. No execution may use these buffers."""
+        """Free the memory at once. With `reuse`, the next upload gets it instead. No execution may use these buffers."""
 
     def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
         """Page-lock host memory, so that the device reads it by DMA; return a function that unlocks it.
@@ -172,7 +172,7 @@ class Device(Protocol):
         """Free state tensors, which no execution may use."""
 
     def holds(self, pools: Pools) -> bool:
-        """Return whether state tensors have their contents, after an execution that could not be launched."""
+        """Return whether state tensors still have their contents, after an execution that could not be launched."""
 
     def read_slot(self, pools: Pools, slot: int) -> list[Array]:
         """Return a slot's tensors on the host, when the executions before are done. May compile."""

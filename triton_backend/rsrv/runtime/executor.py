@@ -41,8 +41,9 @@ class LoopBans:
     def __init__(self) -> None:
         #: bans since the start, of all models
         self.count = 0
-        #: by the model's key: the ends and durations of its latest slow executions; and the end of its ban
+        #: Ends and durations of the latest slow executions, by the model's key.
         self._slow: dict[str, deque[tuple[float, float]]] = {}
+        #: Ends of the bans, by the model's key.
         self.until: dict[str, float] = {}
 
     def banned(self, model: str, now: float) -> bool:
@@ -94,7 +95,7 @@ class Executor:
         self._launch_thread = WorkerThread("launch")
         self._read_thread = WorkerThread("read")
         self._staging = Staging()
-        #: the dispatch that the loop is to execute itself, and its device
+        #: The dispatch that the loop executes itself, and its device.
         self.short: tuple[Dispatch, Device] | None = None
         self.bans = LoopBans()
 
@@ -156,7 +157,10 @@ class Executor:
         self._inbox.post(self._execute(dispatch, device, self._activity.launch))
 
     def _launch(self, dispatch: Dispatch, device: Device) -> None:
-        """Launch; the reading thread does the rest, even of failures, so that executions end in order."""
+        """Launch an execution.
+
+        The reading thread does the rest, even after a failure, so that executions end in order.
+        """
         slot = self._activity.launch
         number = _begin(slot, dispatch)
         flight: Flight | ExecutionEnded

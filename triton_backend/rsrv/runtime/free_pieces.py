@@ -18,12 +18,12 @@ _SPLIT_BYTES = 128 << 20
 
 
 def rounded(nbytes: int) -> int:
-    """Return the bytes that the allocator takes for an allocation at least."""
+    """Return the least number of bytes that the allocator takes for an allocation."""
     return -(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
 
 
 def _rest(piece: int, nbytes: int) -> int:
-    """Return the bytes that stay free of a piece that is used for an allocation."""
+    """Return how many bytes of a piece stay free if the piece is used for an allocation."""
     rest = piece - nbytes
     return rest if rest >= min(nbytes, _SPLIT_BYTES) else 0
 
@@ -35,9 +35,11 @@ class FreePieces:
         self._start = start
         self._end = start + nbytes
         self._lock = Lock()
-        #: addresses of what is taken in ascending order, by the caller's key, and the address behind each
+        #: Addresses of taken memory, in ascending order.
         self._addresses: list[int] = []
+        #: Addresses by the caller's key.
         self._by_key: dict[int, int] = {}
+        #: Address behind each piece of taken memory, by its address.
         self._ends: dict[int, int] = {}
         #: sizes of the free pieces in ascending order
         self._free = [nbytes]
@@ -52,7 +54,7 @@ class FreePieces:
             start, limit = self._gap(at)
             self._replace([limit - start], [])
             if start > address:
-                # The one before has no rest: what lay behind it was freed meanwhile.
+                # The piece before has no rest, because what was behind it was freed meanwhile.
                 self._ends[self._addresses[at - 1]] = start = address
             if not _rest(limit - address, end - address):
                 end = limit

@@ -32,7 +32,7 @@ class StepMemory:
         self.inputs = inputs
         self._stride = inputs + outputs
         self._blocks: list[Bytes] = []
-        #: places that no generation has, the first at the top
+        #: Free places, the first one at the top.
         self._free: list[int] = []
 
     def take(self) -> int:
@@ -74,7 +74,10 @@ class StepSlice(SequenceSlice):
         now: float,
         kind: RequestKind,
     ) -> None:
-        """Begin a generation; `number`: the loop's own for it. `served`: its model, with the memory and counters of all."""
+        """Begin a generation. `number`: the loop's number for it.
+
+        `served`: its model, with the memory and counters of all generations.
+        """
         model, memory, counts = served
         spec = model.bundle.manifest.generate
         assert spec is not None, "GENERATE is for generative models"
@@ -84,21 +87,26 @@ class StepSlice(SequenceSlice):
         super().__init__(connection, ask.request, 1, block, at, at + memory.inputs, kind=kind)
         self.generation = Generation(ask, spec, _chunks(model, spec), counts, now)
         self.number = number
-        #: the request of the present step, as the scheduler knows it
+        #: Number of the present step's request, as the scheduler knows it.
         self.id = 0
-        #: hash of the client's id for the generation; `tag` is a request's, and no operator counts steps
+        #: Hash of the client's id for the generation. `tag` would belong to a request, and operators do not look for
+        #: steps.
         self.asked_tag = ask.tag
         self._deadline = ask.deadline_ns / 1e9 if ask.deadline_ns else None
         self._priority = ask.priority
         self._model, self._spec = model, spec
-        #: the variant whose tensors lie in the memory, and views of them
+        #: The variant whose tensors lie in the memory.
         self._variant = -1
+        #: Views of these tensors.
         self._tokens: npt.NDArray[Any]
         self._lengths: npt.NDArray[Any]
         self._token: npt.NDArray[Any]
 
     def next_request(self, id: int, *, others_wait: bool) -> ev.Request:
-        """Write the next step's inputs; return its request. The first one may be refused, the others go on with it."""
+        """Write the next step's inputs; return its request. The first request may be refused.
+
+        The others continue the sequence.
+        """
         begins, self.id = self.id == 0, id
         chunk = self.generation.next_chunk(others_wait=others_wait)
         if chunk.variant != self._variant:
@@ -121,7 +129,7 @@ class StepSlice(SequenceSlice):
         )
 
     def end(self) -> None:
-        """End the generation, and leave its memory to others; it comes once."""
+        """End the generation, and free its memory for others. Call this once."""
         self.generation.end()
         self._memory.give(self.place)
 

@@ -1,4 +1,4 @@
-"""Generations: which chunk of tokens each one reads next, and what follows from the token that comes out.
+"""Generations: the next chunk of tokens of each one, and the consequences of each token that comes out.
 
 A generation is a sequence of a generative model. Its prompt is read in chunks of the compiled lengths; then each token
 that comes out is the next chunk. Time is an argument, and nothing here sends or executes: `stateful_requests` does. A live
@@ -74,13 +74,15 @@ class GenerationCounts:
 
     #: those in progress
     active: int = 0
-    #: tokens of prompts that were read, and of answers that were sent
+    #: Tokens of prompts that were read.
     tokens_in: int = 0
+    #: Tokens of answers that were sent.
     tokens_out: int = 0
     #: tokens of the prompts whose answers have a token: others were read in part, or stopped at once
     answered_in: int = 0
-    #: seconds from a generation's arrival to its first token, and from each token to the next
+    #: Seconds from a generation's arrival to its first token.
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    #: Seconds from each token to the next.
     between: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class GenerationCounts:
         }
 
     def sums(self) -> dict[str, float]:
-        """Return what means are made of: answers that have a token, their tokens, and seconds."""
+        """Return the sums for means: answers that have a token, their tokens, and seconds."""
         return {
             "answers": sum(self.first.counts),
             "tokens_in": self.answered_in,
@@ -110,7 +112,7 @@ class Chunk(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a generation, as its completion tells it."""
+    """The end of a generation, as its completion reports it."""
 
     status: Status
     text: str
@@ -139,7 +141,7 @@ class Chunks:
 
 
 def find_problem(ask: Generate, spec: GenerateSpec) -> str:
-    """Return why a generation cannot be; empty if it can."""
+    """Return why a generation is not possible. Empty: it is."""
     tokens = len(ask.prompt)
     if not tokens:
         return "the prompt is empty; send at least one token"
@@ -169,7 +171,7 @@ class Generation:
     ) -> None:
         """Begin a generation that has no problem (`find_problem`)."""
         self.state = S.WAITING
-        #: how it ends with the step that is under way, whatever comes out; None: it goes on
+        #: How the generation ends after the step under way, whatever its token is. None: it continues.
         self.ending: End | None = None
         #: temperature, top_k, top_p and seed, as the model takes them
         self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)
@@ -180,9 +182,9 @@ class Generation:
         self._stop = frozenset(spec.stop if ask.stop is None else ask.stop)
         self._chunks = chunks
         self._prompt = np.asarray(ask.prompt, np.int32)
-        #: tokens of the prompt that executed, and those of the step under way
+        #: `_read`: tokens of the prompt that executed. `_taken`: tokens of the step under way.
         self._read = self._taken = 0
-        #: the latest token, and when it or the request came
+        #: `_last`: the latest token. `_last_at`: the time when it, or the request, came.
         self._last, self._last_at = 0, now
         self._since, self._rate = now, ask.tokens_per_s
         self._counts = counts
@@ -195,11 +197,11 @@ class Generation:
         self.state = state
 
     def grant(self) -> None:
-        """Note that its sequence has a slot."""
+        """Record that the sequence has a slot."""
         self._advance(E.GRANTED)
 
     def end(self) -> None:
-        """Note its end, which comes once."""
+        """Record the end of the generation. Call this once."""
         self._advance(E.END)
         self._counts.active -= 1
 

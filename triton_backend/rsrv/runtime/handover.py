@@ -61,7 +61,7 @@ class Handover:
         return self.before is None or (key in self._places and self.before[self._places[key]].resident)
 
     def write(self, models: Sequence[HandedModel], *, wait: bool = False) -> None:
-        """Replace the note, if it changes, on a thread; `wait`: return when that is done."""
+        """Replace the note, if it changes, on a thread. `wait`: return only when that is done."""
         if self._thread is None:
             return
         self._thread.put(lambda: self._write(models))

@@ -42,10 +42,10 @@ class HostCopy:
 
 
 def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) -> tuple[list[str], int]:
-    """Choose the least recently used copies that free `excess` bytes together; return them, and the bytes that lack then.
+    """Choose the least recently used copies that free `excess` bytes together; return them, and the bytes that are still missing.
 
-    Only copies that were last used `before` a time leave. A tensor is freed with the last copy that has it; copies that
-    would free nothing stay.
+    Only copies that were last used `before` a time leave. A tensor is freed with the last copy that has it. Copies
+    that would free nothing stay.
     """
     if excess <= 0:
         return [], 0
@@ -72,11 +72,11 @@ class WarmModel(NamedTuple):
 
     key: str
     name: str
-    #: when it was last used, of a meta model the models that it calls; inf: requests wait
+    #: Time of the last use of a model, or of the models that a meta model calls. inf: requests wait.
     since: float
     #: its `idle.executable`
     limit: float
-    #: seconds for which it stays after its last use: its sequences would end with the connection
+    #: The model stays at least this many seconds after its last use, because its sequences end with the connection.
     least: float
     #: ids of its executables
     executables: frozenset[int]
@@ -111,22 +111,22 @@ class HostCopies:
         self._scheduler = scheduler
         self._outbox = outbox
         self._mover: WeightMover | None = None
-        #: models without a copy that were loaded and should have one, the first to get it first
+        #: Models that were loaded without a copy and should get one, in this order.
         self._wanting: dict[str, None] = {}
-        #: whether copies are being dropped, and whether one is being made: one decision at a time
+        #: `_drops`: copies are being dropped. `_makes`: a copy is being made. There is one decision at a time.
         self._drops = self._makes = False
-        #: whether the next measurement is for a look at all copies
+        #: True if the next measurement is for a review of all copies.
         self._reviews = False
         #: When all copies were last looked at.
         self._reviewed = -inf
-        #: memory is short although all copies have left that may
+        #: True if memory is short although all copies that may be dropped are dropped.
         self.is_short = False
 
     def begin(self, mover: WeightMover) -> None:
         self._mover = mover
 
     def loaded(self, model: CompiledModel) -> None:
-        """Have a model whose weights were loaded keep a copy, if its residency says so and there is room."""
+        """Keep a host copy for a model whose weights were loaded, if its residency asks for one and there is room."""
         self.tell(model)
         if model.residency == "system" and not model.host.kept:
             self._wanting[model.key] = None
@@ -134,9 +134,10 @@ class HostCopies:
                 self._mover.measure()
 
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
-        """Take in the free memory, after copies were dropped, one was made or could not be, or other things have changed.
+        """Handle a measurement of the free memory, for example after copies were dropped or made.
 
-        Returns the bytes that sequences' state must give back, as copies do not suffice; `is_short` tells the same of models.
+        Return the bytes that sequences' state must free, because copies do not suffice. `is_short` says whether
+        models must leave for the same reason.
         """
         assert self._mover is not None
         host, lacking = self._mover.host, 0
@@ -178,21 +179,21 @@ class HostCopies:
 
     @property
     def shortage(self) -> str:
-        """Reason for which models fall back to cold; empty: there is none."""
+        """Reason why models fall back to cold. Empty: there is none."""
         if self.is_short:
             return "memory is short"
         lacks = self._mover is not None and self._mover.lacks_mappings
         return "the runtime has few memory mappings left" if lacks else ""
 
     def built(self) -> None:
-        """Have the memory measured, of which a model's executables have taken some."""
+        """Start a measurement of the memory, because a new model's executables have taken some."""
         if self._mover is not None:
             self._mover.measure(mappings=True)
 
     def measure(self, now: float, states: int) -> float:
-        """Have the memory measured, if there are models, or `states`: bytes of sequences' state in host memory.
+        """Start a measurement of the memory, if there are models or `states`, the bytes of sequences' state in host memory.
 
-        Returns when to measure again.
+        Return when to measure again.
         """
         mover = self._mover
         if mover is None:
@@ -208,7 +209,7 @@ class HostCopies:
     def _review(self, spare: int, now: float) -> int:
         """Drop copies that have not been used for too long, or whose memory is needed for something else.
 
-        Returns the bytes that sequences' state must give back then.
+        Return the bytes that sequences' state must then free.
         """
         mover = self._mover
         if mover is None or self._drops:
@@ -223,7 +224,7 @@ class HostCopies:
             excess -= left
         if excess > 0 and mover.host.ahead:
             self._end_reads_ahead(mover)
-            excess = 0  # whether that was enough, the next look tells
+            excess = 0  # the next review shows whether that was enough
         copies = self._copies()
         idle = [one.model for one in copies if one.expires <= now]
         chosen, lacking = choose_copies([one for one in copies if one.expires > now], excess)
@@ -233,7 +234,8 @@ class HostCopies:
             log.info("host copies dropped, memory is short: %s", ", ".join(chosen))
         self._drop([*idle, *chosen])
         self.is_short = short > 0 and lacking > 0 and not (idle or chosen)
-        # Unlike copies, state cannot be read again: sequences do not end for bytes that lack only until memory is plentiful.
+        # State cannot be read again, as copies can. So sequences do not end for the extra bytes that make memory
+        # plentiful.
         return max(0, lacking - max(0, short - over))
 
     def _end_reads_ahead(self, mover: WeightMover) -> None:
@@ -259,7 +261,7 @@ class HostCopies:
                 if excess > 0:
                     victims, lacking = choose_copies(self._copies(), excess, self._scheduler.idle_since(key))
             if victims and not lacking:
-                # As often as loads that find no copy: no line for operators.
+                # Loads without a copy happen as often, which is too often for a line for operators.
                 log.debug("host copies dropped for that of %s: %s", key, ", ".join(victims))
                 self._drop(victims)
                 return

@@ -1,4 +1,4 @@
-"""Host memory of tensors: private to the process, or files in /dev/shm that other runtimes use, too, and that outlive this one."""
+"""Host memory of tensors: private to the process, or files in /dev/shm, which other runtimes also use, and which outlive this one."""
 
 import errno
 import fcntl
@@ -35,8 +35,8 @@ _FILE_MODE = 0o400
 #: share of all memory that copies may not take by default: for the processes, executables, requests, and the file cache
 #: through which weights are read
 _RESERVE = 0.25
-#: share of all memory with less of which copies, and then idle models, leave until twice as much is free, which each new
-#: copy leaves free, too. The kernel's killer comes later, and storms of reclaim do, too
+#: If less than this share of memory is free, evict host copies, then idle models, until twice as much is free. New
+#: copies keep that reserve. The kernel reclaims memory in storms, and kills processes, only below this share.
 _SCARCE = 1 / 16
 #: tensors that a modest process shares: an eighth of its descriptors, of which each takes two, and of its mappings
 _MODEST_SHARE, _MAX_MODEST = 8, 8000
@@ -51,7 +51,7 @@ class TensorBytes:
     """Bytes of one tensor. The memory lives as long as any view of them."""
 
     bytes: Bytes
-    #: releases the store's claim to them; called once
+    #: Releases the store's claim to the bytes. It is called once.
     release: Callable[[], object]
 
 
@@ -60,7 +60,7 @@ class _Note(NamedTuple):
 
     file: str
     form: str
-    #: of its tensors, in argument order
+    #: Digests of the file's tensors, in argument order.
     digests: Sequence[str]
 
 
@@ -86,15 +86,18 @@ class MemoryLimit:
     total: int
 
     def fits(self, copies: int, spare: int, nbytes: int) -> bool:
-        """Tell whether another `nbytes` may be taken. `copies`: bytes that copies take already; `spare`: free bytes."""
+        """Return whether another `nbytes` may be taken. `copies`: bytes of the copies so far. `spare`: free bytes."""
         return copies + nbytes <= self.copies and spare - nbytes >= self.total * 2 * _SCARCE
 
     def excess(self, copies: int, spare: int, nbytes: int = 0) -> int:
-        """Return the bytes that copies must give back, before another `nbytes` are taken; <= 0: none."""
+        """Return the bytes that copies must free before another `nbytes` are taken. 0 or less: none."""
         return max(copies + nbytes - self.copies, self.lacking(spare - nbytes, ends=nbytes > 0))
 
     def lacking(self, spare: int, *, ends: bool = False) -> int:
-        """Return the bytes to free while memory is short; 0: it is not. `ends`: it was, and ends when enough is free."""
+        """Return the bytes to free while memory is short. 0: it is not short.
+
+        `ends`: memory was short, and stays so until enough is free.
+        """
         enough = int(self.total * 2 * _SCARCE)
         return max(0, enough - spare) if ends or spare < self.total * _SCARCE else 0
 
@@ -124,11 +127,17 @@ class HostMemory:
 
     @property
     def left(self) -> int:
-        """Bytes of tensors that an earlier runtime of this device left, found by the last sweep, and not used since."""
+        """Bytes of tensors that an earlier runtime of this device left.
+
+        The last sweep found them, and nothing has used them since.
+        """
         return 0
 
     def forget_left(self, but: Collection[str | None], excess: int) -> None:
-        """Remove so many bytes of the left tensors, the oldest first, but none of files with these versions."""
+        """Remove so many bytes of the left tensors, the oldest first.
+
+        Keep the tensors of files with the versions `but`.
+        """
 
     def place(self, digest: str, filled: Bytes) -> TensorBytes:
         """Return memory with the bytes of `filled`, whose SHA-256 is `digest`; it may be `filled` itself.
@@ -139,7 +148,7 @@ class HostMemory:
         return TensorBytes(filled, _nothing)
 
     def find(self, digest: str, nbytes: int) -> TensorBytes | None:
-        """Return a tensor that this process or another one has placed, if it is still there."""
+        """Return a tensor that this process or another one has placed. None: it is gone."""
         return None
 
     def recall(self, file: WeightsFile) -> Sequence[str] | None:
@@ -187,9 +196,9 @@ class SharedMemory(HostMemory):
         self._modest = modest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = min(soft // _MODEST_SHARE, _MAX_MODEST)
-        #: tensors that this process shares -> how many models' stores have them
+        #: Tensors that this process shares, with the number of models' stores that have each.
         self._users: Counter[str] = Counter()
-        #: tensors that the last sweep left for this device, and that are not used since -> bytes
+        #: Bytes of the tensors that the last sweep left for this device, and that nothing has used since.
         self._left: dict[str, int] = {}
         #: whether a tensor that cannot be shared was logged
         self._said_private = False
@@ -250,7 +259,7 @@ class SharedMemory(HostMemory):
                 fd = self._attach(digest, nbytes)
                 return None if fd is None else self._mapped(digest, fd, nbytes)
         except HostMemoryError:
-            return None  # `place` says why, if it finds no way either
+            return None  # if `place` fails as well, it reports the reason
 
     def _mapped(self, digest: str, fd: int, nbytes: int) -> TensorBytes:
         """Return the tensor of a file that is locked."""
@@ -353,7 +362,7 @@ class SharedMemory(HostMemory):
                             own = directory == self._notes
                             noted |= {name: own or noted.get(name, False) for name in note.digests}
                         else:
-                            path.unlink()  # the bundle was replaced or removed while no runtime had it
+                            path.unlink()  # the bundle was replaced or removed while no runtime used it
         return noted
 
     def _names(self) -> list[str]:
@@ -455,7 +464,7 @@ class SharedMemory(HostMemory):
                 os.unlink(name, dir_fd=self._directory)
                 removed = True
         except OSError:
-            pass  # another process uses it, or may alone remove it
+            pass  # another process uses the file, or only another one may remove it
         # Unlock explicitly: a mapping keeps the lock after the descriptor is closed.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -15,7 +15,8 @@ from rsrv_bundle import Bundle
 from rsrv_bundle.spec import WeightSpec
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
-#: models whose weights are kept between read and load: one that is loaded, and the next. Others wait in the kernel's cache
+#: Models whose weights stay in memory between read and load: the one that is being loaded, and the next. Other models
+#: wait in the kernel's cache.
 _MOST_AHEAD = 2
 
 
@@ -41,7 +42,7 @@ class HostCounts:
 class _Room:
     """Room for a copy that is being made."""
 
-    #: bytes that are still to come
+    #: Bytes that are still to be read.
     nbytes: int
 
 
@@ -78,7 +79,7 @@ class HostStore:
         self.ahead = 0
         #: bytes of sequences' state in host memory, when the loop last looked
         self.states = 0
-        #: free bytes that weights will take on a device that is the host itself
+        #: Bytes of free host memory that weights will take on a device that is the host itself.
         self.promised = 0
 
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
@@ -228,7 +229,7 @@ class HostStore:
             block.release()  # another thread has stored the same tensor meanwhile
 
     def _give(self, tensors: Iterable[HostTensor]) -> None:
-        """Remove a reference to each tensor, and release those without any."""
+        """Remove a reference to each tensor. Release the tensors without references."""
         unused = []
         with self._lock:
             for tensor in tensors if not self._closed else ():
@@ -242,14 +243,14 @@ class HostStore:
             block.release()
 
     def _keeps(self, weights: "HostWeights") -> bool:
-        """Note that all references of these weights are taken; return False if they were already."""
+        """Record that all references of these weights are taken. Return False if they were taken before."""
         with self._lock:
             known = weights in self._kept
             self._kept.add(weights)
             return not known
 
     def _drops(self, weights: "HostWeights") -> bool:
-        """Note that all references of these weights are dropped; return False if they have none."""
+        """Record that all references of these weights are dropped. Return False if there are none."""
         with self._lock:
             known = weights in self._kept
             self._kept.discard(weights)
@@ -277,7 +278,7 @@ class HostWeights:
         self._closed = False
         #: digest -> bytes of tensors that were read for the next load
         self._ahead: dict[str, Bytes] = {}
-        #: tensors of other models' copies that it holds a reference to
+        #: Tensors of other models' copies to which this object holds a reference.
         self._ahead_held: tuple[HostTensor, ...] = ()
         #: in argument order
         self.tensors = tuple(tensors)

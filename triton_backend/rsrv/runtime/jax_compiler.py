@@ -112,7 +112,7 @@ class AheadCompiler:
 
 
 def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
-    """Return what executables for a device of this name depend on, beside their modules, in this process."""
+    """Return everything except the modules on which executables for a device of this name depend, in this process."""
     versions = []
     for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with suppress(metadata.PackageNotFoundError):
@@ -128,7 +128,7 @@ def target_of(kind: str, capability: tuple[int, int] | None) -> CompileTarget:
 def lower(exported: Any, donated: int, sharding: Any = None) -> Any:
     """Return jax's `Lowered` of an export, for the default device or a sharding; `donated` as in its signature.
 
-    Its first results are those that take the memory of donated arguments over: jax gives it to the first of equal type.
+    The first results take over the memory of donated arguments: jax gives it to the first result of equal type.
     """
     import jax
 
@@ -176,7 +176,10 @@ def _last_first(count: int, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def use_cache(cache: CompileCache) -> bool:
-    """Have jax keep executables there; return whether it will. Call it once per process, before the first compilation."""
+    """Make jax store executables in this cache. Return whether it will.
+
+    Call this once per process, before the first compilation.
+    """
     import jax
     from jax._src import compilation_cache
 

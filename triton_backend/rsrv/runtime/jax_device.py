@@ -71,8 +71,8 @@ log = logging.getLogger("rsrv.device")
 _IN_FLIGHT_BYTES = 256 << 20
 #: allocations of uploads that stay compiled: each takes 170 kB of host memory
 _ALLOCATORS = 256
-#: errors of CUDA after which every call of the process fails: those that "leave the process in an inconsistent state" by
-#: CUresult in NVIDIA's driver API, memory that cannot be corrected, and a context or a driver that is gone
+#: CUDA errors after which every call of the process fails: errors that "leave the process in an inconsistent state"
+#: by CUresult in NVIDIA's driver API, uncorrectable memory errors, and a context or a driver that is gone.
 _LOST = re.compile(
     r"CUDA_ERROR_(ILLEGAL_(ADDRESS|INSTRUCTION)|MISALIGNED_ADDRESS|INVALID_(ADDRESS_SPACE|PC)|LAUNCH_(FAILED|TIMEOUT)|"
     r"HARDWARE_STACK_ERROR|ASSERT|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE|(ECC|NVLINK)_UNCORRECTABLE|"
@@ -84,11 +84,11 @@ _FREEING_S = 0.2
 _RELEASE_S = 10.0
 #: Bytes that other allocations may take of the heap that is prepared for jax's allocator.
 _HEAP_REST = 64 << 20
-#: free bytes of a device with fewer of which it serves nothing
+#: A device with fewer free bytes can serve nothing.
 _LEAST_BYTES = 64 << 20
 #: bytes that XLA allocates to time a product's kernels, beside its largest operand: the others, results, and workspaces
 _TUNING_BYTES = 128 << 20
-#: bytes of weights on a CPU that the host must have room for; fewer are not worth a look
+#: On a CPU, check that the host has room for weights of at least this many bytes.
 _LARGE_BYTES = 1 << 20
 #: how XLA reports that it has no memory to time kernels
 _UNTUNED = re.compile("Autotuning failed|Failed to get configs|Out of memory while trying to allocate")
@@ -120,7 +120,7 @@ class _SlotPools:
 
     arrays: Sequence[Any]
     kinds: tuple[ArrayKind, ...]
-    #: of their memory in `FreePieces`, which stays theirs: each execution writes its results there
+    #: Keys of the pools' memory in `FreePieces`. The memory stays reserved: each execution writes its results there.
     pieces: Sequence[int]
 
 
@@ -425,7 +425,7 @@ class JaxDevice:
         return found
 
     def _measure_limit(self) -> int | None:
-        """Return the bytes that jax's allocator may take; have it take them now if it is to preallocate.
+        """Return the bytes that jax's allocator may take. If the allocator preallocates, make it take them now.
 
         If other processes hold too much of the card, the allocator settles for less than `bytes_limit`, for good. The
         driver may still be freeing the memory of a runtime that crashed, so wait for that. Raises DeviceError.
@@ -566,7 +566,7 @@ class JaxDevice:
             else self._jax.device_put(np.empty(shape, dtype), self._device)
             for shape, dtype in kinds
         ]
-        # Last: only arrays that are returned are ever freed.
+        # Do this last: only arrays that are returned are ever freed.
         if self._pieces is not None:
             for array in allocated:
                 self._pieces.add(id(array), array.unsafe_buffer_pointer(), array.nbytes)
@@ -574,7 +574,8 @@ class JaxDevice:
 
     def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
         empty: Any = self._jax.lax.empty  # has no types
-        # It takes milliseconds, is no module of a model, and there is one for each set of tensors that a load finds absent.
+        # Do not cache this function. It compiles in milliseconds, is no module of a model, and there is one for each
+        # set of tensors that a load finds absent.
         with self._cache.bypassing():
             return self._jax.jit(lambda: [empty(*kind) for kind in (*kinds, _END)]).lower().compile()
 
@@ -590,7 +591,7 @@ class JaxDevice:
         needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
         if needed < _LARGE_BYTES or needed <= spare_memory():
             return
-        # What was evicted for this upload is in the way if it is large.
+        # For a large upload, the memory of the evicted weights is in the way.
         if self._reuse.give_back():
             gc.collect(0)  # as in `free`
         if needed > (spare := spare_memory()):
@@ -748,7 +749,8 @@ class JaxDevice:
                         out.block_until_ready()
                 if pools is not None:
                     taken = len(pools.arrays)
-                    # Not outputs any more: the next execution takes their memory, perhaps before this one is read.
+                    # Remove the pools from the outputs: the next execution takes their memory, perhaps before this
+                    # one is read.
                     pools.arrays, outputs = outputs[:taken], outputs[taken:]
                 if not self.asynchronous:
                     return Launched(_LaunchedExecution(started, outputs, unread, ready=time.perf_counter()))

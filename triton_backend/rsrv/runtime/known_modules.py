@@ -101,7 +101,7 @@ class KnownModules(MutableMapping[str, Signature]):
 
     def add_costs(self, model: str, circumstances: str, costs: Mapping[tuple[int, int], float]) -> None:
         known = self.costs(model, circumstances)
-        # The first figures do as well as later ones, of which each would take a line.
+        # The first figures are as good as later ones, each of which would take a line.
         if known is None or known.keys() != costs.keys():
             self._costs[model, circumstances] = costs
             rows = [[*key, seconds] for key, seconds in costs.items()]

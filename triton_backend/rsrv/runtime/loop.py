@@ -70,8 +70,8 @@ from rsrv_bundle.inspection import Inspector
 
 #: a deadline may be further away than epoll can wait
 _MAX_WAIT_S = 3600.0
-#: seconds from a change of the models on the device to the note for the next runtime; and from the beginning to the
-#: first note, so that a runtime that dies before its models have returned does not shorten the list
+#: Seconds from a change of the models on the device to the note for the next runtime. The first note comes later, so
+#: that a runtime that dies before its models have returned does not shorten the list.
 _HANDOVER_S, _FIRST_HANDOVER_S = 5.0, 30.0
 
 
@@ -79,7 +79,7 @@ class ServerProcess(NamedTuple):
     """The tritonserver whose models the runtime executes."""
 
     pid: int
-    #: how many it has; each has a runtime, and stubs register with all of them
+    #: Number of the server's devices. Each has a runtime, and stubs register with all of them.
     devices: int = 1
 
 
@@ -169,7 +169,7 @@ class Loop:
             self._registry.start(one.name, one.bundle, Demand())
 
     def _hand_over(self, *, whole: bool) -> list[HandedModel]:
-        """Return the models for the next runtime; `whole`: also those without weights on the device, and those that start."""
+        """Return the models for the next runtime; `whole`: include models without weights on the device, and starting models."""
         models = [
             HandedModel(entry.key, entry.name, str(entry.model.bundle.path), entry.weights == "resident")
             for entry in self._catalog.entries.values()
@@ -181,7 +181,7 @@ class Loop:
             before = handover.before or ()
             models += [one for one in before if one.name in starting and one.key not in returned]
         place, last_arrival = handover.place, self._scheduler.last_arrival
-        # Those that no request has come for since stay in their order.
+        # Models without a request since the start stay in their order.
         return sorted(models, key=lambda one: (-last_arrival(one.key), place(one.key)))
 
     def have_successor(self, successor: Successor) -> None:
@@ -212,9 +212,10 @@ class Loop:
         self._transport.close()
 
     def step(self) -> None:
-        """Tell the stubs how busy the device is, wait until something happens, and do all that follows from it."""
+        """Report to the stubs how busy the device is, wait until something happens, and handle it completely."""
         requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
-        # From before the wait: what falls due during it is done in the next round, which does not wait.
+        # Use the time before the wait. Actions that fall due during the wait run in the next round, which does not
+        # wait.
         now, wakeup, due = clock(), scheduler.next_wakeup(), self._timers.next()
         ahead = scheduler.seconds_until_idle(now)
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
@@ -235,7 +236,7 @@ class Loop:
             self._timers.call(now)
         if requests.arrived:
             self._pass_on()
-        # After the arrivals: requests that came during the execution may share the next one.
+        # Handle it after the arrivals: requests that came during the execution may share the next one.
         if self._ended is not None:
             ended, self._ended = self._ended, None
             self._executed(ended)
@@ -321,7 +322,7 @@ class Loop:
                 lacking = self._weights.measured(message, now)
                 copies = self._weights.copies
                 relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
-                # Models that leave for want of mappings free no memory for state.
+                # Models that leave because mappings are scarce free no memory for state.
                 if not (relieved and copies.is_short):
                     self._stateful.drop_states(lacking)
             case DeviceReady():
@@ -551,7 +552,7 @@ class Loop:
         else:
             dispatch = Dispatch(instruction, model, variant, slices)
         if instruction.exclusive:
-            # If it ends this process, requests that executed before it have their answers.
+            # If the command ends this process, requests that executed before it have their answers.
             self._requests.send_answers()
         self._executor.start(
             dispatch,

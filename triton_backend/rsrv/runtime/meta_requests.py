@@ -71,7 +71,7 @@ class MetaRequests(RequestKind):
         mark = connection.marks.pop(call.request, None)
         run = self.runs.of(connection, call.run)
         if run is None:
-            # The run was not admitted, and its stub has been told.
+            # The run was not admitted, and its stub knows that.
             self._requests.complete(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
             return
         if run.aborted:
@@ -160,7 +160,7 @@ class MetaRequests(RequestKind):
 
     def refused(self, id: int, status: Status, text: str) -> None:
         run = self.runs.get(id)
-        if run is not None:  # else it has left meanwhile
+        if run is not None:  # otherwise, it has left meanwhile
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
 
@@ -185,7 +185,7 @@ class MetaRequests(RequestKind):
         runs = [run for run in self.runs if run.tag == tag and not run.aborted]
         for run in runs:
             if run.admitted:
-                run.aborted = True  # its stub learns it with its next call
+                run.aborted = True  # the stub gets this as the reply to its next call
             else:
                 self._end_run(run, Status.CANCELLED, ABORTED)
         pending = self._requests.pending.items()

@@ -1,4 +1,4 @@
-"""Threads that read, compile and warm up models. What ends on them is posted to the loop as a message."""
+"""Threads that read, compile and warm up models. They post messages to the loop when work ends."""
 
 import gc
 import logging
@@ -34,13 +34,13 @@ _CLEAN_UP = Demand(Urgency.CLEAN_UP)
 #: Expected seconds of a compilation for each byte of its module, if nothing else is known: 5 to 20 s for 100 kB on a CPU.
 _BYTE_S = 1e-4
 
-#: mappings that a large executable takes on a CPU; and the share of all that is kept for anything else
+#: Mappings that a large executable takes on a CPU, and the share of all mappings that is reserved for other uses.
 _MAPPINGS, _MAPPINGS_KEPT = 100, 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReady:
-    """The device and the thread that moves weights are there."""
+    """The device and the thread that moves weights are ready."""
 
     device: Device
     weight_mover: WeightMover
@@ -50,7 +50,7 @@ class DeviceReady:
 
 @dataclass(frozen=True, slots=True)
 class BundlesRead:
-    """The bundles of a connection are read, or cannot be (`result` is the reason).
+    """The bundles of a connection are read. Or that failed, and `result` is the reason.
 
     Without a connection, the runtime itself has asked for the model.
     """
@@ -59,9 +59,9 @@ class BundlesRead:
     result: RequestedModels | str
     #: reasons not to build a model that has ended runtimes, by key
     verdicts: Mapping[str, str]
-    #: when the read began; a connection's may have changed
+    #: Demand when the read began. A connection's demand may have changed since.
     demand: Demand
-    #: of the model that was asked for
+    #: Name of the model that the runtime itself asked for.
     name: str = ""
     is_meta: bool = False
     #: Expected seconds of each model's build, by key.
@@ -86,7 +86,7 @@ class ModuleCompiled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCompiled:
-    """A model is compiled, or cannot be (`result` is the reason)."""
+    """A model is compiled. Or that failed, and `result` is the reason."""
 
     key: str
     result: CompiledModel | str
@@ -195,7 +195,7 @@ class ModelBuilder:
         self._queue.change(of if isinstance(of, str) else of.id, demand, time.monotonic())
 
     def drop(self, key: str) -> bool:
-        """Build a model no more; return False if its build has begun."""
+        """Cancel the build of a model. Return False if the build has begun."""
         return self._queue.drop(key)
 
     def step_ended(self, message: StepEnded) -> None:
@@ -240,7 +240,7 @@ class ModelBuilder:
         except (DeviceError, HostMemoryError) as error:
             _device_log.error("%s", error)
         _freeze()
-        # Not before: the device's own threads would inherit it.
+        # Do this last, because the device's own threads would inherit the priority.
         lower_priority()
 
     def _get_device(self) -> tuple[Device, WeightMover]:
@@ -356,7 +356,10 @@ class ModelBuilder:
 
 
 def _freeze() -> None:
-    """Exempt what there is from garbage collection: modules and models live long, and a collection holds the interpreter."""
+    """Exempt all present objects from garbage collection.
+
+    Modules and models live long, and a collection blocks the interpreter.
+    """
     gc.collect()
     gc.freeze()
 

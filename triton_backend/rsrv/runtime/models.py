@@ -44,7 +44,7 @@ _COMPILATION_S = 18.0
 #: values that models share if they are equal, of each kind
 _SHARED = 1024
 _NOTHING: Mapping[Any, Any] = {}
-#: what stubs are told of a generation
+#: Fields of a generation that are sent to stubs.
 _OF_GENERATION = ("context", "stop", "max_tokens", "tokenizer", "template")
 
 
@@ -68,7 +68,7 @@ class CompiledModel:
     host: HostWeights
     #: an earlier warm-up measured the costs
     measured: bool
-    #: in argument order; None: not on the device
+    #: Weights in argument order. None: they are not on the device.
     weights: Sequence[Buffer] | None = None
     #: state of sequences; None: the model has none
     pool: StatePool | None = None
@@ -247,7 +247,7 @@ def compile_model(
 
 
 def _lean(bundle: Bundle) -> Bundle:
-    """Return a bundle without what only its build needs, or people: kilobytes of each model."""
+    """Return a bundle without the parts that only its build or people need. These take kilobytes of each model."""
     manifest = replace(bundle.manifest, provenance=_NOTHING, numerics=_NOTHING, sha256=_NOTHING)
     return replace(bundle, manifest=manifest, modules=_NOTHING)
 
@@ -283,13 +283,15 @@ def modules_of(
 def _treated(
     bundle: Bundle, key: tuple[int, int], signature: Signature, how: Treatment
 ) -> tuple[bytes, Precision]:
-    """Return a module as it is compiled, and its products. Raises BundleError."""
+    """Return a module in the form in which it is compiled, and its products. Raises BundleError."""
     found = read_module(bundle, key, signature)
     return treat(found, module_file(bundle, key).name, how, signature.precision)
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
-    """Return each (variant, size) that can execute: of the sizes of `max_rows` and more, only a variant's smallest.
+    """Return each (variant, size) that can execute.
+
+    Of a variant's sizes of at least `max_rows`, only the smallest one can.
 
     So a limit on the rows of an execution also limits its scratch.
     """

@@ -1,4 +1,4 @@
-"""Settings of the scheduler and of models: from the desired document, and from the device."""
+"""Settings of the scheduler and of models. They come from the desired document and from the device."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ _NOTHING = DesiredModel()
 
 
 def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> SchedulerSettings:
-    """Return the scheduler's settings, but for the budget of weights.
+    """Return the scheduler's settings, except the budget of weights.
 
     `asynchronous`: a second execution launched ahead keeps such a device busy; other devices gain nothing from it.
     """

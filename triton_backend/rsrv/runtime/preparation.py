@@ -75,7 +75,7 @@ def prepare(
     until = time.monotonic() + _MAX_S
     for folder in sorted(repository.glob("*/*/bundle")):
         if time.monotonic() < until:
-            # What does not work here is the runtime's to report.
+            # Leave errors to the runtime, which reports them.
             with suppress(Exception):
                 modules = modules_of(folder, settings, folder.parent.parent.name, device.hardware, look)
                 made.executables.extend(

@@ -41,7 +41,8 @@ log = logging.getLogger("rsrv.runtime")
 
 #: a runtime that has found no device for this time ends when a model asks for it again
 _WITHOUT_DEVICE_S = 20.0
-#: exit status if the watchdog, or a device that is lost or missing, ends the process, and if the loop failed
+#: Exit statuses. `_EXIT_HUNG`: the watchdog, or a lost or missing device, ends the process. `_EXIT_FAILED`: the loop
+#: failed.
 _EXIT_HUNG, _EXIT_FAILED = 75, 70
 #: executables that were compiled ahead are kept for this time
 _FORGET_S = 60.0
@@ -90,7 +91,7 @@ class DeviceProcess:
             device,
             f"tritonserver {options.server_pid} ({options.settings.parent})",
             share=memory_fraction(settings.runtime.memory_fraction, environment) <= SHARING_FRACTION,
-            # The first attempt has waited: stubs wait for each further one.
+            # The first attempt has waited already, and stubs wait during each further one.
             timeout_s=0.0 if (directory / paths.FAILURE).exists() else CARD_TIMEOUT_S,
         )
         # The usual limit of 1024 open files is too low for hundreds of models.
@@ -103,7 +104,7 @@ class DeviceProcess:
         self._box = BlackBox(directory)
         self._box.catch_signals()
         self._known = KnownModules(directory / paths.MODULES)
-        #: When the device was first missing.
+        #: Time when the device was first missing.
         self._missing_since = inf
 
     def serve(self, *, supervises: bool) -> int:
@@ -154,10 +155,10 @@ class DeviceProcess:
             log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
             status = _EXIT_FAILED
         loop.end(leave=True)
-        # Last, because threads may still begin something: no model is to blame for this end.
+        # Do this last, because threads may still begin something. No model is to blame for this end.
         self._box.clear()
         if status:
-            # A request may be: its front tells by this that the runtime was not killed.
+            # A request may be the cause. Its front sees by this record that the runtime was not killed.
             self._box.crashed("the loop failed")
         return status
 
@@ -181,7 +182,8 @@ class DeviceProcess:
             note.unlink(missing_ok=True)
             return found
         except DeviceError as error:
-            # For operators: neither a process that has ended nor its successor, before it has looked, says why.
+            # Record this for operators. Otherwise neither an ended process nor its successor, before it has checked,
+            # gives the reason.
             with suppress(OSError):
                 paths.write_whole(note, str(error))
             # From the first failure on: importing jax alone may take longer.

@@ -1,4 +1,4 @@
-"""Writes the records of control.proto: all that the control process learns about a runtime's models, by name."""
+"""Writes the records of control.proto: everything that the control process learns about a runtime's models, by name."""
 
 import os
 from collections import Counter
@@ -279,7 +279,7 @@ class Records:
             pinned_bytes=weights.pinned,
             logical_bytes=weights.logical,
             physical_bytes=weights.physical,
-            # Differs from the one before during loads and evictions.
+            # This value changes during loads and evictions.
             held_bytes=0 if mover is None else mover.device.nbytes,
         )
 
@@ -298,7 +298,7 @@ class Records:
 
 
 def _add_gate(record: pb.ModelRecord, gate: MetaSnapshot | None) -> None:
-    """Add the runs of a meta model that wait or run, or that were not admitted."""
+    """Add the waiting, running and refused runs of a meta model."""
     if gate is not None:  # None: no client has asked for a run yet
         record.queued, record.executing = gate.waiting, gate.running
         record.refused[Reason.QUEUE_FULL.value] = gate.refused

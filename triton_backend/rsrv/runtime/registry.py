@@ -1,4 +1,4 @@
-"""Lives of models in the runtime: stubs register them, threads build them, they serve, drain and go."""
+"""Models from registration to removal: stubs register them, threads build them, and they serve, drain and end."""
 
 import logging
 from collections import Counter
@@ -42,19 +42,20 @@ from rsrv.wire.layout import pack_flat
 
 log = logging.getLogger("rsrv.registry")
 
-#: characters; the name of a file has no more
+#: Maximum length in characters, which is also that of a file's name.
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
 #: seconds between two looks for idle models
 _MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
-#: models that fall back at one look, and seconds until the next one: each unload holds up the loop for milliseconds
+#: Number of models that fall back at one check, and seconds until the next check. Each unload blocks the loop for
+#: milliseconds.
 _FALLS, _NEXT_FALLS_S = 16, 0.25
-#: seconds in which a model that was asked to leave, and stayed, is passed over: its stub has requests, or imports model.py
+#: After a stub ignores a dismissal, wait this long before asking it again. It has requests, or imports model.py.
 _STAYS_S = 30.0
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
-#: for a native front; a meta model's file is one of hooks, too
+#: Reason for a native front. The file of a meta model also counts as hooks.
 _NOT_FLAT = (
     "the native front runs no hooks, meta models or models with state; run rsrv-gen again for a Python front"
 )
@@ -79,28 +80,28 @@ class Registry:
         self._scheduler = scheduler
         self._transport = transport
         self._outbox = outbox
-        #: registrations that a connection has, by key
+        #: Registrations with a connection, by key.
         self._groups: dict[str, Registration] = {}
-        #: registrations that wait until a model of theirs is gone, which is there to drain, by its key
+        #: Registrations postponed until a draining model is released, keyed by that model.
         self._deferred: dict[str, list[BundlesRead]] = {}
-        #: keys of the models that are kept without a connection, by name; none yet of those whose bundle is not read
+        #: Keys of the models that are kept without a connection, by name. The list is empty until the bundle is read.
         self._held: dict[str, list[str]] = {}
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
         self._timers = timers
         self.look_for_idle()
-        #: when models last fell back because memory was short
+        #: Time when models last fell back because memory was short.
         self._relieved = -inf
-        #: When waiting connections were last sent their places in the queue.
+        #: Time when waiting connections were last sent their places in the queue.
         self._places_told = -inf
         #: models of the runtime before this one
         self.handover = Handover()
 
     def starting(self) -> dict[str, str]:
-        """Return what the start of each model waits for."""
+        """Return what each starting model waits for."""
         building = (self.catalog.entries[key] for key in self.catalog.building)
         steps = {entry.name: entry.state.value for entry in building}
-        # Those whose bundle is read are in no queue, and have no life yet.
+        # Models whose bundles are being read are in no queue, and have no state yet.
         reading = (name for name, keys in self._held.items() if not keys)
         return {
             **dict.fromkeys(reading, "reading"),
@@ -114,7 +115,7 @@ class Registry:
         connections = self._transport.connections
         busy = {one.peer for one in connections if one.importing is not None}
         if not busy:
-            return set()  # rarely anything else; with thousands of models the rest takes the loop 25 ms
+            return set()  # This is the usual case. With thousands of models, the rest takes the loop 25 ms.
         registered = [(one, one.group.name) for one in connections if one.group is not None]
         served = {name for one, name in registered if one.peer not in busy}
         return {name for one, name in registered if one.importing is not None} - served
@@ -157,10 +158,10 @@ class Registry:
         if not isinstance(name, str) or not isinstance(path, str) or not isinstance(calls, dict):
             raise ProtocolError("REGISTER without a model's name and its bundle's path")
         if not name.isprintable() or len(name) > _MAX_NAME:
-            # Logs and watchers get it.
+            # The log and watchers get the details.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
         if wanted.get("asked") is not True and wanted.get("started") is not True and self._stays_cold(name):
-            # Its process is new: what an earlier one could not start may be mended.
+            # The stub's process is new, so the cause of an earlier failure may be gone.
             self.catalog.feed.forget_failed(name)
             self._send_cold(connection)
             return
@@ -170,26 +171,26 @@ class Registry:
             self._announce(connection, "its bundle waits to be read")
 
     def change_demand(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
-        """Take the demand of the requests that wait for a registration; after its answer, nothing depends on that."""
+        """Set the demand of the requests that wait for a registration. It has no effect after the answer."""
         connection.demand = _read_demand(wanted, connection.demand.weight)
         self._builder.change_demand(connection, connection.demand)
         for key in () if connection.group is None else connection.group.models:
             self._builder.change_demand(key, self.catalog.entries[key].demand)
 
     def _stays_cold(self, name: str) -> bool:
-        """Return whether a model that nobody has asked for starts later. The next version of a warm one starts now."""
+        """Return whether a model without requests starts later. The next version of a warm model starts now."""
         if self.catalog.policy.settings.start_of(name) == "eager":
             return False
         return not self._serves(name)
 
     def _serves(self, name: str) -> bool:
-        """Return whether a model or meta model of that name is there to stay."""
+        """Return whether a model or meta model of that name will stay."""
         return self.catalog.serves(name) or any(group.name == name for group in self.metas())
 
     def dismiss(self, key: str | None = None) -> None:
         """Send COLD to the stubs of a model or meta model that serves, or of all (None).
 
-        Each leaves, unless it has requests, and comes back with the next one.
+        A stub without requests leaves, and returns with its next request.
         """
         for connection in self._transport.connections:
             group = connection.group
@@ -200,11 +201,11 @@ class Registry:
             self.let_go(self.catalog.entries[key].name)
 
     def look_for_idle(self) -> None:
-        """Look for idle models soon, because the limits or what is pinned have changed."""
+        """Check for idle models soon, because the limits or the pinned models have changed."""
         self._timers.set(self.dismiss_idle, -inf)
 
     def dismiss_idle(self, now: float) -> float:
-        """Dismiss the models that no request has used for `idle.executable`, a few at a time; return when to look again."""
+        """Dismiss the models that no request has used for `idle.executable`, a few at a time; return when to check again."""
         again, falls = now + _MAX_LOOK_S, 0
         limits = self.catalog.policy.settings.idle_limits
         for one in self._warm(lambda name: limits(name).executable < inf):
@@ -223,8 +224,8 @@ class Registry:
     def relieve(self, now: float, shortage: str) -> bool:
         """Dismiss models because of a `shortage`, the least recently used first; return whether any are leaving.
 
-        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time: how much
-        memory that frees, only a measurement tells.
+        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time,
+        because only a measurement shows how much memory that frees.
         """
         if self.catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
             return True
@@ -260,7 +261,10 @@ class Registry:
         return frozenset(id(one) for model in compiled for one in model.executables.values())
 
     def _warm(self, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
-        """Yield the models and meta models that serve, and may fall back by their name: those without a pinned model."""
+        """Yield the serving models and meta models that may fall back by their name.
+
+        A meta model with a pinned model may not.
+        """
         limits = self.catalog.policy.settings.idle_limits
         for key, (name, models) in self._registered().items():
             entries = [self.catalog.entries.get(one) for one in models] if may_fall(name) else []
@@ -298,7 +302,7 @@ class Registry:
             self._builder.read(None, name, path, {}, demand)
 
     def let_go(self, name: str) -> None:
-        """Keep the models of a name no longer without a connection."""
+        """End the build or model without a connection that `start` keeps for a name."""
         for key in self._held.pop(name, ()):
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.held is not None:
@@ -306,7 +310,7 @@ class Registry:
                 self._unload_unwanted(entry)
 
     def bundles_read(self, message: BundlesRead) -> None:
-        """Join a connection to the models that it asked for; begin the lives of those that are new."""
+        """Join a connection to the models that it asked for. Add the new ones."""
         connection, wanted = message.connection, message.result
         if connection is None:
             self._read_for_none(message)
@@ -338,7 +342,10 @@ class Registry:
             self._transport.guard(connection, self._announce_step, connection, building, least_s)
 
     def _is_deferred(self, message: BundlesRead, wanted: RequestedModels) -> bool:
-        """Defer bundles that were read until a model of theirs is gone, if one is leaving."""
+        """If one of these models is leaving, postpone the bundles that were read until it is gone.
+
+        Return whether that was needed.
+        """
         for key in wanted.models:
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.ending:
@@ -382,7 +389,7 @@ class Registry:
                 self._transport.guard(connection, self._announce, connection, text)
 
     def _begin(self, wanted: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
-        """Begin the lives of models that are new; return the least seconds that they need, as `_start_seconds`."""
+        """Add the new models in their first state. Return the least seconds that they need, as `_start_seconds`."""
         start_s = 0.0
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.entries:
@@ -401,7 +408,7 @@ class Registry:
         return device.known_start(key) or 0.0
 
     def _read_for_none(self, message: BundlesRead) -> None:
-        """Begin the life of a model that no stub has registered, unless one has or the model was let go meanwhile."""
+        """Add a model that no stub has registered, unless one has or `let_go` was called meanwhile."""
         wanted = message.result
         if message.name not in self._held or self.catalog.serves(message.name):
             return
@@ -424,7 +431,7 @@ class Registry:
         name, bundle = wanted.models[key]
         if key not in self.catalog.entries:
             self.catalog.add(key, name, bundle.digest).error = why
-            # Nothing was built, and models that are built next may want what a crashed runtime left.
+            # Nothing was built. The next models may need the entries that a crashed runtime left.
             self.catalog.advance(key, LifecycleEvent.FAILED)
             self.catalog.advance(key, LifecycleEvent.RELEASED)
         log_not_loaded(name, key, why)
@@ -477,14 +484,14 @@ class Registry:
             self._unload_unwanted(entry)
 
     def _unload_unwanted(self, entry: ModelEntry) -> None:
-        """Unload a model that nothing wants any more; otherwise its start follows the demand that is left."""
+        """Unload a model that nothing wants any more. Otherwise, adapt its start to the remaining demand."""
         if entry.wanted:
             self._builder.change_demand(entry.key, entry.demand)
             return
         if entry.ending:
             return
         if entry.model is None:
-            # A build that has begun goes on to its end.
+            # A build that has begun runs to its end.
             if self._builder.drop(entry.key):
                 self._advance(entry.key, LifecycleEvent.UNWANTED)
         else:
@@ -517,7 +524,7 @@ class Registry:
         self._step(self.catalog.entries[message.key], text)
 
     def compiled(self, message: ModelCompiled) -> None:
-        """Hand a compiled model to the scheduler, which has its weights loaded and then a warm-up.
+        """Pass a compiled model to the scheduler, which loads its weights and then starts a warm-up.
 
         A model that was warmed up before is served at once, and its weights load for its first request, or when the
         link is idle; but a version that replaces another has its weights on the device first.
@@ -534,13 +541,14 @@ class Registry:
             return
         entry.model = model
         self._advance(key, LifecycleEvent.COMPILED)
-        # Operators may have changed some of it meanwhile.
+        # Operators may have changed some settings meanwhile.
         model.program = self.catalog.policy.program(model.program, entry.name)
         residency = self.catalog.policy.residency(entry.name)
         if model.residency != residency:
             model.residency = residency
             self.weights.follow_residency(model)
-        # Its executions need memory beside all weights: the budget shrinks first, then its weights may be loaded.
+        # Executions of this model need memory in addition to all weights. So shrink the budget first, then allow its
+        # weights to load.
         self.weights.update_budget()
         served = model.measured and not self.catalog.serves(entry.name, but=key)
         place = self.handover.place(key) if served and self.handover.returns(key) else None
@@ -590,7 +598,7 @@ class Registry:
             self._fail(entry, f"its weights cannot be loaded: {instruction.error}")
 
     def release(self) -> list[str]:
-        """End the lives of models that the scheduler has released; return their keys."""
+        """Remove the models that the scheduler has released, and return their keys."""
         released = [key for key in self.catalog.ending if not self._scheduler.knows(key)]
         for key in released:
             model = self.catalog.get(key)
@@ -619,7 +627,7 @@ class Registry:
             self._outbox.append(ev.ModelRemoved(key))
         for connection, group in waiting:
             assert group is not None
-            # A meta model's other models stay for other connections, or leave with it.
+            # The callees of a meta model stay for other connections, or leave with it.
             self._leave(connection, group, [other for other in group.models if other != key])
             text = reason
             if group.is_meta:
@@ -692,7 +700,7 @@ def _read_demand(wanted: dict[str, Any], weight: float) -> Demand:
 
 
 def _reject(connection: PeerConnection, reason: str, client: str = "") -> None:
-    """Send REJECTED; `client`: the text for clients that ask for the model all the same."""
+    """Send REJECTED. `client`: the text for clients that request the model nevertheless."""
     reason, client = reason[:_MAX_REASON], client[:_MAX_REASON]
     if connection.flat:
         connection.send(pack_rejected(reason, client))

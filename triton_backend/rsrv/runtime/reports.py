@@ -1,4 +1,4 @@
-"""What the runtime tells of requests and of its recent work, as the JSON of commands. Keys as in docs/protocol.md."""
+"""Reports about requests and recent work, as the JSON of commands. Keys as in docs/protocol.md."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -103,12 +103,12 @@ class Reports:
         return self._traces.answer(self._catalog.feed.instance, since)
 
 
-#: Parts of a request's time that its parts have one after another.
+#: Components of a request's time that its parts have one after another.
 _TIMES = ("paused_s", "weights_s", "peers_s", "executing_s")
 
 
 def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
-    """Return one request for these parts of it. Parts that were faster than the kept ones may be missing."""
+    """Return one request made from these parts of it. Parts that were faster than the recorded ones may be missing."""
     described = sorted(map(_slow_request, parts), key=itemgetter("at"))
     first, last = described[0], max(described, key=lambda one: one["at"] + one["seconds"])
     if len(described) == 1:

@@ -122,9 +122,9 @@ class Requests:
     def abort(self, tag: int) -> tuple[int, set[int], set[int]]:
         """Abort the requests, runs and generations with this tag.
 
-        Returns the number of aborted runs and generations, the ids of requests with the tag, and these with the runs' sub-calls. All
-        of them end when the scheduler has taken in the event, except those that execute: these are answered as usual,
-        but their run gets no further.
+        Returns the number of aborted runs and generations, the ids of requests with the tag, and these with the runs'
+        sub-calls. All of them end when the scheduler has handled the event, except executing requests. These are
+        answered as usual, but their run does not continue.
         """
         if not tag:
             return 0, set(), set()

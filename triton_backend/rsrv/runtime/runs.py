@@ -1,7 +1,4 @@
-"""Runs of meta models on the loop's side: their frames, the calls that wait for admission, and their tensors on the device.
-
-The scheduler admits runs, and treats the sub-calls of admitted ones as committed.
-"""
+"""Runs of meta models in the runtime: their frames, the calls that wait for admission, and their tensors on the device."""
 
 import itertools
 from collections.abc import Iterator
@@ -57,14 +54,16 @@ class MetaRun:
     id: int
     token: int
     group: Registration
-    #: of its ENTER: the connection, its own number, and the loop's; both numbers are free again once it is answered
+    #: Connection of the run's ENTER.
     connection: PeerConnection
+    #: The connection's number for ENTER. It is free again after the answer.
     request: int
+    #: The loop's number for ENTER. It is free again after the answer.
     enter_id: int
     #: seconds on the loop's clock
     deadline: float | None
     priority: int
-    #: another device's runtime counts how it ends
+    #: True if another device's runtime counts the run's outcome.
     further: bool
     tag: int
     kind: RequestKind | None
@@ -73,18 +72,18 @@ class MetaRun:
     aborted: bool = False
     #: sub-calls that wait for its admission
     held: list[ev.Request] = field(default_factory=list)
-    #: tensors on the device, by the numbers that its stub chose
+    #: Tensors on the device, by the numbers that the run's stub chose.
     kept: dict[int, Kept] = field(default_factory=dict)
     #: device bytes that its unfinished calls will keep, by the same numbers
     promised: dict[int, int] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of the outputs that it keeps, or is about to keep."""
+        """Device bytes of the outputs that the run keeps, or is about to keep."""
         return sum(kept.nbytes for kept in self.kept.values()) + sum(self.promised.values())
 
     def account(self, seconds: float) -> None:
-        """Add one of its sub-calls, which had the device for so long."""
+        """Add one of the run's sub-calls, which used the device for so many seconds."""
         counts = self.group.counts
         counts.calls += 1
         counts.device_seconds += seconds
@@ -129,7 +128,7 @@ class Runs:
         return run
 
     def entered_on(self, connection: PeerConnection) -> list[MetaRun]:
-        """Return the connection's runs, those that wait first: the ends of the others would admit them."""
+        """Return the connection's runs. Waiting runs come first, because the end of an active run would admit them."""
         mine = [run for run in self if run.connection is connection]
         return sorted(mine, key=lambda run: run.admitted)
 
@@ -171,7 +170,10 @@ class Runs:
         run.held.append(request)
 
     def remove(self, run: MetaRun, status: Status) -> None:
-        """Remove a run that is over, and count how it ended, on one device if it went by stage."""
+        """Remove a run that is over, and count its outcome.
+
+        If a run used several devices, only one of them counts it.
+        """
         del self.by_token[run.token], self._by_id[run.id]
         run.kept.clear()
         if not run.further:

@@ -1,7 +1,7 @@
-"""Sequences of models with state: which of them exist, which has which slot of the device, and which waits for one.
+"""Sequences of models with state: which exist, and which slots of the device they have or wait for.
 
-Pure: times are arguments, in seconds of one monotonic clock, and what follows from a call is in its result. A request goes to
-the scheduler when its sequence has a slot. A sequence has at most one request at a time.
+Pure: times are arguments, in seconds of one monotonic clock, and each call returns its consequences. A request goes
+to the scheduler when its sequence has a slot. A sequence has at most one request at a time.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ LOST = (
     "the sequence is not known: it never started or has ended, or its state was dropped because it was idle for too long, host "
     "memory was short, an execution of its model failed, or its runtime ended; start it again"
 )
-#: of requests that a failed execution of other ones takes with it
+#: Text for requests whose state another request's failed execution has destroyed.
 STATE_LOST = (
     "an execution of this model failed, and the state of all its sequences was lost with it; start again"
 )
@@ -109,7 +109,7 @@ class SequenceEntry:
         self.state = state
 
     def go_on(self, request: ev.Request) -> None:
-        """Take the next request in the same slot, as the one before has executed: a generation is never idle."""
+        """Take the next request in the same slot, because the one before has executed. A generation is never idle."""
         self.request, self.flags, self.begun = request, 0, True
 
     @property
@@ -172,7 +172,7 @@ class SequenceTable:
 
     def __init__(self) -> None:
         self._models: dict[str, _SlotTable] = {}
-        #: whether no sequence gets a slot, because the runtime is about to end
+        #: True while no sequence gets a slot, because the runtime is about to end.
         self._held = False
 
     def __bool__(self) -> bool:
@@ -221,7 +221,7 @@ class SequenceTable:
             model.stored.pop(id, None)
             known.advance(SequenceEvent.REQUEST)
             if not flags & START:
-                # It goes on with what was: a pause of mode drain lets it.
+                # This request continues an existing sequence, which a pause of mode drain allows.
                 request = request._replace(accepted=True)
         known.owner, known.request, known.flags = owner, request, flags
         if known.state is SequenceState.STEPPING:
@@ -232,7 +232,7 @@ class SequenceTable:
         return known, Verdicts(self._grant(model))
 
     def done(self, sequence: SequenceEntry, *, executed: bool, now: float) -> Verdicts:
-        """Take the end of a sequence's request: by an execution, or without a change of its state."""
+        """Handle the end of a sequence's request, which executed or ended without a change of the state."""
         model, request = self._models[sequence.model], sequence.request
         assert request is not None
         model.waiting.pop(request.id, None)
@@ -273,12 +273,12 @@ class SequenceTable:
         return Verdicts(self._grant_all())
 
     def hold(self, *, held: bool) -> Verdicts:
-        """Give no slots from now on, or go on, and give those that sequences have waited for."""
+        """Stop giving slots, or give them again, first to the sequences that waited."""
         self._held = held
         return Verdicts(self._grant_all())
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Accept the requests of these models that wait for a slot: a pause that begins refuses later ones only."""
+        """Accept the requests of these models that wait for a slot. A pause that begins refuses only later requests."""
         for model in [self._models[key] for key in keys if key in self._models]:
             for sequence in model.waiting.values():
                 assert sequence.request is not None
@@ -306,7 +306,7 @@ class SequenceTable:
         return sum(len(resting) * model.spec.slot_bytes for model, resting in self._on_host(resident))
 
     def drop(self, excess: int, resident: Collection[str]) -> Verdicts:
-        """End sequences with so many bytes of state in host memory, those first that were idle the longest."""
+        """End sequences with so many bytes of state in host memory, the longest idle first."""
         oldest = merge(
             *(
                 [(one.used, one, model) for one in resting.values()]
@@ -368,7 +368,10 @@ class SequenceTable:
         return slot
 
     def _end_all(self, model: _SlotTable, sequences: Iterable[SequenceEntry]) -> None:
-        """End sequences: at once, or with the request that the scheduler or its caller has yet to end."""
+        """End sequences.
+
+        If the scheduler or the caller has yet to end a request of a sequence, the sequence ends with it.
+        """
         for sequence in sequences:
             if sequence.request is None:
                 self._end(model, sequence)
@@ -387,7 +390,7 @@ class SequenceTable:
 
 
 def _check(request: ev.Request, known: SequenceEntry | None, id: int, flags: int) -> RefusedStep | None:
-    """Return why a request cannot be one of its sequence."""
+    """Return why a request cannot belong to its sequence."""
     if not id:
         text = "this model keeps state, so each request belongs to a sequence: send its id, and start and end with it"
         return RefusedStep(request.id, Status.INVALID, text)

@@ -185,14 +185,17 @@ def _wanted(one: int | str, visible: str | None, found: Sequence[InstalledGpu]) 
             raise DevicesError(f"{_KEY}: {one}: CUDA_VISIBLE_DEVICES ({visible}) has {_numbers(len(here))}")
         return here[one]
     devices = _named(one, found, _KEY)
-    # Without NVML, different names may mean one device.
+    # Without NVML, several names may mean one device.
     if found and not {device for group in here for device in group}.issuperset(devices):
         raise DevicesError(f"{_KEY}: {one} is not in CUDA_VISIBLE_DEVICES ({visible})")
     return devices
 
 
 def _named(name: int | str, found: Sequence[InstalledGpu], said: str) -> tuple[str, ...]:
-    """Return the devices of nvidia-smi's number, or of a UUID or its beginning; `said` is where the name stands."""
+    """Return the devices with this number in nvidia-smi, or with this UUID or its beginning.
+
+    `said` says where the name stands.
+    """
     if not found:
         return (str(name),)
     if isinstance(name, int):
@@ -210,7 +213,7 @@ def _named(name: int | str, found: Sequence[InstalledGpu], said: str) -> tuple[s
     if groups:
         return groups[0]
     if name.startswith("MIG-GPU-"):
-        return (name,)  # names of instances for drivers before 470; NVML has others
+        return (name,)  # Drivers before 470 use other names for instances than NVML.
     known = ", ".join(one for gpu in found for one in gpu.selectors)
     raise DevicesError(f"{said}: {name}: this machine has {known}")
 

@@ -62,9 +62,9 @@ class PendingRequest(Protocol):
     """A request without an answer."""
 
     connection: PeerConnection
-    #: The connection's number for it.
+    #: The connection's number for the request.
     request: int
-    #: None: it is a plain one.
+    #: Kind of the request. None: it is a plain one.
     kind: RequestKind | None
 
 
@@ -101,10 +101,10 @@ class RequestSlice:
     segment: Bytes
     inputs_at: int
     outputs_at: int
-    tag: int = 0  # hash of the client's id for it; 0: it has none
+    tag: int = 0  # hash of the client's id for the request; 0: it has none
     #: Tensors of the request at its own length, if the model has a padded axis.
     shapes: Variant | None = None
-    #: None: it is a plain one.
+    #: Kind of the request. None: it is a plain one.
     kind: RequestKind | None = None
 
     def source(self, index: int, block: Block) -> Array:

@@ -27,7 +27,7 @@ from rsrv.wire.socket import readable
 
 log = logging.getLogger("rsrv.runtime")
 
-#: seconds without a model that is being built, before a spare starts; and between two looks
+#: A spare starts after this many seconds without a build, and seconds between two checks for that.
 _QUIET_S, _LOOK_S = 2.0, 0.5
 #: seconds between a spare's end and the start of the next one
 _PAUSE_S = 30.0
@@ -35,11 +35,11 @@ _PAUSE_S = 30.0
 _BYTES = 90 << 20
 #: niceness of the imports; only a thread of its own can have one for a time
 _NICENESS = 19
-#: what a spare says when it waits for its turn, without and with the version of the stubs that it can serve
+#: Reports of a spare that waits for its turn, without and with the version of the stubs that it can serve.
 _CAN, _READY = "speaks version", f"speaks version {PROTOCOL_VERSION}"
-#: seconds until it says so, if it is to serve soon
+#: Seconds until the spare reports that, if it is to serve soon.
 _IMPORT_S = 60.0
-#: modules of ours that import the others, and modules of jax and beside it that are imported at their first use
+#: Modules of rsrv that import the others, and modules that jax and others import at their first use.
 _MODULES = (
     "rsrv.runtime.loop",
     "rsrv.runtime.jax_device",
@@ -64,14 +64,14 @@ class Successor:
     """The process that becomes the next runtime, as far as the end of this one needs it. Here, a stub starts it."""
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        """Have the process wait for its turn; `fresh`: with the installed packages of now.
+        """Make the process wait for its turn. `fresh`: it must use the packages that are installed now.
 
         `done` is called from any thread, with "" or the reason why the process cannot serve.
         """
         done("")
 
     def withdraw(self) -> None:
-        """Take back `prepare`: this runtime goes on."""
+        """Undo `prepare`, because this runtime does not end."""
 
     def stay_back(self, record: bytes) -> None:
         """Let the process wait for a connection before it becomes the runtime. Raises OSError.
@@ -94,7 +94,7 @@ class SpareKeeper(Successor):
     ) -> None:
         """`command` starts a spare, but for the descriptors that it gets; `rest` sleeps for a number of seconds."""
         self._directory = directory
-        # No pid, which another process may have by then.
+        # Open a pidfd now, because another process may have the pid later.
         runtime = os.pidfd_open(os.getpid())
         self._descriptors = listener, runtime
         self._command = [*command, "--listener-fd", str(listener), "--runtime-fd", str(runtime)]
@@ -105,11 +105,11 @@ class SpareKeeper(Successor):
         self._spare: _Spare | None = None
         #: The spare that was started for a restart, with its device.
         self._prepared: _Spare | None = None
-        #: whether there is a spare without an end that was planned
+        #: True if a spare exists although no end is planned.
         self._keeps = False
 
     def keep(self) -> None:
-        """Have a spare at all times, for as long as this process lives."""
+        """Keep one spare at all times while this process lives."""
         self._keeps = True
         while True:
             quiet_s = 0.0
@@ -128,15 +128,16 @@ class SpareKeeper(Successor):
                 spare, ended = None, f"cannot be started: {error}"
             with self._lock:
                 if self._spare is not spare:
-                    continue  # `renew` has replaced it
+                    continue  # `_renew` has replaced the spare
                 self._spare = None
             log.error("the spare runtime %s; starting another in %.0f s", ended, _PAUSE_S)
             self._rest(_PAUSE_S)
 
     def prepare(self, done: Callable[[str], object], *, fresh: bool) -> None:
-        """Have a spare, on a thread; `fresh`: one with the installed packages of now, which waits for its turn.
+        """Make a spare ready, on a thread.
 
-        `done` gets "", or the reason why the spare cannot serve; then the one before it stays.
+        `fresh`: it must use the packages that are installed now, and waits for its turn. `done` gets "", or the
+        reason why the spare cannot serve. Then the previous spare stays.
         """
         action = self._renew if fresh else self._have
         thread = threading.Thread(target=lambda: done(action()), name="renewal", daemon=True)
@@ -182,7 +183,7 @@ class SpareKeeper(Successor):
         with self._lock:
             before, self._spare = self._spare, fresh
             self._prepared = fresh
-        # Two would both take this process's place.
+        # Two spares would both take this process's place.
         if before is not None:
             before.end()
         return ""
@@ -212,13 +213,13 @@ class _Spare(NamedTuple):
     sock: socket.socket
 
     def problem(self, wait_s: float = _IMPORT_S) -> str:
-        """Return the reason why the spare cannot serve, once it has imported its modules; "": it can.
+        """Return the reason why the spare cannot serve, once it has imported its modules. "": it can serve.
 
-        `wait_s`: seconds that the imports may take; 0.0: it is not to be waited for.
+        `wait_s`: how many seconds to wait for the imports.
         """
         self.sock.settimeout(wait_s)
         try:
-            # It says so once, and may be asked again.
+            # The spare reports once, but `problem` may be called again, so the report stays in the socket.
             said = self.sock.recv(4096, socket.MSG_PEEK).decode(errors="replace")
         except BlockingIOError:
             return ""
@@ -246,9 +247,9 @@ def wait_for_turn(
 ) -> bool:
     """In the spare: import everything, and wait until the runtime that started this process ends.
 
-    `server` and `runtime` are pidfds. `check` raises an exception if this process could not serve. `soon`: the runtime
-    ends when it hears that this process is ready. Returns False at once if the server ends: this process must end, too,
-    without a wait for its threads.
+    `server` and `runtime` are pidfds. `check` raises an exception if this process could not serve. `soon`: the
+    runtime ends when it hears that this process is ready. Returns False at once if the server ends. This process must
+    then end as well, without waiting for its threads.
     """
     niceness = 0 if soon else _NICENESS
     prepared, preparing = os.pipe()
@@ -264,7 +265,7 @@ def wait_for_turn(
                 return False
             awaited.difference_update(ended)
             if awaited == {prepared} and preparation.native_id is not None:
-                # Requests wait for the imports. Not every user may have a thread become less nice.
+                # Requests wait for the imports. Not every user may raise a thread's priority.
                 with suppress(OSError):
                     nice = os.getpriority(os.PRIO_PROCESS, os.getpid())
                     os.setpriority(os.PRIO_PROCESS, preparation.native_id, nice)
@@ -296,7 +297,10 @@ def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int,
 
 
 def _import(modules: Sequence[str]) -> str:
-    """Return the first reason why a module of ours cannot be imported; the others are only imported ahead of their use."""
+    """Return the first reason why one of rsrv's modules cannot be imported.
+
+    Other modules are only imported ahead of their use.
+    """
     problem = ""
     for name in modules:
         try:
@@ -304,7 +308,7 @@ def _import(modules: Sequence[str]) -> str:
         except Exception as error:  # noqa: BLE001 - told to the runtime
             if name.startswith("rsrv"):
                 problem = problem or f"{name} cannot be imported: {error}"
-    # The collection after each model's build does not look at these modules then.
+    # Later collections, after each model's build, then skip these modules.
     gc.collect()
     gc.freeze()
     return problem

@@ -16,7 +16,7 @@ class Urgency(IntEnum):
 
     #: requests wait for the model
     REQUESTED = 0
-    #: an operator, a schedule or a policy wants the model warm before requests come
+    #: An operator, a schedule or a policy wants the model warm before requests come.
     PREWARMED = 1
     #: the model starts with the server
     EAGER = 2
@@ -35,7 +35,7 @@ class Demand:
     weight: float = 1.0
 
     def stronger(self, other: "Demand") -> "Demand":
-        """Return the demand that both make together."""
+        """Return the combination of both demands."""
         urgency, deadline = min(self.urgency, other.urgency), min(self.deadline, other.deadline)
         return Demand(urgency, deadline, self.weight)
 
@@ -44,9 +44,9 @@ class Demand:
 class BuildStep:
     """Work of the build thread that has not begun."""
 
-    #: no other step that waits has it
+    #: Unique among the waiting steps.
     id: Hashable
-    #: of the model, or "" for none
+    #: Name of the model, or "" if the step is for none.
     name: str
     demand: Demand
     action: Callable[[], object]
@@ -78,10 +78,10 @@ class StartQueue:
 
     def __init__(self) -> None:
         self._steps: dict[Hashable, BuildStep] = {}
-        #: ranks as of their entry: a step that has fallen back since is entered again when it is popped
+        #: Ranks at the time of their entry. A step that has fallen back since is entered again when it is popped.
         self._heap: list[tuple[_Rank, BuildStep]] = []
         self._numbers = itertools.count()
-        #: name -> building time as of the latest charge, and when that was
+        #: For each name, the building time at the latest charge, and the time of that charge.
         self._charged: dict[str, tuple[float, float]] = {}
 
     def __len__(self) -> int:

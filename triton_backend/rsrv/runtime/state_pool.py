@@ -31,7 +31,7 @@ log = logging.getLogger("rsrv.state")
 
 
 class StateLost(Exception):
-    """A sequence continues, and its state is gone."""
+    """A sequence continues, but its state is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +42,12 @@ class SequenceTensors:
     slot: int | None = None
     #: a copy in host memory
     arrays: list[Array] | None = None
-    #: False once its sequence has ended: then nothing saves it
+    #: False once its sequence has ended. Such a state is not saved.
     live: bool = True
 
 
 class SlotRow(NamedTuple):
-    """A row of an execution: the slot that its sequence has, and whether the sequence begins with it."""
+    """A row of an execution: the slot of its sequence, and whether the sequence begins with this row."""
 
     slot: int
     tensors: SequenceTensors
@@ -68,7 +68,7 @@ class StatePool:
         self._pools: Pools | None = None
         #: slot -> the state that it holds
         self._held: dict[int, SequenceTensors] = {}
-        #: number of times that the contents were lost; an execution that fails late must not lose what came after it
+        #: How often the contents were lost. An execution that fails late must not destroy newer contents.
         self.losses = 0
         # A thread may find that an execution has failed while another one launches the next.
         self._lock = Lock()
@@ -80,7 +80,7 @@ class StatePool:
                 self._pools = device.make_pools(self._kinds)
 
     def unload(self, device: Device) -> None:
-        """Free the pools; live sequences keep their state in host memory."""
+        """Free the pools. Live sequences keep their state in host memory."""
         with self._lock:
             for slot, tensors in self._held.items():
                 tensors.slot = None
@@ -104,11 +104,8 @@ class StatePool:
     ) -> tuple[Launched, int]:
         """Launch an execution of `size` rows, of which the first are `rows`, and the others padding.
 
-        `targets` as in `Device.launch`.
-
-        Returns it with the losses before it, for `read`.
-
-        Raises StateLost, and what the device raises; `losses` says whether that has lost the contents.
+        `targets` as in `Device.launch`. Return it with the number of losses before it, for `read`. Raises StateLost
+        and the device's errors. `losses` then shows whether the contents were lost.
         """
         self.load(device)
         with self._lock:
@@ -120,7 +117,7 @@ class StatePool:
                 if not device.holds(self._pools):
                     self._lose(device)
                 raise
-            # Not before the launch has succeeded: until then their former states hold.
+            # Do this only after a successful launch: until then, the former states are valid.
             for slot, tensors, begins in rows:
                 if begins and tensors.slot != slot:
                     self._put(slot, tensors)
@@ -186,7 +183,7 @@ class StatePool:
         tensors.arrays = None
 
     def _put(self, slot: int, tensors: SequenceTensors) -> None:
-        """Note that a slot holds a state, and no other one does."""
+        """Record that a slot holds a state, and no other slot does."""
         if tensors.slot is not None:
             del self._held[tensors.slot]
         self._held[slot] = tensors

@@ -52,7 +52,7 @@ class StatefulRequests(RequestKind):
         self.sequences = SequenceTable()
         #: Generations in progress, by the global id of their GENERATE. `Requests.pending` has the present step of each.
         self.generations: dict[int, StepSlice] = {}
-        #: Memory of each model's steps, by its key.
+        #: Memory for the steps of each model's generations, by its key.
         self._step_memories: dict[str, StepMemory] = {}
         #: Counts of each model's generations, by its name.
         self.generation_counts: dict[str, GenerationCounts] = {}
@@ -108,13 +108,13 @@ class StatefulRequests(RequestKind):
     # --- the loop -----------------------------------------------------------------------------------------
 
     def hold_starts(self, *, held: bool) -> None:
-        """Have sequences and generations that begin wait, perhaps for the next runtime, or go on."""
+        """Make new sequences and generations wait, perhaps for the next runtime, or continue."""
         self._apply(self.sequences.hold(held=held))
 
     def expire(self, now: float) -> float:
         """End the sequences that were idle for too long, and the requests that waited too long for a slot.
 
-        Returns when to look again.
+        Return when to check again.
         """
         self._apply(self.sequences.expire(now))
         return self.sequences.due()
@@ -134,7 +134,7 @@ class StatefulRequests(RequestKind):
             self._apply(dropped)
 
     def forget(self, key: str) -> None:
-        """Drop what belongs to a model that is gone; no request of it is left."""
+        """Drop all data of a model that is gone. None of its requests is left."""
         self.sequences.forget(key)
         self._step_memories.pop(key, None)
 
@@ -147,9 +147,9 @@ class StatefulRequests(RequestKind):
     # --- ends ---------------------------------------------------------------------------------------------
 
     def executed(self, ended: ExecutionEnded) -> int:
-        """Take the end of a model's execution, which may still have another try.
+        """Handle the end of a model's execution, which may be tried again.
 
-        Returns the number of sequences whose state it has lost.
+        Return the number of sequences that lost their state.
         """
         dispatch, pool = ended.dispatch, ended.dispatch.model.pool
         assert pool is not None
@@ -187,10 +187,10 @@ class StatefulRequests(RequestKind):
         return True
 
     def cancel(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Cancel generations, and requests that wait for a slot. The others are the scheduler's."""
+        """Cancel generations, and requests that wait for a slot. The scheduler cancels the other requests."""
         named = [self.generations[id] for id in ids if id in self.generations]
         pending = self._requests.pending
-        # The end of a connection names the present steps of its generations.
+        # When a connection ends, `ids` has the present steps of its generations.
         present = [part for id in ids if isinstance(part := pending.get(id), StepSlice)]
         for step in (*named, *present):
             step.generation.ending = step.generation.ending or End(Status.CANCELLED, CANCELLED)
@@ -222,7 +222,7 @@ class StatefulRequests(RequestKind):
             self._timers.advance(self.expire, self.sequences.due(part.sequence.model))
 
     def _apply(self, verdicts: Verdicts) -> None:
-        """Carry out what has become of requests of sequences."""
+        """Carry out the table's decisions about requests of sequences."""
         self._requests.arrived += verdicts.granted
         for request in verdicts.granted if self.generations else ():
             if isinstance(step := self._requests.pending[request.id], StepSlice):
@@ -274,7 +274,7 @@ def _sequence(part: PendingRequest | None) -> SequenceEntry | None:
 
 
 def _end_of_generation(step: StepSlice, status: Status, text: str) -> tuple[Status, str]:
-    """Return how a generation ends, of which a step ended without an execution."""
+    """Return how a generation ends if one of its steps ended without an execution."""
     generation = step.generation
     if generation.ending is not None:
         return generation.ending

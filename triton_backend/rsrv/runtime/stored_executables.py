@@ -34,10 +34,11 @@ class StoredExecutablesError(Exception):
 class CompileTarget:
     """Circumstances that an executable depends on, beside its module."""
 
-    #: the device's name by its driver, and its CUDA compute capability; "": it has none
+    #: The device's name by its driver. Empty: it has none.
     card: str
+    #: The device's CUDA compute capability. Empty: it has none.
     capability: str
-    #: of jax and its CUDA plugin
+    #: Versions of jax and its CUDA plugin.
     versions: str
     #: XLA_FLAGS, sorted
     flags: str
@@ -159,9 +160,9 @@ def write_executables(
 
 
 def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables | None:
-    """Return the executables in this repository for the target here; None: models are compiled, and the log says why.
+    """Return the executables in this repository for this target. None: models are compiled, and the log says why.
 
-    Of several files for one target, a tuned one is taken, and else the first by name.
+    If several files are for the target, use the first tuned one, or else the first by name.
     """
     refused, usable = [], []
     for path in sorted(repository.glob(f"*{SUFFIX}")):

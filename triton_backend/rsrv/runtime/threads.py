@@ -61,11 +61,11 @@ class WorkerThread:
             except BaseException:
                 log.critical("thread %s failed; the runtime ends", self._thread.name, exc_info=True)
                 os._exit(70)
-            del action  # its tensors must not live until the next one comes
+            del action  # The action's tensors must not live until the next action comes.
 
 
 def lower_priority() -> None:
-    """Have the calling thread, and the threads and processes that it starts, wait for others if the processors are busy."""
+    """Make the calling thread, and the threads and processes that it starts, wait for others if the processors are busy."""
     own = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICER))

@@ -19,7 +19,8 @@ TIMELINE_LENGTH = 32_768
 TIMELINE_ANSWER = 2_000
 #: spans of traced requests that are kept, and those of one answer
 TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
-#: arrivals that are kept; and seconds for which they are, after a reader has asked for them. About 10 MB.
+#: Number of arrivals that are kept, about 10 MB. They are kept for this many seconds after a reader has asked for
+#: them.
 ARRIVALS_LENGTH, ARRIVALS_S = 32_768, 10.0
 
 WorkKind = Literal["execute", "warm_up", "load", "evict"]
@@ -31,7 +32,7 @@ class RingBuffer(Generic[T]):
 
     def __init__(self, length: int) -> None:
         self._kept: deque[T] = deque(maxlen=length)
-        #: elements ever added: the number of the next one
+        #: Number of the next element, which is the number of elements ever added.
         self.next = 0
 
     def add(self, element: T) -> None:
@@ -48,7 +49,7 @@ class RingBuffer(Generic[T]):
         return first, list(islice(self._kept, first - oldest, first - oldest + most))
 
     def answer(self, instance: str, number: int, most: int) -> tuple[dict[str, Any], list[T]]:
-        """Return what the answer to a command says of the elements that `since` returns, and these elements."""
+        """Return the fields of an answer that describe the elements that `since` returns, and these elements."""
         first, kept = self.since(number, most)
         return {"instance": instance, "first": first, "next": first + len(kept), "end": self.next}, kept
 
@@ -61,9 +62,11 @@ class DeviceSpan(NamedTuple):
     #: on the loop's clock, seconds
     start: float
     end: float
-    #: of executions: useful rows, the compiled size, and the number of requests
+    #: Useful rows of an execution.
     rows: int = 0
+    #: Compiled size of an execution.
     size: int = 0
+    #: Number of requests of an execution.
     requests: int = 0
     failed: bool = False
 
@@ -98,7 +101,7 @@ class RecentArrivals:
                     one.run != 0,
                 )
                 for at, one in kept
-                # One that had been accepted before a restart was here before.
+                # A request that was accepted before a restart has arrived before.
                 if not one.accepted
             ],
         }
@@ -214,7 +217,7 @@ class Traces:
         self._dropped = 0
         #: traced requests that are not over, by their global ids
         self.live: dict[int, _TracedRequest] = {}
-        #: the traced requests in each execution that has some, by its number
+        #: Traced requests of each execution that has some, by the execution's number.
         self._executing: dict[int, list[_TracedRequest]] = {}
 
     # --- events and instructions --------------------------------------------------------------------------
@@ -224,7 +227,7 @@ class Traces:
         self.live[id] = _TracedRequest(mark, model)
 
     def happened(self, event: ev.Event, ended: DeviceSpan | None, now: float) -> None:
-        """Take in an event; `ended`: the timeline's span that it ended."""
+        """Handle an event. `ended`: the timeline's span that it ended."""
         match event:
             case ev.RequestsArrived(requests):
                 for request in requests:
@@ -246,7 +249,7 @@ class Traces:
         if traced:
             self._executing[execute.number] = traced
         for request in traced:
-            if not request.executed:  # else this is the second try
+            if not request.executed:  # otherwise, this is the second try
                 request.executed = True
                 self._add_waiting(request, now, "")
 
@@ -257,7 +260,7 @@ class Traces:
             self._add_waiting(traced, now, reason.value)
 
     def report(self, spans: Sequence[Span], dropped: int) -> None:
-        """Take in a stub's spans and the number of those that it dropped."""
+        """Take a stub's spans, and the number of spans that the stub dropped."""
         for span in spans:
             self._spans.add(span)
         self._dropped += dropped

@@ -5,12 +5,13 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-#: Gets the time, in seconds on the loop's clock, and returns when it is due next. inf: when someone sets it.
+#: An action gets the time, in seconds on the loop's clock, and returns when it is due next. inf: not until its time
+#: is set.
 Action = Callable[[float], float]
 
 
 class Timers:
-    """A heap of actions. Each one has one time at most."""
+    """A heap of actions. Each action has at most one time."""
 
     def __init__(self) -> None:
         self._times: dict[Action, float] = {}
@@ -19,7 +20,7 @@ class Timers:
         self._numbers = count()
 
     def set(self, action: Action, at: float) -> None:
-        """Set when an action is due, instead of the time before."""
+        """Set when an action is due. Replace its earlier time."""
         if self._times.get(action) != at:
             self._times[action] = at
             heappush(self._heap, (at, next(self._numbers), action))

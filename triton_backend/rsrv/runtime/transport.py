@@ -33,15 +33,17 @@ from rsrv.wire.traces import Mark
 
 #: seconds that peers have to read the last frames of a runtime that ends as planned, and between two looks
 _SETTLE_S, _SETTLE_LOOK_S = 0.05, 0.001
-#: limits of the backlog of a stub that does not read: frames, bytes and descriptors; beyond, its connection is closed
+#: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. Beyond them, its connection is
+#: closed.
 _MAX_BACKLOG = 4096
 _MAX_BACKLOG_BYTES = 16 << 20
 _MAX_BACKLOG_FDS = 64
-#: limits of the memory that a stub has the runtime map: segments, each of which is one of the 65,530 mappings of a
-#: process, and bytes, which are only address space until they are used
+#: Limits of the memory that a stub makes the runtime map. Each segment takes one of the 65,530 mappings of a process.
+#: The bytes are only address space until they are used.
 _MAX_SEGMENTS = 1024
 _MAX_SEGMENT_BYTES = 1 << 40
-#: limit of marks whose traced requests have not arrived; beyond, some never will, and all are dropped
+#: Limit of marks whose traced requests have not arrived. Beyond it, some requests will never arrive, so all marks are
+#: dropped.
 _MAX_MARKS = 4096
 
 
@@ -68,10 +70,11 @@ class Registration:
     #: the clients' tensors: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
     is_meta: bool = False
-    #: of a meta model: names of the callees, in any order, and the counts of its runs
+    #: For a meta model, names of the callees, in any order.
     calls: tuple[str, ...] = ()
+    #: Counts of the meta model's runs.
     counts: MetaCounts = field(default_factory=MetaCounts)
-    #: those that have it, by id
+    #: Connections with this registration, by id.
     connections: "dict[int, PeerConnection]" = field(default_factory=dict)
 
 
@@ -90,15 +93,16 @@ class PeerConnection:
         #: whether REGISTER is answered in flat form
         self.flat = False
         self.group: Registration | None = None  # None: not registered
-        #: of the requests that wait for the registration's answer
+        #: Demand of the requests that wait for the registration's answer.
         self.demand = Demand()
-        #: when its stub began to import a model.py that takes long, and the line where it is; None: it does not
+        #: If the stub has imported model.py for long, the time when that began, and the present line. Otherwise None.
         self.importing: tuple[float, int] | None = None
+        #: Memory that the stub shares, by its number.
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
-        #: tokens of generations, with the connection's numbers of these
+        #: Tokens of generations, with the connection's numbers of the generations.
         self.tokens: list[tuple[int, int]] = []
-        #: marks of traced requests that arrive next, by the connection's numbers
+        #: Marks of traced requests that arrive next, by the connection's numbers of the requests.
         self.marks: dict[int, Mark] = {}
         self.receiver = Receiver(sock, buffer)
         #: Frames that the peer has no room for, with their descriptors. Nearly always empty: as a deque it would take 760
@@ -108,7 +112,7 @@ class PeerConnection:
         self._backlog_fds = 0
 
     def note_import(self, said: Any, now: float) -> None:
-        """Note a stub's word on its import of model.py: `importing` of REPORT, None without one."""
+        """Record what a stub reports about its import of model.py: `importing` of REPORT, or None."""
         self.importing = None
         if said is not None:
             try:
@@ -218,8 +222,7 @@ log = logging.getLogger("rsrv.transport")
 
 #: frames read from one connection before the other connections get a turn
 _MAX_FRAMES_PER_TURN = 32
-#: connections of one model's stub: for requests, for deferred answers, and for metrics. A meta model has one more for
-#: each run.
+#: Connections of one model's stub: one for requests, one for deferred answers and one for metrics.
 _CONNECTIONS_PER_MODEL = 3
 #: descriptors reserved for other files: files of weights, and documents being sent
 _RESERVED_FDS = 256
@@ -299,7 +302,7 @@ class Transport:
                 self._epoll.modify(connection.sock, select.EPOLLIN | extra)
 
     def settle(self) -> None:
-        """Wait, for a moment at most, until the peers have read all frames: the end of a connection may overtake them."""
+        """Wait briefly until the peers have read all frames. Otherwise the end of a connection may overtake them."""
         until = time.monotonic() + _SETTLE_S
         while any(connection.has_unread() for connection in self.connections) and time.monotonic() < until:
             time.sleep(_SETTLE_LOOK_S)
@@ -359,7 +362,7 @@ class Transport:
                     try:
                         check_hello(frame)
                     except OtherVersionError:
-                        self._greet(connection)  # by which the peer learns why it is disconnected
+                        self._greet(connection)  # The greeting tells the peer why it is disconnected.
                         raise
                     connection.greeted = True
                     self._greet(connection)

@@ -36,9 +36,9 @@ class Budget:
 
     #: for all weights
     pool: int | None
-    #: for pinned models; over-committed, they exceed the pool
+    #: Bytes for pinned models. If they are over-committed, they exceed the pool.
     pinned: int
-    #: for weights that are loaded and evicted on demand
+    #: Bytes for weights that are loaded and evicted on demand.
     on_demand: int | None
 
     @property
@@ -46,7 +46,7 @@ class Budget:
         return self.pool is not None and self.pinned > self.pool
 
     def warning(self, largest: int) -> str | None:
-        """Return what does not fit, and a remedy; `largest`: bytes of the largest model that is not pinned."""
+        """Return what does not fit, and a remedy. `largest`: bytes of the largest model that is not pinned."""
         if self.pool is None or self.on_demand is None:
             return None
         more = "raise runtime.weight_budget_bytes if it is set, or serve fewer models on this device"
@@ -95,7 +95,7 @@ class WeightManager:
         self.settings = scheduler.settings
         #: the latest warning about the budget
         self._warning: str | None = None
-        #: keys of evicted models, by that of the model whose load needs the memory
+        #: Keys of evicted models, by the key of the model whose load needs the memory.
         self._evicted: dict[str, list[str]] = {}
         self.copies = HostCopies(catalog, scheduler, outbox)
         #: None until the device is ready
@@ -115,7 +115,7 @@ class WeightManager:
 
     @property
     def kept_limit(self) -> int | None:
-        """Bytes that runs of meta models may keep on the device: half of the memory beside weights and scratch."""
+        """Bytes that runs of meta models may keep on the device: half of the memory that weights and scratch leave free."""
         arena = None if self.device is None else self.device.memory_limit
         return None if arena is None else int(arena * SLACK_FRACTION / 2)
 
@@ -152,16 +152,16 @@ class WeightManager:
             self._evicted.setdefault(loading_for, []).append(key)
 
     def retry_when_freed(self, instruction: ev.Execute | ev.WarmUp) -> None:
-        """Have a second try carried out when the memory of all evicted weights is free."""
+        """Carry out a second try when the memory of all evicted weights is free."""
         self._mover.post_when_freed(instruction)
 
     def measured(self, message: HostMemoryMeasured, now: float) -> int:
-        """Take in the host's free memory, as `HostCopies.measured`."""
+        """Handle a measurement of the host's free memory, as `HostCopies.measured`."""
         self._promise()
         return self.copies.measured(message, now)
 
     def _promise(self) -> None:
-        """Have copies leave memory for the weights that a CPU will load."""
+        """Reserve host memory for weights that a CPU will load, so that copies leave it free."""
         if self.mover is not None:
             self.mover.host.promised = max(0, self._on_host - self.mover.device.nbytes)
 
@@ -180,7 +180,7 @@ class WeightManager:
         model, event = message.model, message.event
         model.weights = message.weights
         self._log_load(message)
-        # First: the scheduler's answer may move the weights again.
+        # Record this first, because the scheduler's answer may move the weights again.
         self._catalog.moved(model.key, "resident" if isinstance(event, ev.WeightsLoaded) else "absent")
         self._outbox.append(event)
         if model.weights is not None and model.residency == "device":
@@ -238,7 +238,7 @@ class WeightManager:
                     extra=about(model, event="abandoned", evicted=evicted),
                 )
             case ev.LoadFailed():
-                # The failed load has logged its reason. The evicted models may be gone since.
+                # The reason of a failed load is logged already. The evicted models may be gone since.
                 for key in evicted:
                     extra = fields(model=key.rpartition("@")[0], version=key, event="evicted")
                     log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=extra)
@@ -251,7 +251,7 @@ class WeightManager:
             model = self._catalog.get(key)
             wanted = self._catalog.policy.residency(model.name)
             log.info("%s: residency %s, was %s", key, wanted, model.residency, extra=about(model))
-            # Also if nothing changes: its load, or its copy, may have failed before.
+            # Do this even if the residency stays the same, because an earlier load or copy may have failed.
             model.residency = wanted
             if wanted != "device" or model.weights is not None:
                 self.follow_residency(model)
@@ -297,7 +297,7 @@ class WeightManager:
         sizes = [(sum(m.tensors.values()), m.residency == "device") for m in models]
         largest = max((size for size, is_pinned in sizes if not is_pinned), default=0)
         warning = budget.warning(largest)
-        # The largest is served alone, if it must.
+        # The largest model is served alone if necessary.
         room = max(budget.pool or 0, largest)
         self._on_host = min(room, sum(size for size, _ in sizes)) if on_cpu else 0
         self._promise()

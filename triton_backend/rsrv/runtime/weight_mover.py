@@ -68,7 +68,9 @@ class DeviceWeights:
         abandoned: Callable[[], bool],
         pool: StatePool | None = None,
     ) -> Sequence[Buffer]:
-        """Load a model's weights; return them in argument order. `read`: the `read` of `weights`, or around it.
+        """Load a model's weights; return them in argument order.
+
+        `read`: the method `read` of `weights`, or a function that wraps it.
 
         `pool`: the model's state, for which it allocates memory.
         Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, except that tensors
@@ -102,7 +104,7 @@ class DeviceWeights:
     ) -> None:
         """Free a loaded model's weights, on which nothing executes, and its state, which sequences keep on the host.
 
-        `loading_for`: the weights that are loaded next; tensors that both have stay.
+        `loading_for`: the weights that are loaded next. Tensors in both stay.
         """
         if pool is not None:
             pool.unload(self._device)
@@ -113,7 +115,7 @@ class DeviceWeights:
         self._drop((key for key in weights.distinct if key not in kept), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
-        """Free those of the tensors that no model uses."""
+        """Free the given tensors that no model uses."""
         unused = []
         for key in keys:
             held = self._tensors.get(key)
@@ -121,7 +123,7 @@ class DeviceWeights:
                 unused.append(held)
                 del self._tensors[key]
         self._device.free((held.buffer for held in unused), reuse=reuse)
-        # Afterwards: a reader of the figure finds the memory free.
+        # Update the figure afterwards, so that a reader of it finds the memory free.
         self.nbytes -= sum(held.nbytes for held in unused)
 
 
@@ -181,7 +183,7 @@ class MemoryFreed:
 
 
 class _Transfer:
-    """One load: it runs on the thread, and the loop may set `abandoned` meanwhile."""
+    """One load. A thread carries it out, and the loop may set `abandoned` meanwhile."""
 
     def __init__(
         self, model: CompiledModel, epoch: int, slot: ActivitySlot, abandoned: threading.Event
@@ -213,7 +215,7 @@ class _Transfer:
             event = ev.LoadFailed(model.key, epoch, str(error))
         except Exception as error:
             log.exception("%s: loading weights failed", model.key, extra=about(model))
-            # Clients get it, and other errors may have paths.
+            # Clients get this error's text. Other errors may contain paths.
             told = error if isinstance(error, DeviceError) else "the server's log says why"
             event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {told}")
         self._slot.end()
@@ -224,7 +226,7 @@ class _Transfer:
         self._slot.begin(Phase.LOADING, self._model.key, self._largest, expected)
 
     def _is_abandoned(self) -> bool:
-        # Asked between tensors: for the watchdog, the rest is a load of its own.
+        # This function is called between tensors. To the watchdog, each rest is a load of its own.
         self._begin()
         return self._abandoned.is_set()
 
@@ -255,8 +257,9 @@ class WeightMover:
         #: refers to the model, which may be unloaded long before the next load
         self._latest: tuple[int, threading.Event] | None = None
         self._latest_read: tuple[int, threading.Event] | None = None
-        #: whether this process has few mappings left, by the latest count; when that was, and whether some were made since
+        #: True if this process had few mappings left at the latest count.
         self.lacks_mappings = False
+        #: Time of the latest count, and whether mappings were made since.
         self._counted_at, self._uncounted = -inf, False
 
     def load(self, model: CompiledModel, epoch: int) -> None:
@@ -273,7 +276,7 @@ class WeightMover:
         self._latest_read = epoch, abandoned
 
         def begin() -> None:
-            # What is on the device, this thread knows.
+            # Only this thread knows which tensors are on the device.
             indices = self.device.absent(model.host).values()
             self._disk_thread.put(lambda: self._inbox.post(_read(model, epoch, indices, abandoned.is_set)))
 
@@ -301,7 +304,8 @@ class WeightMover:
     def follow_residency(self, model: CompiledModel) -> None:
         """Make or drop the host's copy of a model's weights, as its residency says. Ends in `HostMemoryMeasured`."""
         if model.residency != "system":
-            # At once, so that the next load does not count on it. A copy that is being made now is dropped after that.
+            # Drop it at once, so that the next load does not count on it. A copy that is being made now is dropped
+            # after that.
             self._host_memory_thread.put(model.host.detach())
         self._disk_thread.put(partial(_follow_residency, model))
         self._disk_thread.put(partial(self._measure, HostMemoryMeasured))
@@ -319,13 +323,16 @@ class WeightMover:
     def drop_copies(self, several: Sequence[HostWeights]) -> None:
         """Drop host copies, and return their memory to the system. Ends in `CopiesDropped`."""
         for weights in several:
-            # At once: a read that is asked for next finds no copy.
+            # Detach it at once, so that the next read finds no copy.
             self._host_memory_thread.put(weights.detach())
         self._host_memory_thread.put(give_back)
         self._host_memory_thread.put(partial(self._measure, CopiesDropped))
 
     def measure(self, *, mappings: bool = False) -> None:
-        """Look how much memory the host can spare, and whether `mappings` are left. Ends in `HostMemoryMeasured`."""
+        """Measure how much memory the host can spare, and count the mappings if `mappings`.
+
+        Ends in `HostMemoryMeasured`.
+        """
         self._uncounted |= mappings
         self._host_memory_thread.put(partial(self._measure, HostMemoryMeasured))
 
@@ -375,7 +382,7 @@ def _read(
         log.error("%s: reading weights failed: %s", model.key, error, extra=about(model))
         event = ev.LoadFailed(model.key, epoch, str(error))
     except Exception as error:
-        # Without memory, or for a reason that nothing foresees: the load reads the file itself, and tells if that fails.
+        # Memory is short, or the reason is not known. The load reads the file itself, and reports it if that fails.
         log.warning(
             "%s: its weights could not be read ahead of their load: %s",
             model.key,
@@ -395,7 +402,8 @@ def _follow_residency(model: CompiledModel) -> None:
         else:
             model.host.drop()
     except Exception as error:
-        # Any error: a weight of a 2.0 bundle may find no memory to be transposed in; the runtime goes on.
+        # This may be any error. For example, a weight of a 2.0 bundle may find no memory to be transposed in. The
+        # runtime continues.
         known = isinstance(error, BundleError | HostMemoryError)
         log.log(
             logging.WARNING if known else logging.ERROR,

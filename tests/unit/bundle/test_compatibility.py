@@ -43,7 +43,7 @@ def test_no_cell_with_a_test_is_refused(proof: tuple[str, tuple[str, ...], tuple
     _, fronts, features = proof
     kinds = {cell(*pair, front).kind for pair in combinations(features, 2) for front in fronts}  # type: ignore[arg-type]
 
-    assert kinds == {"served"}
+    assert kinds <= {"served", "n/a"}
 
 
 def test_refusals_have_one_text_for_each_pair() -> None:

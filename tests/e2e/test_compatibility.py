@@ -1,0 +1,218 @@
+"""The table of docs/compatibility.md on a real server: in each composition of features, answers are the model's own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from io import StringIO
+from operator import ge
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from tritonclient.utils import serialize_byte_tensor
+
+import native_front
+from local_triton import TritonServer
+from rsrv.wire.socket import Closed
+from tests.e2e import compositions
+from tests.e2e.bundles import Array
+from tests.e2e.calls import Caller, at_once
+from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.status import read_status
+from tests.waiting import PATIENCE_S, wait_until
+
+#: More rows than the largest compiled size.
+LARGE = 2 * compositions.SIZES[-1] + 1
+ENTRIES = ("", "via_", "ensemble_", "ensemble_via_")
+
+
+class Region:
+    """A file of /dev/shm that the server reads a request's input from."""
+
+    def __init__(
+        self, client: tritonclient.grpc.InferenceServerClient, name: str, size: int = 1 << 16
+    ) -> None:
+        self.name, self._client = name, client
+        self._file = Path("/dev/shm", name)
+        self._file.write_bytes(bytes(size))
+        client.register_system_shared_memory(name, f"/{name}", size)
+
+    def put(self, tensor: tritonclient.grpc.InferInput, array: Array) -> None:
+        data = serialize_byte_tensor(array).item() if array.dtype == object else array.tobytes()
+        with self._file.open("r+b") as file:
+            file.write(data)
+        tensor.set_shared_memory(self.name, len(data))
+
+    def close(self) -> None:
+        self._client.unregister_system_shared_memory(self.name)
+        self._file.unlink()
+
+
+class Asker:
+    """One client: it sends random rows to embedders in all ways, and checks the answers."""
+
+    def __init__(self, server: RunningTriton, seed: int) -> None:
+        self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
+        self._region = Region(self._client, f"compositions-{os.getpid()}-{seed}")
+        self._rng, self._choose = np.random.default_rng(seed), random.Random(seed)
+
+    def request(self, model: str, rows: int) -> tuple[tritonclient.grpc.InferInput, Array, Array]:
+        """Return an input without data, its data, and the answer."""
+        length = (
+            self._choose.randint(1, 8) if "padded" in model else self._choose.choice(compositions.LENGTHS)
+        )
+        ids = self._rng.integers(1, 256, (rows, length)).astype(np.int32)
+        want = compositions.EMBEDDERS[model] * compositions.embedded(ids)
+        if model.startswith("ids"):
+            return tritonclient.grpc.InferInput("ids", ids.shape, "INT32"), ids, want
+        texts = np.array([[" ".join(map(str, row)).encode()] for row in ids], object)
+        return tritonclient.grpc.InferInput("text", texts.shape, "BYTES"), texts, want
+
+    def ask(self, model: str, entry: str, rows: int, *, shared: bool, **parameters: Any) -> None:
+        tensor, data, want = self.request(model, rows)
+        if shared:
+            self._region.put(tensor, data)
+        else:
+            tensor.set_data_from_numpy(data)
+        result = self._client.infer(f"{entry}{model}", [tensor], parameters=parameters)
+        got = result.as_numpy("embedding")
+        assert got.shape == want.shape
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < compositions.BOUND, f"{entry}{model}: {error}"
+
+    def everything(self, model: str, entry: str) -> None:
+        """Send one request with all that a request may have."""
+        deadline = time.time_ns() + int(4 * PATIENCE_S * 1e9)
+        parameters = {"rsrv_priority": 7, "rsrv_deadline_unix_ns": deadline}
+        self.ask(model, entry, LARGE, shared=True, **parameters)
+
+    def cancel(self, model: str) -> None:
+        """Cancel a request: it ends, answered or not."""
+        tensor, data, _ = self.request(model, LARGE)
+        tensor.set_data_from_numpy(data)
+        ended = threading.Event()
+        context = self._client.async_infer(model, [tensor], lambda result, error: ended.set())
+        context.cancel()
+        assert ended.wait(PATIENCE_S)
+
+    def at_random(self, models: Sequence[str]) -> None:
+        """Send one random request to one of the models, in one of the ways to reach it."""
+        choose, model = self._choose, self._choose.choice(models)
+        if choose.random() < 0.1:
+            self.cancel(model)
+            return
+        parameters: dict[str, Any] = {}
+        if choose.random() < 0.5:
+            parameters["rsrv_priority"] = choose.randint(0, 9)
+        if choose.random() < 0.5:
+            parameters["rsrv_deadline_unix_ns"] = time.time_ns() + int(4 * PATIENCE_S * 1e9)
+        entry = choose.choice(ENTRIES)
+        self.ask(model, entry, choose.randint(1, LARGE), shared=choose.random() < 0.5, **parameters)
+
+    def close(self) -> None:
+        self._region.close()
+        self._client.close()
+
+
+@contextmanager
+def asker(server: RunningTriton, seed: int) -> Iterator[Asker]:
+    made = Asker(server, seed)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def start(folder: Path, start_triton: StartTriton) -> RunningTriton:
+    """Start a server with the models, which are cold, and with callers and ensembles of them."""
+    native_front.ensure()
+    compositions.write(folder / "bundles")
+    repository = make_repository(folder, settings=compositions.SETTINGS)
+    for model in compositions.EMBEDDERS:
+        compositions.add_callers(repository, model)
+    make = partial(TritonServer, client_shared_memory=True)
+    # Deaths of runtimes are urgent findings.
+    return start_triton(repository, spare=True, expected=None, make=make)
+
+
+def kill(server: RunningTriton, device: int) -> None:
+    """Kill the runtime of a device, and wait for the next one."""
+
+    def pid() -> int:
+        try:
+            return int(read_status(server.pid, str(device))["pid"])
+        except (OSError, Closed):
+            return 0
+
+    old = wait_until(pid, what="a runtime")
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: pid() not in (0, old), what="the next runtime")
+
+
+def have_answers(clients: Future[Any], counts: Sequence[int], enough: Sequence[int]) -> bool:
+    return clients.done() or all(map(ge, counts, enough))
+
+
+def storm(server: RunningTriton, models: Sequence[str], seconds: float, seed: int) -> None:
+    """Send random requests of four clients, which share the models, while runtimes are killed.
+
+    Each answer is the model's own.
+    """
+    over, counts = threading.Event(), [0, 0, 0, 0]
+
+    def send(_: Caller, number: int) -> None:
+        with asker(server, 10 * seed + number) as client:
+            while not over.is_set():
+                client.at_random(models[number::4])
+                counts[number] += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(at_once, server, 4, send)
+        try:
+            until, device = time.monotonic() + seconds, 0
+            while device < 2 or time.monotonic() < until:
+                # Each request meets one death at most: after a second one, it would be refused as a suspect.
+                wait_until(partial(have_answers, clients, counts, [count + 2 for count in counts]))
+                kill(server, device % 2)
+                device += 1
+        finally:
+            over.set()
+        clients.result()
+
+
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.long)])
+def test_the_compositions_answer_as_their_models(
+    start_triton: StartTriton, tmp_path: Path, seconds: float
+) -> None:
+    """Cold models of both fronts, padding, hooks, an alias with a shadow, and a meta model; then both runtimes die."""
+    server = start(tmp_path, start_triton)
+    with asker(server, 0) as client:
+        for model in compositions.EMBEDDERS:
+            for entry in ENTRIES:
+                client.everything(model, entry)
+            client.cancel(model)
+            client.everything(model, "")
+    assert_shadows_agree(server, "alias_padded")
+    storm(server, tuple(compositions.EMBEDDERS), seconds=seconds, seed=1)
+
+
+def assert_shadows_agree(server: RunningTriton, alias: str) -> None:
+    """Check the outcomes of the copies: some are the same, and none is different."""
+
+    def copies() -> str:
+        with redirect_stdout(StringIO()) as page:
+            server.operate("status", alias)
+        (row,) = (line for line in page.getvalue().splitlines() if "shadow" in line)
+        return row if " same" in row else ""
+
+    assert "different" not in wait_until(copies, what="compared answers")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,9 @@ def serve(gpu: FakeGpu, tmp_path: Path) -> Iterator[StartServed]:
     launcher = Launcher(os.getpid(), "0", settings, ROOT, {**os.environ, **gpu.environment})
     started: list[Engine] = []
 
-    def start(bundle: Path, name: str, runtime: str = "{platform: cuda}") -> Engine:
+    def start(bundle: Path, name: str, runtime: str = "{platform: cuda}", **options: Any) -> Engine:
         settings.write_text(f"control: {{enabled: false}}\nruntime: {runtime}\n")
-        started.append(engine_of(launcher.open, bundle, name))
+        started.append(engine_of(launcher.open, bundle, name, **options))
         return started[-1]
 
     yield start

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.allocation import LARGE
+from rsrv.stub.endpoint import WireTensor
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeRequest
 from tests.gpu.conftest import StartServed
@@ -18,7 +19,7 @@ PIECE = 16 << 20
 
 
 def export_passing(path: Path, columns: int) -> Path:
-    """A bundle that returns its input: the fake driver copies within the device, so answers are right."""
+    """Export a bundle that returns its input: the fake driver copies within the device, so answers are right."""
     export_bundle(
         lambda params, x: {"y": x},
         {"w": np.ones((3,), np.float32)},
@@ -31,7 +32,8 @@ def export_passing(path: Path, columns: int) -> Path:
 
 def copies(gpu: FakeGpu, serve: StartServed, path: Path, rows: list[int], columns: int) -> dict[str, object]:
     """Answer requests of so many rows in one batch, and return the copies in each direction."""
-    engine = serve(export_passing(path, columns), "passing", "{platform: cuda}\nscheduler: {depth: 2}")
+    runtime, outputs = "{platform: cuda}\nscheduler: {depth: 2}", [WireTensor("y", "f32", (-1, columns))]
+    engine = serve(export_passing(path, columns), "passing", runtime, outputs=outputs)
     random = np.random.default_rng(0)
     values = [random.random((count, columns), np.float32) for count in rows]
     requests = [FakeRequest({"x": value}) for value in values]
@@ -102,7 +104,8 @@ def test_small_rows_of_a_large_batch_leave_the_card_together(
 
 def test_memory_is_locked_once_for_many_requests(gpu: FakeGpu, serve: StartServed, tmp_path: Path) -> None:
     """Locking memory takes the driver longer than a copy."""
-    engine = serve(export_passing(tmp_path / "passing", LARGE), "passing")
+    outputs = [WireTensor("y", "f32", (-1, LARGE))]
+    engine = serve(export_passing(tmp_path / "passing", LARGE), "passing", outputs=outputs)
 
     locked = []
     for _ in range(4):

@@ -27,7 +27,7 @@ _RNG = np.random.default_rng(0)
 _TABLE, _HEAD = (_RNG.standard_normal(shape, np.float32) for shape in ((256, 32), (32, 128)))
 #: Token 0 adds nothing, so rows may be padded with it.
 _TABLE[0] = 0
-PARAMS = {"table": _TABLE, "head": _HEAD / 8}
+PARAMS: Mapping[str, Array] = {"table": _TABLE, "head": _HEAD / 8}
 
 #: A hook that reads tokens as text; LENGTHS are those that the modules take.
 HOOKS = """

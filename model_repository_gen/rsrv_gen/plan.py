@@ -15,6 +15,7 @@ from rsrv.settings import Front, ModelSection, Transport
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.compatibility import Feature, native_obstacle
 from rsrv_gen import config
+from rsrv_gen.fronts import load_obstacle, triton_obstacle
 from rsrv_gen.metas import BundleFacts, callers
 from rsrv_gen.signatures import Signature, sign
 
@@ -99,6 +100,8 @@ class Recipe:
     internal: bool = False
     limits: config.RowLimits = field(default_factory=config.RowLimits)
     native: bool = False
+    #: The front and its reason, if rsrv-gen chose it; empty: the settings name it.
+    choice: str = ""
 
     def digest(self) -> str:
         """Return a value that differs if the directory would; empty if that is not known without reading the bundles."""
@@ -108,7 +111,8 @@ class Recipe:
         bundles = [(str(bundle.path), bundle.signature) for bundle in made_of]
         library = LIBRARY.stat() if LIBRARY.is_file() else None
         identity = library and (library.st_ino, library.st_size, library.st_mtime_ns)
-        text = repr((bundles, self.mode, self.internal, self.limits, request_room(), identity))
+        front = (self.native, self.choice)
+        text = repr((bundles, self.mode, self.internal, self.limits, front, request_room(), identity))
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def plan(self) -> ModelPlan:
@@ -124,6 +128,7 @@ class Recipe:
                 limits=self.limits,
                 room=request_room(),
                 native=self.native,
+                choice=self.choice,
                 guarded=bool(guard),
             ),
             **guard,
@@ -146,8 +151,6 @@ class RepositoryPlan:
     models: Mapping[str, Recipe]
     #: model that clients cannot address -> the metas that call it; it may have a directory or none
     internal: Mapping[str, tuple[str, ...]]
-    #: model that shall have the native front -> why it has the Python front
-    python: Mapping[str, str]
 
 
 def plan_repository(
@@ -170,22 +173,32 @@ def plan_repository(
         for name, source in sources.items()
         if Feature.INTERNAL in source.facts.features
     }
-    planned, python = {}, {}
+    planned: dict[str, Recipe] = {}
+
+    @cache
+    def obstacle_here(setting: Front) -> str:
+        found = missing_library()
+        return found or (load_obstacle(LIBRARY) or triton_obstacle() if setting == "auto" else "")
+
     for name in sorted(sources, key=lambda name: (sources[name].facts.meta, name)):
         if name not in internal or (internal[name] and transport == "bls"):
             section = models[name] if models and name in models else None
-            native = ((section and section.front) or front) == "native"
-            if native and (why := native_obstacle(sources[name].facts.features) or missing_library()):
-                native, python[name] = False, why
+            setting: Front = (section.front if section else None) or front
+            choice = "native front: it needs no Python" if setting == "auto" else ""
+            if setting != "python" and (
+                why := native_obstacle(sources[name].facts.features) or obstacle_here(setting)
+            ):
+                setting, choice = "python", f"Python front: {why}"
             planned[name] = Recipe(
                 sources[name],
                 [sources[callee] for callee in calls[name]],
                 mode,
                 internal=name in internal,
                 limits=row_limits(section),
-                native=native,
+                native=setting != "python",
+                choice=choice,
             )
-    return RepositoryPlan(planned, internal, python)
+    return RepositoryPlan(planned, internal)
 
 
 def row_limits(section: ModelSection | None) -> config.RowLimits:

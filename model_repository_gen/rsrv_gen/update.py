@@ -115,8 +115,8 @@ def steps(
     for name, recipe in plan.models.items():
         if is_compared(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
-            if name in plan.python:
-                note += f" (Python front: {plan.python[name]})"
+            if recipe.choice:
+                note += f" ({recipe.choice})"
             yield _compared(repository / name, recipe, note, known)
     for name, alias in known_aliases.items():
         if is_compared(name):

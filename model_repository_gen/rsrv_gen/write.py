@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from rsrv.text import naming
-from rsrv_gen.config import MARK
+from rsrv_gen.config import CHOICE, MARK
 from rsrv_gen.plan import (
     BUNDLE_FOLDER,
     CALLS_FOLDER,
@@ -58,6 +58,15 @@ def our_models(repository: Path) -> set[str]:
     if not repository.is_dir():
         return set()
     return {entry.name for entry in repository.iterdir() if is_ours(entry)}
+
+
+def front_of(folder: Path) -> str:
+    """Return the front of a model's directory, with the reason if rsrv-gen chose it. Raises OSError."""
+    with (folder / CONFIG_FILE).open(encoding="utf-8", errors="replace") as file:
+        _, second = file.readline(), file.readline()
+    if second.startswith(CHOICE):
+        return second.removeprefix(CHOICE).strip()
+    return "native front" if (folder / NATIVE_MARK).exists() else "Python front"
 
 
 def carried(folder: Path) -> list[str]:

@@ -200,7 +200,7 @@ class RuntimeSection(Section):
 
 
 #: connection of a model in Triton with the runtime
-Front = Literal["python", "native"]
+Front = Literal["python", "native", "auto"]
 
 
 class StubSection(Section):
@@ -209,8 +209,8 @@ class StubSection(Section):
     front: Front = Field(
         "python",
         description="What answers a model's requests inside Triton. python: a process per model; native: a library for all "
-        "models, faster and smaller, except for meta models and models with hooks or state. docs/tuning.md has more. Run "
-        "rsrv-gen again after a change.",
+        "models, faster and smaller, except for meta models and models with hooks or state. auto: as native, if the library "
+        "loads where rsrv-gen runs and Triton's backend API is a tested one. docs/tuning.md has more. Run rsrv-gen again after a change.",
     )
     in_place_ms: Milliseconds = Field(
         4.0,

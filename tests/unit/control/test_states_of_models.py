@@ -85,6 +85,6 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
 
 def test_a_model_that_only_the_last_record_knows_is_asleep() -> None:
     """A control process that starts while the device sleeps knows no version of the model."""
-    shown = messages.model_status("a", {0: model_record()}, {}, pb.Policy(), "", "served")
+    shown = messages.model_status("a", {0: model_record()}, {}, pb.Policy(), "", "served", "Python front")
 
     assert lives(status(shown, asleep=True)) == {"a": "asleep"}

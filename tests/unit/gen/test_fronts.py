@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rsrv_gen import plan
+from rsrv_gen import fronts, known, plan
 from rsrv_gen.cli import main
-from rsrv_gen.write import newest, touch
+from rsrv_gen.write import front_of, newest, touch
 from tests.unit.bundle.forge import COUNTER, make_bundle
 from tests.unit.gen.bundles_for_tests import write_bundle
 
@@ -133,3 +133,67 @@ def test_a_model_with_state_gets_the_python_front(
     assert generate(bundles, "stub: {front: native}") == 0
     assert "counter (Python front: it keeps state)" in capsys.readouterr().out
     assert "sequence_batching" in (bundles.parent / "gen/counter/config.pbtxt").read_text()
+
+
+def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
+    bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines and the models' folders have the front and the reason."""
+    monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
+    monkeypatch.setattr(plan, "triton_obstacle", lambda: "")
+    assert generate(bundles, "stub: {front: auto}\nmodels: {two: {front: python}}") == 0
+    lines = capsys.readouterr().out
+    assert "one (native front: it needs no Python)" in lines
+    assert "hooked (Python front: it has hooks)" in lines
+    found = {name: front_of(bundles.parent / "gen" / name) for name in ("one", "two", "hooked")}
+    assert found == {
+        "one": "native front: it needs no Python",
+        "two": "Python front",
+        "hooked": "Python front: it has hooks",
+    }
+    assert (bundles.parent / "gen/one" / library.name).is_file()
+    assert (bundles.parent / "gen/hooked/1/model.py").is_file()
+
+
+def test_auto_chooses_the_python_front_if_the_library_does_not_load(
+    bundles: Path, library: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is the loader's: the file is no library."""
+    assert generate(bundles, "stub: {front: auto}") == 0
+    assert "one (Python front: the library cannot be loaded: " in capsys.readouterr().out
+    assert (bundles.parent / "gen/one/1/model.py").is_file()
+
+
+def test_auto_chooses_the_python_front_for_an_untested_triton(
+    bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The native front is used with tested versions of the backend API, and where no Triton is."""
+    monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
+    monkeypatch.setattr(fronts, "backend_api", lambda tritonserver: "1.99")
+    assert generate(bundles, "stub: {front: auto}") == 0
+    assert "one (Python front: Triton's backend API 1.99 is not tested" in capsys.readouterr().out
+    for version in ("1.19", ""):
+        monkeypatch.setattr(fronts, "backend_api", lambda tritonserver, version=version: version)
+        assert fronts.triton_obstacle() == ""
+
+
+def test_the_version_of_a_triton_that_cannot_be_asked_is_unknown(tmp_path: Path) -> None:
+    """A script in PATH, a broken library, or no tritonserver."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/tritonserver").write_text("#!/bin/sh\n")
+    assert fronts.backend_api(str(tmp_path / "bin/tritonserver")) == ""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libtritonserver.so").write_bytes(b"\x7fELF")
+    fronts.backend_api.cache_clear()
+    assert fronts.backend_api(str(tmp_path / "bin/tritonserver")) == ""
+    assert fronts.backend_api(None) == ""
+
+
+def test_another_front_is_a_change_of_old_bundles(
+    bundles: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notes of an earlier run do not hide a change of the setting."""
+    monkeypatch.setattr(known, "SETTLED_NS", -(10**12))
+    assert generate(bundles, "stub: {front: python}") == 0
+    assert generate(bundles, "stub: {front: native}") == 0
+    assert front_of(bundles.parent / "gen/one") == "native front"

@@ -65,6 +65,7 @@ def model_status(
     policy: pb.Policy,
     starting: str,
     bundle: str,
+    front: str,
 ) -> pb.ModelStatus:
     """Return the status of a model over all devices.
 
@@ -76,6 +77,7 @@ def model_status(
         policy: As in `policy`.
         starting: What the model's start waits for. Empty if the model is not starting.
         bundle: State of the model's bundle.
+        front: The model's front, or empty.
     """
     record = total([*records.values()])
     versions = merge(list(devices.values()))
@@ -94,6 +96,7 @@ def model_status(
         outcomes=outcomes,
         policy=policy,
         bundle=bundle,
+        front=front,
         devices=[
             _on_device(number, records.get(number, pb.ModelRecord()), found)
             for number, versions_there in sorted(devices.items())

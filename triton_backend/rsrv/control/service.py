@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -34,6 +34,7 @@ from rsrv.desired import PauseMode
 from rsrv.settings import SettingsError
 from rsrv.settings_changes import CHANGEABLE, read_shares
 from rsrv.text import by_number
+from rsrv_gen.write import front_of
 
 #: Seconds between two looks for failures of bundles.
 _FAILURES_LOOK_S = 0.25
@@ -118,6 +119,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
             starting |= dict.fromkeys(awaited & living, "its process connects again")
         names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
         aliases = self._lifecycle.aliases
+        front = ""
+        if request.model in names["model"]:
+            # Its directory may be gone, or another program's.
+            with suppress(OSError):
+                front = await asyncio.to_thread(front_of, self._server.repository / request.model)
         chosen = {request.model, f"aliases.{request.model}", *aliases.get(request.model, ())}
         if request.model and not any(
             request.model in known for known in (*names.values(), failures, aliases)
@@ -161,6 +167,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                     messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name)),
                     starting.get(name, ""),
                     self._lifecycle.bundle_state(name),
+                    front if name == request.model else "",
                 )
                 for name in wanted(names["model"])
             ],

@@ -1,0 +1,55 @@
+"""What speaks against the native front on this machine: the library does not load, or Triton is not a tested one."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+#: Versions of Triton's backend API that the native front was tested with. Releases 24.10 and 26.09 both have 1.19.
+TESTED_API = frozenset({"1.19"})
+
+#: A process of its own, because Triton's library brings CUDA's libraries along.
+_ASK = """
+import ctypes, sys
+major, minor = ctypes.c_uint32(), ctypes.c_uint32()
+ctypes.CDLL(sys.argv[1]).TRITONBACKEND_ApiVersion(ctypes.byref(major), ctypes.byref(minor))
+print(f"{major.value}.{minor.value}")
+"""
+
+
+def load_obstacle(library: Path) -> str:
+    """Return why the dynamic loader of this machine refuses the native front's library; empty if it accepts it."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        # The loader looks for Triton's functions last. Only a tritonserver has them.
+        if "undefined symbol: TRITON" not in str(error):
+            return f"the library cannot be loaded: {error}"
+    return ""
+
+
+def triton_obstacle() -> str:
+    """Return why the native front should not be used with the tritonserver in PATH; empty if its version is tested or unknown.
+
+    It is unknown on a machine without Triton. `rsrv triton install` installs a tested release, whose command is a script.
+    """
+    version = backend_api(shutil.which("tritonserver"))
+    if version in {"", *TESTED_API}:
+        return ""
+    return f"Triton's backend API {version} is not tested with the native front ({', '.join(sorted(TESTED_API))} is)"
+
+
+@cache
+def backend_api(tritonserver: str | None) -> str:
+    """Return the version of the backend API of this tritonserver, such as `1.19`; empty if it is unknown."""
+    if tritonserver is None:
+        return ""
+    library = Path(tritonserver).resolve().parent.parent / "lib" / "libtritonserver.so"
+    command = [sys.executable, "-c", _ASK, str(library)]
+    try:
+        asked = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return asked.stdout.strip()

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.front.rules import MAX_PARTS
 from rsrv.stub.calls import LargeCall, LargeCallError, Results
+from rsrv.stub.meta_run import CallRouter
 from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
 
@@ -34,6 +36,16 @@ class Part:
         return done()
 
 
+def plan(rows: int, largest: int) -> Any:
+    """Return the plan of a model with an input x and an output y, f32 [n, 1]."""
+
+    def planned(name: str) -> Any:
+        tensor = SimpleNamespace(name=name, batch_axis=0)
+        return SimpleNamespace(tensor=tensor, shape=(rows, 1), dtype=np.dtype(np.float32))
+
+    return SimpleNamespace(rows=rows, largest=largest, inputs=(planned("x"),), outputs=(planned("y"),))
+
+
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
     """Of six parts, the first fails: the submitted ones are waited for, and no further one starts."""
@@ -43,12 +55,7 @@ def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
         parts.append(Part(len(inputs["x"]), fails=not parts))
         return parts[-1]
 
-    def planned(name: str) -> Any:
-        tensor = SimpleNamespace(name=name, batch_axis=0)
-        return SimpleNamespace(tensor=tensor, shape=(12, 1), dtype=np.dtype(np.float32))
-
-    plan: Any = SimpleNamespace(rows=12, largest=2, inputs=(planned("x"),), outputs=(planned("y"),))
-    call = LargeCall(LargeCallError({"x": np.zeros((12, 1), np.float32)}, plan), start)
+    call = LargeCall(LargeCallError({"x": np.zeros((12, 1), np.float32)}, plan(12, 2)), start)
 
     def end() -> Results:
         if awaited:
@@ -60,3 +67,44 @@ def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
         end()
 
     assert [part.ended for part in parts] == [True] * 4
+
+
+def test_a_call_whose_third_part_cannot_start_ends_after_the_first_two() -> None:
+    """The failure is that of the start, and no further part starts."""
+    parts: list[Part] = []
+
+    def start(inputs: Any) -> Part:
+        if len(parts) == 2:
+            raise RequestFailure(Status.INTERNAL, "no room")
+        parts.append(Part(len(inputs["x"]), fails=False))
+        return parts[-1]
+
+    call = LargeCall(LargeCallError({"x": np.zeros((12, 1), np.float32)}, plan(12, 2)), start)
+    with pytest.raises(RequestFailure, match="no room"):
+        call.wait(0)
+
+    assert [part.ended for part in parts] == [True] * 2
+
+
+def test_parts_are_divided_again_if_the_next_runtime_has_smaller_executions() -> None:
+    """`max_batch_size` becomes smaller with a new runtime while a call is under way."""
+    largest, started = 4, list[int]()
+
+    def start(callee: Any, inputs: Any, keep: Any) -> Any:
+        rows = len(inputs["x"])
+        if rows > largest:
+            raise LargeCallError(inputs, plan(rows, largest))
+        started.append(rows)
+        # The router takes a function for one that sends the call.
+        return lambda run, callee: Part(rows, fails=False)
+
+    place = SimpleNamespace(by_stage=False, callees={"m": (SimpleNamespace(start=start), None)})
+    run: Any = SimpleNamespace(place=place, progress=lambda: None)
+    router = CallRouter(run, (), None, 0, through_triton=False)
+    call = router.start("m", {"x": np.zeros((24, 1), np.float32)}, keep=False)
+    assert started == [4] * MAX_PARTS
+    largest = 3
+
+    assert call.wait(0)["y"].tolist() == [[1.0]] * 24
+
+    assert started == [4] * MAX_PARTS + [3, 1] * 2

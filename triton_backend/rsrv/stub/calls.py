@@ -76,7 +76,7 @@ class LargeCall:
     """A sub-call in parts, with the interface of `Pending`. The limit of parts in progress is that of clients' requests."""
 
     def __init__(self, large: LargeCallError, start: Callable[[Mapping[str, Array]], Pending]) -> None:
-        """`start` starts the call of a part. Raises RequestFailure."""
+        """`start` starts the call of a part, or raises RequestFailure, which then ends the whole call."""
         self._inputs, self._plan = large.inputs, large.plan
         self._start = start
         self._parts = Parts(large.plan.rows, large.plan.largest)
@@ -85,7 +85,8 @@ class LargeCall:
             planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in large.plan.outputs
         }
         self._failure: RequestFailure | None = None
-        self._start_next()
+        with self._until_all_ended():
+            self._start_next()
         if large.plan.rows > len(self._under_way) * large.plan.largest:
             # The run may fill its buffers again, as after every start of a call.
             self._inputs = {name: array.copy() for name, array in large.inputs.items()}

@@ -344,14 +344,15 @@ class CallRouter:
             keep = False
         if self._through_triton:
             return RepeatedCall(self._run, name, partial(self._send_through, inputs, keep))
-        try:
-            return self._send(name, inputs, keep)
-        except LargeCallError as large:
-            return LargeCall(large, lambda part: self._send(name, part, keep=False))
+        return self._send(name, inputs, keep)
 
-    def _send(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> RepeatedCall:
+    def _send(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
         run, callee = self._run.place.callees[name]
-        return RepeatedCall(self._run, name, run.start(callee, inputs, keep))
+        try:
+            return RepeatedCall(self._run, name, run.start(callee, inputs, keep))
+        except LargeCallError as large:
+            # A part is too large as well if the next runtime has smaller executions.
+            return LargeCall(large, lambda part: self._send(name, part, keep=False))
 
     def waiting(self) -> AbstractContextManager[None]:
         return self._run.guard.waiting()

@@ -134,7 +134,7 @@ class _Document:
         return self._mapping(depth + 1) if mapping else self._list(depth + 1)
 
     def _note_anchor(self, event: Any) -> None:
-        """Note the place of the event that was taken last, if it has an anchor."""
+        """Record the place of the event that was taken last, if it has an anchor."""
         at = self._at - 1
         if event.anchor is not None and self._anchors.setdefault(event.anchor, at) != at:
             raise _wrong(event, f"the anchor &{event.anchor} stands twice")

@@ -58,7 +58,7 @@ class Exchange(Protocol):
         """Return the answers that are due without another message."""
 
     def end(self) -> None:
-        """Note that the stream has ended, in whatever way."""
+        """Record that the stream has ended, in whatever way."""
 
 
 @dataclass(slots=True, eq=False)

@@ -18,11 +18,12 @@ SCALAR: Any = object()
 PRESENT: Any = object()
 #: The library parses documents up to this size as a whole, in a tenth of the time.
 _SMALL_BYTES = 4 << 10
-#: Most brackets in a document that the library parses, because it fails at deeply nested values.
+#: Maximum number of brackets in a document that the library parses, because it fails at deeply nested values.
 _SMALL_BRACKETS = 64
-#: Most levels of nested values. Tritonserver 24.10 overflows its stack between 30,000 and 100,000 levels.
+#: Maximum number of levels of nested values. Tritonserver 24.10 overflows its stack between 30,000 and 100,000
+#: levels.
 _MOST_NESTED = 1000
-#: Most bytes of a text, of a number, and of an escaped key. No key of a pattern is longer.
+#: Maximum number of bytes of a text, of a number, and of an escaped key. No key of a pattern is longer.
 _TEXT_BYTES, _NUMBER_BYTES, _KEY_BYTES = 16 << 10, 400, 128
 
 _SPACE = re.compile(rb"[ \t\r\n]*+")

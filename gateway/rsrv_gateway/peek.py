@@ -17,7 +17,7 @@ from rsrv_gateway.v1 import infer_head_pb2 as pb
 
 #: bytes of a request that is read as it is
 SMALL_BYTES = 16 << 10
-#: Most fields of a request. More fields would block the event loop for too long.
+#: Maximum number of fields of a request. More fields would block the event loop for too long.
 MOST_FIELDS = 10_000
 #: Numbers of the fields that are read.
 _MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS = 1, 2, 3, 4, 5, 6
@@ -26,9 +26,10 @@ _RAW_CONTENTS = 7
 _KEPT_FIELDS = (_MODEL_NAME, _MODEL_VERSION, _ID, _PARAMETERS, _OUTPUTS)
 #: Numbers of the fields of an input that are read.
 _NAME_AND_SHAPE = _INPUT_NAME, _SHAPE = 1, 3
-#: Most elements of an input. No message holds more. If the product of extents overflows in Triton, the whole batch fails.
+#: Maximum number of elements of an input. No message holds more. If the product of extents overflows in Triton, the
+#: whole batch fails.
 MOST_ELEMENTS = 2**31 - 1
-#: Most extents of an input.
+#: Maximum number of extents of an input.
 MOST_EXTENTS = 100
 #: Kind of fields with a length before their bytes, and sizes of the kinds with a fixed size.
 _OF_LENGTH, _SIZES = 2, {1: 8, 5: 4}

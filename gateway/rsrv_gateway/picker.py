@@ -139,7 +139,7 @@ class Picker:
             self._name_endpoints(self.traffic.workers)
 
     async def _resolve(self, host: str) -> None:
-        """Note the address of a host; the last one stays if its name cannot be resolved now."""
+        """Record the address of a host; the last one stays if its name cannot be resolved now."""
         with suppress(ValueError):
             self._ips[host] = str(ip_address(host))
             return

@@ -24,7 +24,7 @@ from rsrv_gateway.outcomes import Refusal
 _REFUSED_S, _DIGESTS_MAX = 300.0, 64
 #: Seconds that a request waits for its turn. After that it executes concurrently with others, and is no suspect.
 _TURN_S = 2.0
-#: Most bytes of JSON that is parsed, so that its digest leaves out the id and the parameters.
+#: Maximum number of bytes of JSON that is parsed, so that its digest leaves out the id and the parameters.
 _PARSED_MAX = 1 << 20
 
 SUSPECT = Refusal(

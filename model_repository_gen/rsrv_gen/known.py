@@ -69,7 +69,7 @@ class Known:
         return facts if facts is not None and signed == same and device == _device(bundle) else None
 
     def learn(self, bundle: Path, signed: Signature, facts: BundleFacts) -> Signature:
-        """Note what was read of a bundle after it had this signature; return the signature if it may be relied on."""
+        """Record what was read of a bundle after it had this signature; return the signature if it may be relied on."""
         try:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
@@ -95,7 +95,7 @@ class Known:
         return all(self.sign(bundle) == same for bundle, same in signed.items())
 
     def made(self, folder: Path, recipe: str, signed: Mapping[Path, Signature]) -> None:
-        """Note that a model's directory is what the recipe makes, if its bundles still have these signatures."""
+        """Record that a model's directory is what the recipe makes, if its bundles still have these signatures."""
         made = sign(folder, linked=self.linked)
         if recipe and made is not None and self.holds(signed):
             self._notes.models[folder.name] = recipe, made

@@ -81,7 +81,7 @@ def is_alias(folder: Path) -> bool:
 
 
 _Identity = tuple[int, int, int, int]
-#: whether two shared files are equal, by their devices, inodes, sizes and times
+#: True if two shared files are equal, by their devices, inodes, sizes and times.
 _compared: dict[tuple[_Identity, _Identity], bool] = {}
 
 

@@ -82,7 +82,7 @@ def lift_limit() -> None:
 
 
 def can_have(nbytes: int) -> bool:
-    """Tell whether this process can allocate this much in one piece, from the system or from memory that it has freed."""
+    """Return whether this process can allocate this much in one piece, from the system or from memory that it has freed."""
     gc.collect()
     _libc.malloc_trim(0)
     try:

@@ -29,7 +29,7 @@ class Decoder:
     kv_heads: int
     #: Numbers of one head.
     head: int
-    #: Most tokens of a sequence.
+    #: Maximum number of tokens of a sequence.
     context: int
     epsilon: float
     #: Angles per position, [head / 2], and the factor of their cosines and sines.

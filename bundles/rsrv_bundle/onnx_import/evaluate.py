@@ -55,7 +55,7 @@ _SIZES = frozenset({
     "output_shape", "output_width", "pads", "pooled_shape", "sampling_ratio", "size", "strides",
 })  # fmt: skip
 _LARGEST = 2**24
-#: Most nodes that one trace evaluates. A node in a loop or a function counts each time it is evaluated.
+#: Maximum number of nodes that one trace evaluates. A node in a loop or a function counts each time it is evaluated.
 _STEPS = 200_000
 #: Functions that call each other deeper than this are refused.
 _DEPTH = 50

@@ -61,7 +61,7 @@ class Recording:
         return all(one.next >= one.end for one in answer.positions)
 
     def take(self, answer: pb.GetArrivalsResponse) -> list[tuple[str | int, ...]]:
-        """Take in an answer; return the rows of its requests."""
+        """Handle an answer; return the rows of its requests."""
         for one in answer.positions:
             before = self._positions.get(one.device)
             if before is not None and before.instance == one.instance:

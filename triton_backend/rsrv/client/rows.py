@@ -13,7 +13,8 @@ from rsrv.client.errors import InputError
 from rsrv.client.signature import Array, ModelSignature, as_array
 from rsrv.extras import install_command
 
-#: Most bytes of a request whose number of rows the caller leaves open. Larger ones gain nothing, and delay others.
+#: Maximum number of bytes of a request whose number of rows the caller leaves open. Larger ones gain nothing, and
+#: delay others.
 REQUEST_BYTES: Final = 4 << 20
 
 

@@ -47,7 +47,7 @@ class ModelSignature:
     model: str
     inputs: Mapping[str, ModelTensor]
     outputs: Mapping[str, ModelTensor]
-    #: Most rows of a request. 0: the model's tensors have no axis of rows.
+    #: Maximum number of rows of a request. 0: the model's tensors have no axis of rows.
     max_rows: int
     #: True if a request is a step of a sequence.
     stateful: bool

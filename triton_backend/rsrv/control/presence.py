@@ -51,15 +51,15 @@ class DevicePresence:
                 self._before.discard(name)
 
     def come_up(self, served: Collection[str]) -> None:
-        """Note that the runtime answers again, with stubs of these models."""
+        """Record that the runtime answers again, with stubs of these models."""
         self._before.difference_update(served)
 
     def go_down(self, served: Collection[str]) -> None:
-        """Note that the runtime no longer answers. It had stubs of the models `served`."""
+        """Record that the runtime no longer answers. It had stubs of the models `served`."""
         self._before = {*served, *self.returning}
 
     def fall_asleep(self, now: float) -> None:
-        """Note that the device sleeps: stubs wait for requests without a connection."""
+        """Record that the device sleeps: stubs wait for requests without a connection."""
         self._dismissed |= dict.fromkeys(self._before, now)
 
     def see(self, unconnected: Collection[str], now: float) -> None:

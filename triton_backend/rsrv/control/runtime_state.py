@@ -9,7 +9,7 @@ from typing import Any
 from rsrv.control.protocols import ModelVersion, moves_only
 from rsrv.wire.frames import ProtocolError
 
-#: Most changes that a subscription holds. If more are pending, its reader gets a snapshot instead.
+#: Maximum number of changes that a subscription holds. If more are pending, its reader gets a snapshot instead.
 _MAX_PENDING_CHANGES = 4096
 
 

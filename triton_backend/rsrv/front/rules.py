@@ -38,8 +38,8 @@ REPORT_PERIOD_S = 1.0
 
 #: Most waiting requests of a model, and most bytes of their inputs.
 MAX_REQUESTS, MAX_REQUEST_BYTES = 1000, 256 << 20
-#: Most parts of a request that are submitted at a time. They keep two devices busy, each with one execution at work and the
-#: next one in its queue.
+#: Maximum number of parts of a request that are submitted at a time. They keep two devices busy, each with one
+#: execution at work and the next one in its queue.
 MAX_PARTS = 4
 #: Limit of a request's wait for a whole start, as a multiple of its wait for one step.
 MAX_STEPS = 10

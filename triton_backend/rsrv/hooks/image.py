@@ -238,7 +238,7 @@ def _open(padded: Array) -> PIL.Image.Image:
 
 
 def _has_too_many_scans(jpeg: bytes) -> bool:
-    """Tell whether a JPEG has too many scans, without those inside its segments (a thumbnail) and behind its end."""
+    """Return whether a JPEG has too many scans, without those inside its segments (a thumbnail) and behind its end."""
     scans, place = 0, 0
     while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"

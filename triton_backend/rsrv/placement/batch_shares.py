@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
 
     #: seconds until it could begin a batch that came now, the load of weights included
     free_s: float
-    #: whether the weights are there
+    #: True if the weights are there.
     warm: bool
     costs: ExecutionCosts
 

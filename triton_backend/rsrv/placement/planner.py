@@ -153,7 +153,7 @@ class Planner:
         return self._asked
 
     def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
-        """Take in the last views of all workers, by name, and return the plan from now on.
+        """Handle the last views views of all workers, by name, and return the plan from now on.
 
         `now` is in seconds of a monotonic clock.
         """

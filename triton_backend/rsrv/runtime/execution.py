@@ -132,7 +132,7 @@ class Dispatch:
     slices: tuple[Slice, ...]
     #: Outputs that no slice wants on the host.
     unread: Collection[int] = field(default=(), init=False)
-    #: Whether the execution may have to compile something first.
+    #: True if the execution may have to compile something first.
     compiles: bool = field(default=False, init=False)
 
     def launch(

@@ -156,7 +156,7 @@ class HostMemory:
         return None
 
     def note(self, file: WeightsFile, digests: Sequence[str]) -> None:
-        """Note the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
+        """Record the digests of a file's tensors for the server's next runtime, which finds the tensors by them."""
 
     def forget(self, file: WeightsFile) -> None:
         """Remove the note: the next runtime does without the file's tensors."""
@@ -200,7 +200,7 @@ class SharedMemory(HostMemory):
         self._users: Counter[str] = Counter()
         #: Bytes of the tensors that the last sweep left for this device, and that nothing has used since.
         self._left: dict[str, int] = {}
-        #: whether a tensor that cannot be shared was logged
+        #: True if a tensor that cannot be shared was logged.
         self._said_private = False
         self.path = _shared_directory(parent)
         with _explained(self.path):

@@ -364,7 +364,7 @@ class Registry:
         self._announce(connection, step, least_s)
 
     def _step(self, entry: ModelEntry, step: str) -> None:
-        """Note a step of a model's start, and announce it to the connections that wait for the model."""
+        """Record a step of a model's start, and announce it to the connections that wait for the model."""
         entry.step = step
         if entry.ready or entry.ending:
             return

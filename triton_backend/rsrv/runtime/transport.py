@@ -90,7 +90,7 @@ class PeerConnection:
         self.watched_for_write = False
         self.closed = False
         self.registering = False
-        #: whether REGISTER is answered in flat form
+        #: True if REGISTER is answered in flat form.
         self.flat = False
         self.group: Registration | None = None  # None: not registered
         #: Demand of the requests that wait for the registration's answer.

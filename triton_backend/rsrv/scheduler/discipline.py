@@ -71,7 +71,7 @@ class Discipline(Protocol):
         """Ignore a model's work until the next `update` or `wait`. It claims nothing meanwhile."""
 
     def set_filling(self, filling: bool) -> None:
-        """Note whether a load into free room runs: one that evicts nothing."""
+        """Record whether a load into free room runs: one that evicts nothing."""
 
     def end_work(self, name: str) -> None:
         """Take out a model whose work has ended."""

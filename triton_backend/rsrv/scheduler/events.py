@@ -70,7 +70,7 @@ class Program:
     model: str
     #: (variant, size) -> seconds of one execution, as measured by the warm-up. Its keys are the compiled sizes.
     costs: Mapping[tuple[int, int], float]
-    #: whether several requests may share one execution; otherwise each runs alone.
+    #: True if several requests may share one execution; otherwise each runs alone.
     coalesce: bool
     #: number of requests that may wait; the next one is refused.
     max_queue_depth: int
@@ -82,7 +82,7 @@ class Program:
     tensors: Mapping[Any, int] | None = None
     #: expected seconds of a load of its weights, until one was measured.
     load_seconds: float = 0.0
-    #: whether its weights stay on the device, beyond the budget if need be.
+    #: True if its weights stay on the device, beyond the budget if need be.
     pinned: bool = False
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
@@ -97,8 +97,8 @@ class Program:
     #: whether requests that end are followed by others at once, as steps of generations are: then an execution of it waits for
     #: the end of the one before, to include these. Otherwise two halves of the generations would take turns for ever.
     feeds_back: bool = False
-    #: whether its variants, in this order, are ascending lengths of one axis, so that requests of a variant may be padded and
-    #: execute at a later one.
+    #: True if its variants, in this order, are ascending lengths of one axis, so that requests of a variant may be
+    #: padded and execute at a later one.
     padded: bool = False
 
 
@@ -116,8 +116,8 @@ class Request(NamedTuple):
     #: the run of a meta model whose sub-call it is; 0: none. The oldest queued request of each run is committed: it precedes
     #: every priority.
     run: int = 0
-    #: whether its execution shares the device with nothing, because a runtime crashed while it executed: with no other
-    #: request, execution, load or warm-up.
+    #: True if its execution shares the device with nothing, because a runtime crashed while it executed: with no
+    #: other request, execution, load or warm-up.
     exclusive: bool = False
     #: whether it was accepted before, by an earlier runtime or as part of a sequence: neither a full queue nor
     #: `Pause.DRAIN` refuses it.
@@ -169,7 +169,7 @@ class WarmUpEnded:
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
-    #: whether it failed for lack of device memory: the first time, it is retried and the model stays.
+    #: True if it failed for lack of device memory: the first time, it is retried and the model stays.
     out_of_memory: bool = False
 
 
@@ -260,7 +260,7 @@ class ExecutionFinished:
     number: int
     seconds: float
     error: str | None = None
-    #: whether the error is a lack of device memory: then it is retried once.
+    #: True if the error is a lack of device memory: then it is retried once.
     out_of_memory: bool = False
 
 
@@ -297,7 +297,7 @@ class LoadFailed:
     model: str
     epoch: int
     error: str
-    #: whether the error is a lack of device memory: then it is retried once.
+    #: True if the error is a lack of device memory: then it is retried once.
     out_of_memory: bool = False
 
 
@@ -380,9 +380,9 @@ class Execute:
     requests: tuple[int, ...]
     #: expected seconds; information, not part of the decision.
     seconds: float = field(default=0.0, compare=False)
-    #: whether it is the second try after a lack of device memory: carry out all evictions first.
+    #: True if it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
-    #: whether it is of an exclusive request.
+    #: True if it is of an exclusive request.
     exclusive: bool = False
 
 
@@ -415,7 +415,7 @@ class WarmUp:
     """Execute and measure every size of the model; its weights are on the device. Ends in `WarmUpEnded`."""
 
     model: str
-    #: whether it is the second try after a lack of device memory: carry out all evictions first.
+    #: True if it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
 
 

@@ -61,7 +61,7 @@ class Account:
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
         self.weight = weight
-        #: whether it counts in the mean: it has work, or executes, or owes device time.
+        #: True if it counts in the mean: it has work, or executes, or owes device time.
         self.present = False
         #: executions in flight.
         self.executing = 0

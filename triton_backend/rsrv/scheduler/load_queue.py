@@ -94,7 +94,7 @@ class LoadQueue:
         self.accounts = accounts
         self.discipline = discipline
         self._factor = settings.residency_factor
-        #: whether requests cause loads and evictions.
+        #: True if requests cause loads and evictions.
         self.on_demand = settings.on_demand
         # One line for each reason; a model may stand in several (dictionaries for their order).
         self.required: dict[str, None] = {}
@@ -104,9 +104,9 @@ class LoadQueue:
         self.prefetched: dict[str, None] = {}
         #: by precedence, smallest first.
         self.restored: dict[str, int] = {}
-        #: whether a read runs, or a search for weights to read may succeed.
+        #: True if a read runs, or a search for weights to read may succeed.
         self.may_read = False
-        #: whether the latest load was for a warm-up, so that models with work take the next turn.
+        #: True if the latest load was for a warm-up, so that models with work take the next turn.
         self._warmed_up_last = False
         #: the same of the latest read.
         self._read_for_warm_up = False
@@ -260,7 +260,7 @@ class LoadQueue:
     # --- other changes ---------------------------------------------------------------------------------------
 
     def note_evictable(self, model: ModelState) -> None:
-        """Note that weights on the device may have become evictable."""
+        """Record that weights on the device may have become evictable."""
         if self._blocked_head is not None:
             self._newly_evictable[model] = None
         if not model.has_work:

@@ -114,7 +114,7 @@ class ModelState:
         self.executions = 0
         self.weights = weights
         self.draining = False
-        #: whether a warm-up starts as soon as its weights are on the device.
+        #: True if a warm-up starts as soon as its weights are on the device.
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
         #: from when to when it was held, the latest time last; an end that has not come is inf.

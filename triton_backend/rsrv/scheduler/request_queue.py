@@ -397,7 +397,7 @@ class LateRequest:
     entry: LiveRequest
     queue: VariantQueue
     model: ModelState
-    #: whether only the load of its weights makes it late; False also while the model is held.
+    #: True if only the load of its weights makes it late; False also while the model is held.
     absent: bool
 
 

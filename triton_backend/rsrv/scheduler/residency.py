@@ -61,7 +61,7 @@ class Compaction:
 
     def __init__(self) -> None:
         self.state = CompactionState.NONE
-        #: whether the state is another than NONE, so that nothing else starts on the device.
+        #: True if the state is another than NONE, so that nothing else starts on the device.
         self.active = False
         #: whether a command or a load asked for one, and whether evicted weights are restored.
         self._asked = False

@@ -114,7 +114,7 @@ class Scheduler:
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
-        #: whether an exclusive request is next, or executes: no load and no other execution starts.
+        #: True if an exclusive request is next, or executes: no load and no other execution starts.
         self._kept_exclusive = False
         self._times = RequestTimes(self._queues, self._running)
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
@@ -136,7 +136,7 @@ class Scheduler:
     # --- the one entry -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take in an event, and return the instructions that follow, in order.
+        """Handle an event, and and return the instructions that follow, in order.
 
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.
@@ -301,7 +301,7 @@ class Scheduler:
             self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
     def _keep_device(self) -> None:
-        """Note whether the device is kept for an exclusive request, which is next or executes."""
+        """Record whether the device is kept for an exclusive request, which is next or executes."""
         name = self._discipline.choose() if self._queues.exclusive else None
         front = None if name is None else self._models[name].front
         self._kept_exclusive = self._running.exclusive or (front is not None and front.front_exclusive)
@@ -719,7 +719,7 @@ class Scheduler:
         return [] if state is None else state.slowest.read(now)
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Note the seconds that a request of `slowest` had in its front, before and after."""
+        """Record the seconds that a request of `slowest` had in its front, before and after."""
         state = self._find(slow.request.model)
         if state is not None:
             state.slowest.add_front(slow, before, after)

@@ -135,7 +135,7 @@ class SlowestRequests:
             self._rank()
 
     def add_front(self, slow: SlowRequest, before: float, after: float) -> None:
-        """Note the time that one of the requests had in its front."""
+        """Record the time that one of the requests had in its front."""
         self._kept[self._kept.index(slow)] = slow._replace(front=(before, after))
 
     def read(self, now: float) -> list[SlowRequest]:

@@ -180,9 +180,9 @@ class ModelSnapshot:
     """Statistics of one model."""
 
     weights: WeightState
-    #: whether its weights stay on the device.
+    #: True if its weights stay on the device.
     pinned: bool
-    #: whether it is removed, while its last executions or its load still run.
+    #: True if it is removed, while its last executions or its load still run.
     draining: bool
     #: how it is paused; None: not at all.
     paused: Pause | None

@@ -150,7 +150,7 @@ class ModelWeights:
         self.groups: list[SharedTensorGroup] = []
         #: true if they stay on the device even if other weights need room.
         self.pinned = program.pinned
-        #: whether they are to be on the device even without requests: pinned, prefetched, adopted, or present when
+        #: True if they are to be on the device even without requests: pinned, prefetched, adopted, or present when
         #: loads on demand ended. An eviction ends it, unless the weights return.
         self.desired = program.pinned
         #: whether a load would wait for the disk, so that they are read first; and the seconds that the latest read took.
@@ -160,7 +160,7 @@ class ModelWeights:
         self.epoch = 0
         #: bytes that this load moves: those that no other model has on the device.
         self.load_bytes = 0
-        #: whether the latest read or load that ended was abandoned.
+        #: True if the latest read or load that ended was abandoned.
         self.abandoned = False
         #: whether a load found no memory, and is to be retried once after a compaction.
         self.retry_due = False
@@ -175,7 +175,7 @@ class ModelWeights:
         self.load_seconds = program.load_seconds
         #: duration of the latest load; before the first, of one of all bytes.
         self.last_load_seconds = program.load_seconds
-        #: whether they were loaded for requests that wait, none of which has executed yet.
+        #: True if they were loaded for requests that wait, none of which has executed yet.
         self.unserved = False
         #: when the latest load or read began, and how long the load was expected to take.
         self.begun_at = 0.0

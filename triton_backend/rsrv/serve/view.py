@@ -268,7 +268,7 @@ class Patience:
         self._pause = QUIET_S
 
     def note(self, now: float) -> None:
-        """Note that a line was shown."""
+        """Record that a line was shown."""
         self._spoke = now
 
     def waited(self, now: float) -> float | None:

@@ -131,7 +131,7 @@ class Catalogue:
         return tuple(request for request in requests if request.model in self.started)
 
     def ended(self, model: str, now: float) -> None:
-        """Note the end of a request."""
+        """Record the end of a request."""
         self._unended[model] -= 1
         self._used[model] = now
         self._watch(model, now)

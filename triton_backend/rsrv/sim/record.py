@@ -19,14 +19,14 @@ class RequestRecord:
 
     request: Request
     arrived: float
-    #: whether its model's weights were on the device when it arrived.
+    #: True if its model's weights were on the device when it arrived.
     hit: bool
     started: float | None = None
     ended: float = inf
     outcome: Outcome | None = None
     #: index of the device that it went to.
     device: int = 0
-    #: whether its model had not started when it arrived.
+    #: True if its model had not started when it arrived.
     cold: bool = False
     #: along its model's padded axis; 0: the model has none.
     length: int = 0

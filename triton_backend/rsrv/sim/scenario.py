@@ -86,7 +86,7 @@ class IdleLimits(NamedTuple):
 class Life(NamedTuple):
     """How a model starts and falls back."""
 
-    #: whether its first request starts it
+    #: True if its first request starts it.
     lazy: bool
     #: seconds to compile it or to load its executable
     start_s: float

@@ -1,8 +1,9 @@
 """The entry of Triton's Python backend for an alias: a name of its own for clients, with one model behind it or several.
 
-The stub of an alias attaches to the runtime as the stubs of its targets do, so a request costs what it costs by the
+The stub of an alias attaches to the runtime as the stubs of its targets do, so a request is as fast as under the
 model's own name. Which target answers follows from the shares in config.pbtxt. When they change, the control process
-writes the alias again, and Triton loads it beside the one that serves, as after any other change: so no request is lost,
+writes the alias again, and Triton loads it beside the one that serves, as after any other change: so no request is
+lost,
 and there is no second way for settings into a stub.
 """
 
@@ -33,7 +34,7 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: parameter of requests: those of one value go to one target, as long as the shares stay
+#: Parameter of requests. Requests with one value go to one target, as long as the shares stay.
 STICKY = "rsrv_sticky"
 #: in place of a weight: the target gets copies of all requests
 SHADOW = "shadow"
@@ -56,25 +57,25 @@ class TargetResponses(Responses):
 
 
 class Split:
-    """The choice of each request's target: by chance, or by the hash of what the request sticks to."""
+    """Chooses the target of each request: by chance, or by a hash of the value that the request sticks to."""
 
     def __init__(
         self, alias: str, weights: Mapping[str, float | str], draw: Callable[[], float] = random.random
     ) -> None:
         """`draw` returns a number from 0 below 1."""
-        #: makes the hash differ from one alias to the next
+        #: Makes the hash differ between aliases.
         self._salt = f"{alias}\0"
         self._shares = {
             name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW
         }
         #: targets that get requests
         self.names = list(self._shares)
-        #: upper ends of the shares: a weight that grows moves only requests that it gains
+        #: Upper ends of the shares. If a weight grows, only the requests that it gains move.
         self._ends = list(accumulate(self._shares.values()))
         self._draw = draw
 
     def among(self, names: Collection[str]) -> "Split":
-        """Return a choice among these targets, which divides the requests of the others by weight."""
+        """Return a choice among these targets only. It divides the requests of the other targets by weight."""
         shares = {name: weight for name, weight in self._shares.items() if name in names}
         return Split(f"{self._salt}\0", shares, self._draw)
 
@@ -102,7 +103,7 @@ class Split:
 class Alias:
     """Answers Triton's requests for one alias by its targets.
 
-    A target that has not loaded gets no requests: the others answer its share, and each of them keeps its own.
+    A target that has not loaded gets no requests. The other targets answer its share in addition to their own.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Alias:
         self._closed = False
         self._targets: dict[str, Replicas] = {}
         self._shadows: tuple[Shadow, ...] = ()
-        #: for requests whose target has not loaded
+        #: The choice for requests whose target has not loaded.
         self._instead = split
 
     def load(self, names: Iterable[str]) -> dict[str, str]:
@@ -148,7 +149,7 @@ class Alias:
         return self._execute_watched(requests, shadows) if shadows else self._execute(requests)
 
     def _execute_watched(self, requests: Sequence[Any], shadows: Sequence[Shadow]) -> list[Any] | None:
-        """Answer requests, and then have the shadows answer copies of them."""
+        """Answer requests. Then let the shadows answer copies of them."""
         watched, comparisons = list(requests), []
         for shadow in shadows:
             for index, request in enumerate(watched):
@@ -170,12 +171,13 @@ class Alias:
             parts.setdefault(name, []).append(request)
         if len(parts) == 1:
             return self._targets[chosen[0]].execute(requests)
-        # In place, as the requests of one model: a request that is answered later has no answer if this process dies.
+        # Answer in place, as requests of one model. A request that is answered later has no answer if this process
+        # dies.
         answers = {name: self._targets[name].execute(part) for name, part in parts.items()}
         whole = {name: iter(found) for name, found in answers.items() if found is not None}
         if len(whole) == len(parts):
             return [next(whole[name]) for name in chosen]
-        # A list that execute() returns has to be whole.
+        # A list that execute() returns must be complete.
         for name, request in zip(chosen, requests, strict=True):
             if name in whole:
                 self._responses.send(request, next(whole[name]))

@@ -1,8 +1,8 @@
 """Sub-calls through Triton (BLS): several at a time, each with a time limit.
 
-Triton cannot cancel such a call, and a few calls that are never answered block an instance for good. So a
-call here ends when its time is over, while the thread that waits for Triton goes on waiting; and there are never
-more such threads than the instance can spare.
+Triton cannot cancel such a call, and a few calls that are never answered block an instance for good. So a call here
+ends when its time is over, but its thread still waits for Triton. The number of such threads is limited to what the
+instance can spare.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ CALL_TIMEOUT_S = 60.0
 def limit(pool: int) -> int:
     """Return the number of calls that an instance may have in flight with a pool of this many threads.
 
-    Each call holds one until it is answered, and the instance's own answers need one, too, if `execute()` does not
-    return them: with none left they wait for the calls, and if those are never answered, for ever.
+    Each call holds a thread until it is answered. The instance's own answers also need a thread, if `execute()` does
+    not return them. Without a free thread they wait for the calls, for ever if those are never answered.
     """
     return pool - 1
 
@@ -68,7 +68,7 @@ def pool_size(arguments: Sequence[str]) -> int:
 
 
 def read_pool_size(server_pid: int) -> int:
-    """Return `pool_size` of a running server; the default if its command line cannot be read."""
+    """Return `pool_size` of a running server, or the default if its command line cannot be read."""
     arguments = read_command_line(server_pid)
     if not arguments:
         log.warning(
@@ -179,7 +179,7 @@ class Bls:
         self._work = threading.Condition(self._lock)
         self._deadlines_changed = threading.Condition(self._lock)
         self._waiting: deque[_BlsCall] = deque()
-        #: calls in Triton, also those that have ended here
+        #: Calls in Triton, including those that have ended here.
         self._under_way: set[_BlsCall] = set()
         self._threads = 0
         self._idle = 0
@@ -224,7 +224,7 @@ class Bls:
         return call.future
 
     def close(self) -> None:
-        """Fail all calls. Those that Triton has go on there."""
+        """Fail all calls. Calls that Triton has continue there."""
         with self._lock:
             self._closed = True
             calls = [call for call in (*self._waiting, *self._under_way) if not call.future.done()]
@@ -252,7 +252,7 @@ class Bls:
         return None
 
     def _start_threads(self, call: _BlsCall) -> None:
-        """Have a thread execute a call that waits, and a thread watch its time."""
+        """Let a thread execute a waiting call, and let a thread watch its time."""
         if self._idle >= len(self._waiting):
             self._work.notify()
         elif self._threads < self._concurrency:
@@ -295,7 +295,7 @@ class Bls:
             return None
 
     def _sleep(self) -> list[tuple[_BlsCall, RequestFailure]]:
-        """Sleep until calls are late, and dequeue them. Returns them with their failures, none after `close`."""
+        """Sleep until calls are late, and dequeue them. Return them with their failures, or nothing after `close`."""
         with self._lock:
             while not self._closed:
                 now = time.monotonic_ns()
@@ -361,8 +361,7 @@ class Bls:
                     extra=_about(call),
                 )
             return failure
-        # Copies: a response that is held keeps Triton's shared memory from being used again, and that memory
-        # never shrinks.
+        # Copy the outputs. A held response prevents the reuse of Triton's shared memory, which never shrinks.
         arrays = {tensor.name(): self._tensors.take(tensor) for tensor in response.output_tensors()}
         missing = [name for name in call.outputs if name not in arrays]
         if missing:  # Triton does not check

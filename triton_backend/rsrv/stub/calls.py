@@ -37,7 +37,7 @@ GRACE_NS = 1_000_000_000
 
 
 def grace(deadline_ns: int) -> int:
-    """Return the time until which to wait for a sub-call with this deadline (0: none)."""
+    """Return the time until which to wait for a sub-call with this deadline. 0: no limit."""
     return deadline_ns + GRACE_NS if deadline_ns else 0
 
 
@@ -88,7 +88,7 @@ class LargeCall:
         with self._until_all_ended():
             self._start_next()
         if large.plan.rows > len(self._under_way) * large.plan.largest:
-            # The run may fill its buffers again, as after every start of a call.
+            # Copy the inputs, because the run may refill its buffers after any call has started.
             self._inputs = {name: array.copy() for name, array in large.inputs.items()}
 
     def wait(self, until_ns: int) -> Results:
@@ -239,7 +239,10 @@ def run_async(run: Callable[..., Any], inputs: Any, call: AsyncCall) -> Any:
 
 
 class _Selector(selectors.EpollSelector):
-    """The selector of a run's event loop, which tells waiting for calls from the run's own time."""
+    """The selector of a run's event loop.
+
+    It separates the time in which the run waits for calls from the run's own time.
+    """
 
     def __init__(self, call: AsyncCall) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Rejected(Exception):
 
 
 class Cold(Exception):
-    """The runtime starts the model when a request waits for it, and needs no connection until then."""
+    """The model is cold: the runtime starts it when a request waits for it, and needs no connection until then."""
 
     def __init__(self, start_timeout_s: float) -> None:
         """`start_timeout_s`: how long requests may wait for the start."""
@@ -73,9 +73,9 @@ class Greeted:
     sock: socket.socket
     receiver: Receiver
     board: memoryview
-    #: of the server; each has a runtime
+    #: Number of the server's devices. Each device has a runtime.
     devices: int
-    #: of the runtime; None: each end of it counts as a crash
+    #: Black box of the runtime. None: each end of the runtime counts as a crash.
     blackbox: BlackBoxReader | None = None
 
 
@@ -117,7 +117,7 @@ class Slab:
 
 
 class _ArrayMemory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The memory of one array. As a type of its own it stays the base of views, where numpy would skip a plain array."""
+    """The memory of one array. Its own type makes numpy keep it as the base of views; numpy would skip a plain array."""
 
 
 class RuntimeConnection:
@@ -132,22 +132,23 @@ class RuntimeConnection:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
-        #: the board's first word when requests were sent that the runtime had not noticed yet, and the time then
+        #: The board's first word when requests were sent that the runtime had not noticed yet. `_sent_at`: the time
+        #: then.
         self._word_at_send, self._sent_at = -1, 0.0
         self.devices = greeted.devices
         self._blackbox = greeted.blackbox
         self._arena = Arena(spare=spare_memory)
-        self._lock = Lock()  # the arena and the order of frames
+        self._lock = Lock()  # guards the arena and the order of frames
         self._next_id = 0
-        #: whether the runtime did not read in time: until it reads again, frames do not wait for it
+        #: True if the runtime did not read in time. Until it reads again, frames do not wait for it.
         self._stuck = False
-        #: the demand that the runtime knows, while REGISTER is not answered
+        #: The demand that was reported to the runtime, while REGISTER is not answered.
         self._demand: Mapping[str, int] | None = None
         #: set by COLD on a registered connection: the seconds that requests may wait for the next start
         self.dismissed: float | None = None
         #: requests and their next tokens, of the latest TOKENS
         self._tokens: Iterable[tuple[int, int]] = ()
-        #: whether this process has left the runtime, which lives on
+        #: True if this process has left the runtime, which lives on.
         self.left = False
         #: places of arrays that were garbage-collected
         self._returned: deque[Place] = deque()
@@ -188,7 +189,9 @@ class RuntimeConnection:
                     os.close(fd)
 
     def tell_demand(self, demand: Mapping[str, int]) -> None:
-        """Have the runtime know which requests wait for the answer to `register`, in the form of REGISTER. Thread-safe.
+        """Report to the runtime which requests wait for the answer to `register`, in the form of REGISTER.
+
+        Thread-safe.
 
         If the runtime does not read now, it hears of them the next time.
         """
@@ -245,12 +248,12 @@ class RuntimeConnection:
             self._take_back()
             place = self._arena.take(nbytes)
             memory = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
-        # Any thread may collect the array, and it may hold the lock.
+        # Do this without the lock: any thread may collect the array, and that thread may hold the lock.
         finalize(memory, self._returned.append, place).atexit = False
         return np.ndarray(shape, dtype, memory)
 
     def tidy(self) -> None:
-        """Free the memory of large arrays that were collected, before the connection is idle for a while."""
+        """Free the memory of garbage-collected large arrays, before the connection is idle for some time."""
         with self._lock:
             self._take_back()
             self._drop()
@@ -260,7 +263,7 @@ class RuntimeConnection:
             self._arena.give(self._returned.popleft())
 
     def _drop(self) -> None:
-        """Announce dropped segments at once: a large request's memory stays in use for as long as the runtime maps it."""
+        """Announce dropped segments at once, because a large request's memory stays in use while the runtime maps it."""
         if self._arena.dropped:
             with suppress(Closed, OSError):
                 self._announce(0)  # the next announcement has the rest
@@ -283,9 +286,9 @@ class RuntimeConnection:
     def submit(
         self, entries: Sequence[Any], pack: Callable[[Sequence[Any]], bytes] = frames.pack_submissions
     ) -> int:
-        """Send requests, in frames that `pack` makes. Returns the number sent. Raises Closed.
+        """Send requests, in frames that `pack` makes. Return the number of sent requests.
 
-        The others could not be sent, because the runtime does not read.
+        If it is smaller, the runtime does not read. Raises Closed.
         """
         with self._lock:
             if (word := self._board[0]) != self._word_at_send:
@@ -298,7 +301,10 @@ class RuntimeConnection:
             return len(entries)
 
     def mark(self, marks: Sequence[Mark]) -> None:
-        """Announce that requests which are sent next are traced. If the runtime does not read now, they are not."""
+        """Announce that some requests, which are sent next, are traced.
+
+        If the runtime does not read now, they are not traced.
+        """
         with suppress(Closed, OSError), self._lock:
             for at in range(0, len(marks), frames.MAX_ENTRIES):
                 self._send(pack_marks(marks[at : at + frames.MAX_ENTRIES]), 0)
@@ -340,7 +346,10 @@ class RuntimeConnection:
         return True
 
     def _send(self, frame: bytes, patience: float, fds: Sequence[int] = ()) -> bool:
-        """Send a frame. Returns False if the runtime does not read within `patience` seconds; then frames do not wait again."""
+        """Send a frame. Return False if the runtime does not read within `patience` seconds.
+
+        Later frames then do not wait.
+        """
         try:
             send(self.sock, frame, fds)
         except BlockingIOError:
@@ -370,7 +379,7 @@ class RuntimeConnection:
             is_lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
         except OSError:
             is_lost = True
-        # If another thread of rsrv has closed the socket meanwhile, its number is gone.
+        # If another thread of rsrv has closed the socket meanwhile, its number is reset.
         return is_lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
@@ -397,22 +406,22 @@ class RuntimeConnection:
         return frames.unpack_completions(frame, count)
 
     def take_tokens(self) -> Iterable[tuple[int, int]]:
-        """Return each request's next token, of the frame that was received last, once."""
+        """Return each request's next token from the latest frame, once."""
         tokens, self._tokens = self._tokens, ()
         return tokens
 
     def device_free_in_s(self) -> float:
         """Return the seconds until the device has done all of its work, as the runtime predicts; 0: it is free.
 
-        Work that is overdue is expected to take as long again.
+        Overdue work is expected to take as long again.
         """
         word: int = self._board[0]
         return abs(word - time.monotonic_ns()) / 1e9 if word & 1 else 0.0
 
     def unnoticed_s(self) -> float:
-        """Return the seconds since which the runtime, one of several, hangs or is stopped; 0: it seems to work.
+        """Return for how many seconds the runtime, one of several, has not responded. 0: it seems to work.
 
-        Either requests that were sent here wait to be noticed, or the last round of an idle runtime is SILENT_S ago.
+        Either requests sent here were not noticed, or an idle runtime's last round is SILENT_S ago.
         """
         word, now = self._board[0], time.monotonic()
         waiting_s = now - self._sent_at if word == self._word_at_send else 0.0
@@ -423,20 +432,23 @@ class RuntimeConnection:
         return float(self._board[1]) / 1e9
 
     def load_in_s(self, slots: Sequence[int]) -> float:
-        """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are there."""
+        """Return the seconds that loading the weights of these models takes, as the runtime predicts; 0: they are on the device."""
         return sum(self._board[slot] for slot in slots) / 1e9
 
     def ended_by(self, key: str = "") -> bool:
-        """Tell whether executions of the model `key`, or of any, may be what ended the runtime, which is gone."""
+        """Return True if executing the model `key` (empty: any model) may have ended the runtime, which is gone."""
         return not self.left and (self._blackbox is None or self._blackbox.is_suspect(key))
 
     @property
     def device_sleeps(self) -> bool:
-        """True if the runtime, which is gone, has ended so that its device sleeps."""
+        """True if the runtime has ended so that its device sleeps."""
         return self._blackbox is not None and self._blackbox.sleeps
 
     def leave_runtime(self) -> None:
-        """Close the socket, for the model falls back to cold. The memory stays: Triton may still read answers there."""
+        """Close the socket, because the model falls back to cold.
+
+        Keep the memory: Triton may still read answers there.
+        """
         self.left = True
         self.abandon()
 

@@ -70,11 +70,11 @@ class DeferredRequest:
     cancelling: bool = field(default=False, kw_only=True)
 
     def write(self) -> Any:
-        """Return the entry of a frame that asks for it."""
+        """Return the entry of a frame that submits the request."""
         raise NotImplementedError
 
     def finish(self, done: Completion) -> None:
-        """Take the runtime's answer."""
+        """Take the runtime's completion of the request."""
         raise NotImplementedError
 
     def fail(self, status: Status, text: str) -> None:
@@ -82,7 +82,7 @@ class DeferredRequest:
 
     @property
     def nbytes(self) -> int:
-        """About the size of the answer, as far as it may be sent in two steps."""
+        """Approximate size of the answer, if it may be sent in two steps."""
         return 0
 
     def release(self) -> None:
@@ -112,7 +112,10 @@ class Owner(Protocol[W_contra]):
         """Handle the end of an attachment's runtime. This may be called repeatedly."""
 
     def dismissed(self, attachment: Attachment, start_timeout_s: float) -> None:
-        """Handle the runtime's wish that the model leave. `start_timeout_s` limits how long requests wait for a later start."""
+        """Handle the runtime's request that the model leave.
+
+        `start_timeout_s` limits how long requests wait for a later start.
+        """
 
     def end(self, text: str) -> None:
         """End the process after a fault that it cannot survive."""
@@ -128,9 +131,9 @@ class DeferredReplies(Generic[W]):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
-        #: work that waits, or is done at this moment
+        #: Number of works that wait or are being done.
         self._unfinished = 0
-        #: by connection: its pending requests by id, its attachment, and a callback for when none is pending
+        #: For each connection: its pending requests by id, its attachment, and a callback for when none is pending.
         self._connections: dict[RuntimeConnection, dict[int, W]] = {}
         self._attachments: dict[RuntimeConnection, Attachment] = {}
         self._when_idle: dict[RuntimeConnection, Callable[[], None]] = {}
@@ -139,7 +142,7 @@ class DeferredReplies(Generic[W]):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
         self._closed = False
-        #: whether the reading thread sleeps until it is woken
+        #: True if the reading thread sleeps until it is woken.
         self._asleep = False
         #: time.monotonic of the latest look for late requests
         self._late_checked = 0.0
@@ -189,18 +192,18 @@ class DeferredReplies(Generic[W]):
             sent = attachment.deferred.submit(submissions, self._owner.pack)
         except (Closed, OSError) as error:
             self.lose(attachment, error)
-            # `lose` fails pending requests; if the runtime was lost before, these were not among them.
+            # The runtime is already lost. `lose` fails pending requests, but these requests came too late for it.
             if pending is None:
                 self.rescue_all(requests)
             return
         if sent < len(requests):
             with self._lock:
-                # Without the requests that failed because the runtime was lost meanwhile.
+                # Leave out the requests that failed because the runtime was lost meanwhile.
                 refused = [one for one in requests[sent:] if pending.pop(one.id, None) is not None]
             self._fail(refused, Status.QUEUE_FULL, STUCK)
 
     def lose(self, attachment: Attachment, why: object) -> None:
-        """Fail all requests of an attachment, for its runtime is gone, and have the session reconnect. Thread-safe."""
+        """Fail all requests of an attachment whose runtime is gone, and make the session reconnect. Thread-safe."""
         if attachment.deferred.closed_by_others or attachment.direct.closed_by_others:
             log.error(
                 "the connection to the runtime was closed by other code of this process: does model.py close all files?"
@@ -220,7 +223,10 @@ class DeferredReplies(Generic[W]):
         self.rescue_all(requests)
 
     def leave(self, attachment: Attachment) -> None:
-        """Leave a runtime that the model needs no longer. A request that comes at the same time starts the model again."""
+        """Leave a runtime that the model does not need any more.
+
+        A request that comes at the same time starts the model again.
+        """
         with self._lock:
             requests = self._forget(attachment.deferred)
         for connection in (attachment.direct, attachment.deferred):
@@ -231,7 +237,7 @@ class DeferredReplies(Generic[W]):
         self.rescue_all(requests.values())
 
     def rescue_all(self, requests: Iterable[W]) -> None:
-        """Have requests, whose runtime is gone, wait for another one; all of them have replies."""
+        """Let requests whose runtime is gone wait for another one. All of them must have replies."""
         for one in requests:
             self._owner.rescue(one)
 
@@ -254,7 +260,7 @@ class DeferredReplies(Generic[W]):
         self._work.put(work)
 
     def _start_thread(self) -> None:
-        """Start a sender thread, under the lock. If the system has no thread left, the running ones must do."""
+        """Start a sender thread, under the lock. If the system has no thread left, the running threads must suffice."""
         try:
             threading.Thread(target=self._send, name="sender", daemon=True).start()
             self._started += 1
@@ -290,7 +296,7 @@ class DeferredReplies(Generic[W]):
             self._owner.end(_BROKEN)
 
     def _round(self) -> None:
-        # Set before the check: a reply that is added in between wakes the thread.
+        # Set this before the check, so that a reply that is added in between wakes the thread.
         self._asleep = True
         waiting = not self._responses.settled
         self._asleep = not waiting
@@ -343,7 +349,10 @@ class DeferredReplies(Generic[W]):
             self._owner.dismissed(attachment, seconds)
 
     def _fail_late(self) -> None:
-        """Fail requests whose deadline passed long ago. Their executions go on, with their memory, without an answer."""
+        """Fail requests whose deadline passed long ago.
+
+        Their executions continue with their memory, but are not answered.
+        """
         now = time.monotonic()
         if now - self._late_checked < CHECK_PERIOD_S:
             return

@@ -49,7 +49,7 @@ class DeviceTensor(Elsewhere):
         self._run.released.append(self._number)
 
     def spot(self, run: "DirectRun", tensor: Tensor, rows: int) -> Spot:
-        """Return the place of the tensor as this input of a call with this many rows. Raises RequestFailure."""
+        """Return the place of the tensor as an input of a call with this many rows. Raises RequestFailure."""
         if self._run is not run and self._run.down:
             run.lacks_tensor = True
             raise RequestFailure(Status.RUNTIME_DOWN, LOST_TENSOR)
@@ -59,7 +59,7 @@ class DeviceTensor(Elsewhere):
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
         kept = self._tensor
-        # The same bits may have two types, and the same extents other axes for their rows.
+        # Element types of equal size can be confused, and so can tensors of equal extents with different batch axes.
         if kept.dtype != tensor.dtype:
             raise invalid(f"input {tensor.name!r} is on the device as {kept.dtype}, expected {tensor.dtype}")
         if (kept.batch_axis, kept.dims) != (tensor.batch_axis, tensor.dims) or (
@@ -85,17 +85,18 @@ class DirectCall:
     kept: frozenset[str]
     #: by name
     outputs: dict[str, Array | DeviceTensor]
-    #: time.perf_counter of the call, and its span if it is traced
+    #: Time of the call, by time.perf_counter.
     since: float
+    #: Span of the call, if it is traced.
     span: OpenSpan | None
-    #: the first outputs in shared memory, as bytes: the runtime sets the first when the device gets the call
+    #: The first outputs in shared memory, as bytes. The runtime sets the first byte when the device gets the call.
     marker: Array | None = None
     outcome: Results | RequestFailure | None = None
     future: asyncio.Future[Results] | None = None
 
     @property
     def launched(self) -> bool:
-        """False if no device has had the call. Without outputs in shared memory nothing tells, so it may have."""
+        """False if no device has had the call. For a call without outputs in shared memory that is unknown, so True."""
         return self.marker is None or bool(self.marker[0])
 
     def end(self, outcome: Results | RequestFailure) -> None:
@@ -139,16 +140,19 @@ class DirectRun:
     def __init__(
         self, connection: RuntimeConnection, entrance: Entrance, client_id: str, span: OpenSpan | None = None
     ) -> None:
-        """`entrance` is the run's, but for its number on this connection. Sub-calls become children of `span`."""
+        """`entrance` is the run's entrance, except that its number is the one on this connection.
+
+        Sub-calls become children of `span`.
+        """
         self._connection = connection
         self.span = span
         self._entrance = entrance
         self.token = entrance.run
         self._client_id = client_id
         self.device = 0
-        #: its device, if the run goes by stage
+        #: The run's device, if the run goes by stage.
         self.stage: int | None = None
-        #: whether its calls execute alone, because a runtime died while it executed one
+        #: True if its calls execute alone, because a runtime died while it executed one.
         self.alone = False
         #: set if the runtime refused the run
         self._refused: RequestFailure | None = None
@@ -163,13 +167,13 @@ class DirectRun:
         self._numbers = itertools.count()
         #: numbers of device tensors that were garbage-collected
         self.released: deque[int] = deque()
-        #: whether the connection must not be used any more, because the runtime is gone or for another reason
+        #: True if the connection must not be used any more. `down`: because the runtime is gone.
         self.broken = self.down = False
-        #: whether the device had a call that failed because the runtime is gone
+        #: True if the device had a call that failed because the runtime is gone.
         self.suspect = False
-        #: whether a call needed a tensor that another runtime had
+        #: True if a call needed a tensor that another runtime had.
         self.lacks_tensor = False
-        #: the event loop that reads the connection, and the connection's number there
+        #: The event loop that reads the connection, and the descriptor number that it uses.
         self._listening: tuple[asyncio.AbstractEventLoop, int] | None = None
 
     # --- entering and leaving -----------------------------------------------------------------------------
@@ -231,7 +235,7 @@ class DirectRun:
     def again(self, lost: DirectCall, callee: Callee) -> DirectCall:
         """Send a call that another runtime did not answer, with its inputs as they were then. Raises RequestFailure.
 
-        Its outputs get other memory: a runtime that was only stopped may still write to the old.
+        The outputs get new memory, because a runtime that was only stopped may still write to the old memory.
         """
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         call = DirectCall(
@@ -288,7 +292,8 @@ class DirectRun:
             return value.spot(self, tensor, rows)
         place = self._connection.locate(value)
         if place is None:
-            # The array is not in this connection's memory: the client sent it, or numpy or an earlier runtime made it.
+            # Copy an array that is not in this connection's memory: the client sent it, or numpy or an earlier
+            # runtime made it.
             copy = self._connection.array(value.shape, value.dtype)
             copy[...] = value
             call.values[index], place = copy, self._connection.locate(copy)
@@ -351,7 +356,7 @@ class DirectRun:
             return
         call = self._calls.pop(done.request)
         if done.status is not Status.OK:
-            # A call of a run that was not admitted fails for that reason.
+            # If the run was not admitted, its calls fail for the same reason.
             call.end(self._refused or RequestFailure(done.status, done.text))
         else:
             call.end(self._results(call))
@@ -359,20 +364,21 @@ class DirectRun:
         call.resolve()
 
     def look(self) -> None:
-        """Notice a runtime that is gone, without waiting."""
+        """Check whether the runtime is gone, without waiting."""
         with suppress(TimeoutError, RequestFailure):
             self._receive(0)
 
     def suspect_calls(self) -> None:
-        """Suspect a call through Triton: only the callee's stub knows whether the device had it."""
+        """Suspect a call through Triton, because only the callee's stub knows whether the device had the call."""
         self.suspect = self.down and self._connection.ended_by()
 
     def fail(self, failure: RequestFailure) -> None:
-        """Fail all calls in flight, for the connection must not be used any more."""
+        """Fail all calls in flight, because the connection must not be used any more."""
         self.broken = True
         self._entering = None
         if self._listening is not None and not self._listening[0].is_closed():
-            # A lost connection would stay readable, and its number may be another's soon.
+            # Remove it at once: a lost connection would stay readable, and its number may soon belong to another
+            # file.
             self._listening[0].remove_reader(self._listening[1])
         lost, self._calls = self._calls, {}
         self._lost += lost.values()

@@ -1,4 +1,4 @@
-"""A model as its callers see it: checks of requests, hooks, and the inputs and outputs of the compiled module."""
+"""A model as its callers see it: the checks of requests, the hooks, and the inputs and outputs of the compiled module."""
 
 import logging
 import math
@@ -41,8 +41,8 @@ log = logging.getLogger("rsrv.stub")
 _MAX_PLANS = 1024
 #: characters of a hook's message to a client
 _MAX_MESSAGE = 1000
-#: seconds that a hook is taken to last until it is measured; from this on a request's preprocessing leaves execute()'s
-#: thread
+#: A hook is assumed to take this many seconds until it is measured. If it takes as long or longer, requests are
+#: preprocessed on other threads than execute()'s.
 SLOW_HOOK_S = 0.001
 #: weight of the latest call in the learned length of a hook
 _HOOK_WEIGHT = 0.1
@@ -62,12 +62,12 @@ class WireTensor:
 
     name: str
     dtype: str
-    #: with the batch axis; -1 on axes that vary
+    #: Extents with the batch axis. -1 on axes that vary.
     dims: tuple[int, ...]
 
 
 def fits(dims: Sequence[int], shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape has these extents, where -1 stands for any."""
+    """Return whether a shape has these extents, where -1 stands for any."""
     if len(shape) != len(dims):
         return False
     for expected, extent in zip(dims, shape, strict=True):  # noqa: SIM110 - a generator costs twice as much
@@ -80,14 +80,15 @@ def fits(dims: Sequence[int], shape: tuple[int, ...]) -> bool:
 class LearnedDuration:
     """An estimate of a duration, learned from measurements.
 
-    Waiting for a processor makes single measurements far longer; none is shorter than the work itself. So a shorter one
-    may weigh more than a longer one, which counts for at most `cap` times the estimate.
+    Waiting for a processor makes single measurements far longer; none is shorter than the work itself. So a shorter
+    measurement may get a larger weight. A longer one counts for at most `cap` times the estimate.
     """
 
     #: the estimate
     seconds: float
-    #: weights of a shorter and of a longer measurement
+    #: Weight of a shorter measurement.
     fall: float
+    #: Weight of a longer measurement.
     rise: float
     cap: float = LONGER_CAP
 
@@ -105,7 +106,7 @@ class PlannedTensor(NamedTuple):
     tensor: Tensor
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    #: bytes from the start of the request's inputs, or of its outputs
+    #: Offset in bytes from the start of the request's inputs, or of its outputs.
     offset: int
 
 
@@ -137,7 +138,7 @@ class BadShape(Exception):
 
 
 class WrongAxis(BadShape):
-    """An axis that the model fixes differs; neither the number of rows nor a choice among variants is at fault."""
+    """An axis that the model fixes has another size. Neither another number of rows nor another variant would help."""
 
 
 def resolve(
@@ -222,7 +223,7 @@ def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadSha
 class Endpoint:
     """Turns a request's tensors into those of the module, and the module's results into the client's.
 
-    `preprocess` and `postprocess` are the learned lengths of the hooks, 0 for a hook that the model does not have.
+    `preprocess` and `postprocess` are the learned durations of the hooks. 0: the model has no such hook.
     """
 
     def __init__(
@@ -364,7 +365,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
-        # Triton has checked, but not for a product of extents beyond 64 bits.
+        # Triton has checked this, but not if the product of extents exceeds 64 bits.
         if array.ndim != len(wire.dims):
             raise invalid(WRONG_SHAPE % (repr(name), list(wire.dims), "", list(array.shape)))
         arrays[name] = array
@@ -374,9 +375,10 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
 def check_results(
     arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str, client_id: str
 ) -> list[Array]:
-    """Return the client's tensors in the order of the interface. `rows` is each one's number of rows, if it is given.
+    """Return the client's tensors in the order of the interface.
 
-    Raises RequestFailure if the function `hook` of model.py did not make them for the request `client_id`.
+    `rows` is the expected number of rows of each, if given. Raises RequestFailure if the function `hook` of model.py
+    returned other tensors for the request `client_id`.
     """
     checked = []
     for wire in outputs:
@@ -412,7 +414,10 @@ def check_results(
 
 
 def _on_copies(hook: Hook, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Call a hook with copies, as it may write into them: a second try and an alias's shadow read the inputs again."""
+    """Call a hook with copies, because it may write to its arguments.
+
+    A second try and an alias's shadow read the inputs again.
+    """
     return hook({name: array.copy() for name, array in arrays.items()})
 
 
@@ -434,7 +439,7 @@ def run_hook(
             result = hook(dict(arrays))
             return {key: as_array(value) for key, value in result.items()}
     except BaseException as error:  # noqa: BLE001 - logged by hook_raised
-        # sys.exit(), too, would end the whole batch, or a sender thread for good.
+        # sys.exit() would also end the whole batch, or a sender thread for good.
         try:
             raise hook_raised(name, error, client_id, guard) from None
         finally:
@@ -474,7 +479,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     log.exception(
         "%s: model.py: %s raised", request_name(client_id), name, extra=of_request(client_id, hook=name)
     )
-    # Not the error's own text: it may have the request's contents.
+    # Log no text of the error, because it may contain the request's contents.
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename.endswith("/model.py")]
     where = f" at line {lines[-1]} of model.py" if lines else ""
@@ -483,7 +488,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text for the client of an error that a hook raised for it; Triton can pass it on."""
+    """Return the text for the client if a hook raised an error for the client. Triton can send the text."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - the error's class is the hook's own

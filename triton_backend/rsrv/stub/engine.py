@@ -46,7 +46,7 @@ log = logging.getLogger("rsrv.stub")
 _QUEUE_FACTOR = 5
 #: An answer that took at least this many seconds carries the request's number, for `rsrv why`.
 _SLOW_S = 0.1
-#: bytes of the slab for answers in place: the least, and how much of it stays after a large batch
+#: Sizes in bytes of the slab for answers in place: the minimum, and the size that stays after a large batch.
 _MIN_SLAB_BYTES, _KEEP_SLAB_BYTES = 64 << 10, 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself: its manifest says `internal: true`"
 
@@ -58,14 +58,14 @@ class ModelRequest(DeferredRequest):
     inputs: Sequence[Array] = ()
     #: None until the shapes are known
     plan: ExecutionPlan | None = None
-    #: of a stateful model
+    #: Step of a sequence, for a stateful model.
     step: SequenceStep | None = None
-    client_rows: int = 0  # as the client counts them, if Triton batches
-    #: memory of the request's batch; its inputs and outputs lie at these bytes of the segment
+    client_rows: int = 0  # as the client counts rows, if Triton batches
+    #: Memory of the request's batch. The inputs and outputs lie at the following offsets in its segment.
     slab: Slab | None = None
     inputs_at: int = 0
     outputs_at: int = 0
-    execute_ns: int = 0  # of the execution that it was part of
+    execute_ns: int = 0  # duration of the request's execution
     answer_bytes: int = 0
     #: Parts of the request that are to be submitted; None: there are none, or they were submitted.
     large: LargeRequest | None = None
@@ -110,7 +110,7 @@ class ModelRequest(DeferredRequest):
         return self._arrays(self.plan.inputs, self.inputs_at)
 
     def outputs(self) -> Mapping[str, Array]:
-        """Return the module's outputs, where they lie in shared memory, or where the parts have left them."""
+        """Return the module's outputs in shared memory, or those collected from the parts."""
         if self.collected is not None:
             return self.collected
         assert self.plan is not None
@@ -125,16 +125,18 @@ class ModelRequest(DeferredRequest):
 
     @property
     def nbytes(self) -> int:
-        """About the size of the answer; 0 for a sub-call's, which must not be sent in two steps (`Reply.send`).
+        """Approximate size of the answer.
 
-        The second step would end the server. Without it, a caller whose answer finds no room waits until its call times out.
+        It is 0 for a sub-call, whose answer must not be sent in two steps (`Reply.send`), because the second step
+        would end the server. If the answer then finds no room, the caller waits until its call times out.
         """
         return 0 if self.request.params.run else self.answer_bytes
 
     @property
     def launched(self) -> bool:
         """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
-        if self.inputs or self.slab is None:  # not written: the memory still has an earlier request's outputs
+        # the inputs were not written, so the memory still has an earlier request's outputs
+        if self.inputs or self.slab is None:
             return False
         return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
 
@@ -166,12 +168,12 @@ class Engine(ModelReplica[ModelRequest]):
         self._hooks = hooks
         self._hook_threads = SENDER_THREADS if hooks.preprocess or hooks.postprocess else 0
         self._outputs = outputs
-        #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
+        #: True if Triton batches this model: then a request has as many rows in every output as in its inputs.
         self._batched = batched
-        #: whether only meta models may call it
+        #: True if only meta models may call it.
         self._internal = internal
-        #: memory for answers in place: the connection has one batch at a time, and Triton has copied its answers
-        #: when the next one comes
+        #: Memory for answers in place. The connection has one batch at a time. When the next one comes, Triton has
+        #: copied the answers.
         self._slab: Slab | None = None
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
@@ -180,16 +182,19 @@ class Engine(ModelReplica[ModelRequest]):
         self._switch(attachment)
 
     def _switch(self, attachment: Attachment) -> None:
-        """Answer in place by another attachment. Runs on execute()'s thread, which alone uses `_slab` and `_attachment`."""
+        """Use another attachment for answers in place.
+
+        Called on execute()'s thread, which alone uses `_slab` and `_attachment`.
+        """
         if self._direct is not None:
             self._direct.close()
         self._attachment, self._direct, self._slab = attachment, attachment.direct, None
 
     def use(self, attachment: Attachment) -> None:
         if self._latest is not self._attachment:
-            self._latest.direct.close()  # its runtime died before execute() came to use it
+            self._latest.direct.close()  # its runtime died before execute() used it
         self._latest = attachment
-        #: of the request that was read last
+        #: Variant of the request that was read last.
         self._variant = 0
         self._inputs = attachment.inputs
         (model,) = attachment.models
@@ -248,7 +253,7 @@ class Engine(ModelReplica[ModelRequest]):
         return None
 
     def _is_soon(self, attachment: Attachment, count: int) -> bool:
-        """Tell whether to wait inside execute(): the executions take at most stub.in_place_ms, and start before long.
+        """Return whether to wait inside execute(): the executions take at most stub.in_place_ms, and start before long.
 
         The executions' own length decides: while they run, the runtime sees no further batch of the model. A queue in
         front of them keeps the device busy meanwhile, so it only bounds how long execute() may be held.
@@ -266,10 +271,11 @@ class Engine(ModelReplica[ModelRequest]):
         batch = self._receive(connection, requests)
         waiting = self._place(batch, connection, self._take_direct)
         placed = list(waiting.values())
-        # The others have failed, have no rows, or are large. With a large request, the answers cannot be one list.
+        # The other requests have failed, have no rows, or are large. If there is a large request, the answers cannot
+        # be one list.
         has_large = len(placed) < len(batch) and any(one.large is not None for one in batch)
-        # As many at a time as one execution takes: the device works on the first while the next are written,
-        # and on the last while the first are answered.
+        # Submit as many parts as one execution takes. So the device works while later parts are written and earlier
+        # ones are answered.
         step = self._largest
         until = time.monotonic() + MAX_BLOCK_S
         try:
@@ -301,7 +307,7 @@ class Engine(ModelReplica[ModelRequest]):
         return [one.response or self.respond(one) for one in batch]
 
     def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
-        """Return the direct connection's one slab, another one if it is too small, or far too large to keep."""
+        """Return the direct connection's only slab. Replace it if it is too small, or far too large."""
         slab = self._slab
         if slab is None or not nbytes <= slab.place.nbytes <= _KEEP_SLAB_BYTES + 8 * nbytes:
             if slab is not None:
@@ -318,7 +324,7 @@ class Engine(ModelReplica[ModelRequest]):
         batch: list[ModelRequest],
         waiting: dict[int, ModelRequest],
     ) -> None:
-        """Answer the batch after execute() returned. The connection and its memory go with the requests that wait."""
+        """Answer the batch after execute() returned. The connection and its memory stay with the waiting requests."""
         if not waiting:
             self._defer(batch, waiting)
             return
@@ -332,7 +338,10 @@ class Engine(ModelReplica[ModelRequest]):
         self._deferred.watch(attachment, connection, waiting, idle)
 
     def _defer(self, batch: list[ModelRequest], waiting: Collection[int]) -> None:
-        """Have a batch answered after execute() returned: at once, except requests that wait for the runtime."""
+        """Answer a batch after execute() returned.
+
+        Only requests that wait for the runtime are answered later than at once.
+        """
         for one in batch:
             self._deferred.reply(one.request)
         for one in batch:
@@ -342,7 +351,8 @@ class Engine(ModelReplica[ModelRequest]):
     def _begin_or_finish(self, one: ModelRequest) -> None:
         """Submit the first parts of a large request, or answer a request that has failed or has no rows."""
         if one.large is not None:
-            # The parts have the request now. Without a cycle of references, its tensors are free as soon as it is answered.
+            # The parts hold the request now. Clear the reference, because without a cycle its tensors are freed as
+            # soon as it is answered.
             large, one.large = one.large, None
             large.begin()
         else:
@@ -390,7 +400,7 @@ class Engine(ModelReplica[ModelRequest]):
         )
 
     def _remember(self, deaths: int, one: ModelRequest) -> None:
-        """Count the deaths that a request has seen against its inputs, as `FrontLoop.record`."""
+        """Record how many runtimes died during a request, for its inputs, as `FrontLoop.record`."""
         with suppress(Exception):
             try:
                 arrays = read_inputs(self._tensors, one.request.triton, self._inputs)
@@ -502,7 +512,7 @@ class Engine(ModelReplica[ModelRequest]):
         return placed
 
     def _prepare(self, one: ModelRequest, at: int) -> int:
-        """Read and check a request's tensors. Returns the bytes that it needs, of which its inputs start at `at`."""
+        """Read and check a request's tensors. Return the bytes that it needs. Its inputs start at `at`."""
         request = one.request
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
@@ -542,7 +552,10 @@ class Engine(ModelReplica[ModelRequest]):
         return inputs, plan
 
     def _read_step(self, triton: Any) -> SequenceStep:
-        """Read what a request says of its sequence. Raises RequestFailure, also if its state ended with a runtime."""
+        """Read a request's parameters about its sequence.
+
+        Raises RequestFailure, also if its state ended with a runtime.
+        """
         step, homes, attachment = read_step(triton), self._process.homes, self.session.attachment
         if step.start or homes is None or attachment is None:
             return step

@@ -281,7 +281,10 @@ class FrontLoop:
         self.changed.set()
 
     def _carry_out(self, instruction: Instruction, refused: list[ClientRequest]) -> Sequence[Event]:
-        """Carry out an instruction and return the events that follow at once. Requests that no runtime took are collected."""
+        """Carry out an instruction and return the events that follow at once.
+
+        Collect the requests that no runtime took in `refused`.
+        """
         effects = self._effects
         assert effects is not None
         match instruction:
@@ -309,7 +312,7 @@ class FrontLoop:
         return []
 
     def _submit(self, effects: Effects, request: ClientRequest) -> bool:
-        # The request may come back before `submit` returns.
+        # Read this first, because the request may come back before `submit` returns.
         kept = self._kept.pop(request)
         try:
             if effects.submit(request):

@@ -1,7 +1,8 @@
-"""A generating model's stub: one answer to a request in many responses, a token or a piece of text each.
+"""A generating model's stub. It answers a request in many responses, each with a token or a piece of text.
 
-The runtime sends tokens as they come, and never waits for a client. What a slow client leaves unread is bounded by the
-answer's limit of tokens; here tokens that wait for a sender thread become one piece, and Triton keeps sent responses.
+The runtime sends tokens as they come, and never waits for a client. A slow client can leave at most as many tokens
+unread as the answer's limit allows. Tokens that wait for a sender thread are joined to one piece, and Triton keeps
+sent responses.
 """
 
 import json
@@ -29,7 +30,8 @@ from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.generation import Generate, pack_generate
 from rsrv.wire.socket import Closed
 
-#: seconds that an answer may take if its client sets no deadline: on plain HTTP a client that is gone cannot be seen
+#: Seconds that an answer may take if its client sets no deadline. On plain HTTP, Triton does not notice that a client
+#: is gone.
 _DEADLINE_S = 300.0
 #: bytes of text that are read for each token of the context
 _BYTES_PER_TOKEN = 64
@@ -52,14 +54,15 @@ class AnswerStream(DeferredRequest):
     #: tokens that wait for a sender thread
     tokens: deque[int] = field(default_factory=deque)
     count: int = 0
-    #: of the first and the latest token, by time.perf_counter
+    #: Time of the first token, by time.perf_counter.
     first_at: float = 0.0
+    #: Time of the latest token, by time.perf_counter.
     latest_at: float = 0.0
     #: responses sent
     parts: int = 0
-    #: text or tokens that are not sent yet
+    #: Text or tokens that are not sent yet.
     kept: Any = ""
-    #: nothing more is sent: the answer has ended, or another runtime begins it again
+    #: True if nothing more is sent: the answer has ended, or another runtime begins it again.
     over: bool = False
     finish_reason: str = ""
 
@@ -79,7 +82,7 @@ class AnswerStream(DeferredRequest):
 
 
 class GenerationEngine(ModelReplica[AnswerStream]):
-    """Answers the requests of one model that generates, on one device, and never in place."""
+    """Answers the requests of a generating model, on one device, and never in place."""
 
     def __init__(
         self, session: Session, attachment: Attachment, process: StubProcess, prompts: PromptTokeniser | None
@@ -100,7 +103,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         return frame
 
     def _answers_in_s(self, attachment: Attachment) -> float:
-        # Between two steps a device looks free, so answers under way count besides.
+        # Between two steps a device looks free, so add the answers under way.
         return attachment.begins_in_s() + 1e-3 * self._deferred.pending
 
     def _forecast(self, attachment: Attachment) -> None:
@@ -189,7 +192,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         request.rows = 1
 
     def rescue(self, one: AnswerStream) -> None:
-        """Have an answer of which nothing is sent begin again in another runtime; end one that has begun."""
+        """Begin an answer again in another runtime if nothing of it was sent. Otherwise, end it."""
         request = one.request
         with one.lock:
             if one.over:
@@ -211,12 +214,12 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         one.latest_at = time.perf_counter()
         one.first_at = one.first_at or one.latest_at
         one.tokens.append(token)
-        # With more tokens, a sender thread has been asked, and will find this one, too.
+        # With more tokens, a sender thread is already asked, and will also find this one.
         if len(one.tokens) == 1 and (one.params.stream or one.params.stop_texts):
             self._deferred.run(partial(self._send, one))
 
     def _send(self, one: AnswerStream) -> None:
-        """Send what the tokens give that have come."""
+        """Send the text or tokens that the received tokens yield."""
         with one.lock:
             if one.over:
                 return
@@ -233,7 +236,7 @@ class GenerationEngine(ModelReplica[AnswerStream]):
                 ended = True
             if not ended:
                 return
-            # The answer ends before the runtime says so.
+            # The front ends this answer before the runtime reports an end.
             one.finish_reason = "stop"
             response = self._last(one)
             if one.request.reply is not None:
@@ -242,13 +245,13 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             one.cancelling = one.connection.cancel([one.id])
 
     def _take(self, one: AnswerStream) -> None:
-        """Make text or tokens for the client of the tokens that have come."""
+        """Convert the received tokens to text or tokens for the client."""
         tokens = [one.tokens.popleft() for _ in range(len(one.tokens))]
         one.count += len(tokens)
         one.kept += tokens if one.text is None else one.text.feed(tokens)
 
     def respond(self, one: AnswerStream) -> Any:
-        """Return the last response of an answer; None: it was sent before."""
+        """Return the last response of an answer. None: it was sent already."""
         with one.lock:
             return None if one.over else self._last(one)
 

@@ -1,4 +1,4 @@
-"""Parameters of a request for generated tokens: what its client may set, and how it is refused otherwise."""
+"""Parameters of a request for generated tokens: the ones that a client may set, and the refusals of others."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from rsrv.text import nearest
 
 #: limits of a client's stop texts or tokens
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
-#: a seed, and a number of tokens, is exact as f32 below this
+#: A seed and a number of tokens below this are exact as f32.
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
 _MAX_RATE = 1000.0
@@ -89,12 +89,12 @@ def read_generation_params(
 
 
 def _is_for_others(name: str) -> bool:
-    """Tell whether a parameter is not of a generation: Triton's, rsrv's, or a header that Triton forwards."""
+    """Return whether a parameter is not of a generation: Triton's, rsrv's, or a header that Triton forwards."""
     return name.startswith("triton_") or name in (*_OTHERS, *_HEADERS) or "-" in name or name != name.lower()
 
 
 def _number(value: Any, kind: type) -> float | int | None:
-    """Return a number; as text, too, because tritonclient sends no floating-point parameters."""
+    """Return a number. It may also be text, because tritonclient sends no floating-point parameters."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

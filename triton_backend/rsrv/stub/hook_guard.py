@@ -1,11 +1,11 @@
 """Guards against hooks that go wrong, so that they harm no other model.
 
-A hook that hangs. A thread that executes a hook notes it in a slot, and clears the slot afterwards, which is all that a
-request pays. One thread checks the slots ten times per timeout, and counts in how many checks in a row a thread was in
-the same interval of a hook. Checks are counted, not seconds: a process that was stopped, or got no processor, is not
-blamed for that time. Python cannot end a thread, so the process ends, after all requests are answered
+A hook that hangs. A thread that executes a hook notes it in a slot, and clears the slot afterwards, which is all that
+a request pays. One thread checks the slots ten times per timeout, and counts in how many checks in a row a thread was
+in the same interval of a hook. Checks are counted, not seconds: a process that was stopped, or got no processor, is
+not blamed for that time. Python cannot end a thread, so the process ends, after all requests are answered
 (`DrainAndExit`). A hook that holds the interpreter's lock prevents even that. Then a thread of C's ends the process
-without answers; it is put off at each check while there are hooks to check.
+without answers; each check postpones that while there are hooks to check.
 
 A hook that allocates without bound. It gets MemoryError, and its request fails. If its memory is not freed, the
 process ends.
@@ -40,7 +40,7 @@ log = logging.getLogger("rsrv.stub")
 
 #: checks per timeout
 CHECKS = 10
-#: seconds between two checks, at least
+#: Minimum number of seconds between two checks.
 _MIN_CHECK_PERIOD_S = 0.01
 #: timeouts after which the backstop ends a process without checks
 BACKSTOP_TIMEOUTS = 2.0
@@ -54,14 +54,14 @@ KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process m
 
 #: threads that may start at any time: the one here, the backstop's, the log's, an attempt's to reach a runtime
 _MORE_THREADS = 5
-#: seconds that a process which drains may take to answer all requests
+#: Seconds that a draining process may take to answer all requests.
 _DRAIN_S = 5.0
 #: Seconds that the interpreter's exit may take after the model was unloaded.
 _EXIT_S = 5.0
 
 
 class Backstop(Protocol):
-    """Ends the process unless it is put off in time, even if the process does nothing else."""
+    """Ends the process unless it is postponed in time, even if the process does nothing else."""
 
     def put_off(self, seconds: float) -> None: ...
 
@@ -75,7 +75,7 @@ class Faulthandler:
     """
 
     _lock = threading.Lock()
-    #: by instance: the time, by time.monotonic
+    #: End time of each instance, by time.monotonic.
     _ends: ClassVar[dict["Faulthandler", float]] = {}
 
     def put_off(self, seconds: float) -> None:
@@ -98,12 +98,11 @@ class Faulthandler:
 
 
 class DrainAndExit:
-    """Ends a stub's process that cannot go on, after all its requests are answered.
+    """Ends a stub's process that cannot continue, after all its requests are answered.
 
-    If a process has ended, Triton answers its requests inside execute(), and none of the others. So they are answered
-    first. The control process loads a model whose process has ended again.
-
-    `stop` refuses further requests, `leave` ends the process.
+    When a process ends, Triton answers only its requests inside execute(). So the other requests must be answered
+    first. The control process loads a model whose process has ended again. `stop` refuses further requests, `leave`
+    ends the process.
     """
 
     def __init__(
@@ -138,7 +137,9 @@ class DrainAndExit:
 
 
 def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | None = None) -> None:
-    """Limit the time of the interpreter's exit, which begins next. Triton waits for it without a limit.
+    """Limit the duration of the interpreter's exit, which begins after this call.
+
+    Triton waits for it without a limit.
 
     The exit calls the exit handlers of model.py, and joins the threads of executors and of the module `threading`. If one
     of them never returned, the process and its memory would stay for ever.
@@ -171,7 +172,7 @@ class HookInterval:
     request: str
 
 
-#: by thread: the interval of the last check, and the number of checks in a row
+#: For each thread, the interval of the last check, and the number of consecutive checks in it.
 Seen = Mapping[int, tuple[HookInterval, int]]
 
 
@@ -188,7 +189,7 @@ def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
 def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
     """Return a thread whose hook has taken longer than the timeout, if there is one."""
     for thread, (interval, checks) in seen.items():
-        if checks > CHECKS:  # between the first and the last one lies the whole timeout
+        if checks > CHECKS:  # the whole timeout lies between the first and the last check
             return thread, interval
     return None
 
@@ -206,22 +207,23 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 class HookGuard:
-    """The guard of one process. Until it is started, it only notes which thread is in which hook."""
+    """The guard of one process. Until it is started, it only records which thread is in which hook."""
 
     def __init__(self, backstop: Backstop | None = None) -> None:
-        #: by thread, None between intervals
+        #: Interval of each thread. None: the thread is between intervals.
         self._intervals: dict[int, HookInterval | None] = {}
         self._end: Callable[[str], object] = lambda text: None
         self._closed = threading.Event()
-        #: whether this process is a fork that a hook made
+        #: True if this process is a fork that a hook made.
         self._forked = False
         #: bytes that hooks may take; 0: no limit
         self._allowance = 0
         self._timeout = 0.0
         self._backstop = backstop or Faulthandler()
         self._lock = threading.Lock()
-        #: whether the backstop runs, or need not; and whether a hook has started since the last check
+        #: True if the backstop runs or is not needed.
         self._armed = True
+        #: True if a hook has started since the last check.
         self._used = False
 
     # --- executing hooks ----------------------------------------------------------------------------------
@@ -352,8 +354,8 @@ class _SlotContext(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._guard._forked:
-            # A fork of this process came back from the hook. It must not go on as the stub.
+            # This is a fork of the stub that returned from the hook. It must not continue as the stub.
             os._exit(1)
         before = self._before
-        # A new interval begins of the hook that this one interrupted.
+        # A new interval begins for the hook that was interrupted.
         self._guard._intervals[self._thread] = before and HookInterval(before.hook, before.request)

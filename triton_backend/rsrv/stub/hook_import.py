@@ -1,7 +1,7 @@
 """The import of a bundle's `model.py`, which may hang: it runs on a thread of its own, so that its model's load can fail.
 
-The runtime is told of an import that takes seconds: Triton shows nothing of it, and opens its ports only when all of its
-first models are loaded.
+An import that takes seconds is reported to the runtime, because Triton does not show it, and opens its ports only
+when all of its first models are loaded.
 """
 
 import asyncio
@@ -29,20 +29,23 @@ T = TypeVar("T")
 
 #: seconds between two reports of an import that goes on, at most
 _REPORT_PERIOD_S = 5.0
-#: in errors of what works only on the main thread
+#: Hint in errors about functions that work only on the main thread.
 _THREAD_HINT = "model.py is imported on a thread of its own, where signal handlers cannot be set"
 
 
 class HookImport(Generic[T]):
     """Import of a `model.py` by `load`, once for all replicas of the model.
 
-    Python cannot end a thread, so an import that hangs goes on, and the next attempt waits for the same one.
+    Python cannot end a thread. So an import that hangs continues, and the next attempt waits for the same import.
     """
 
     def __init__(
         self, path: Path, load: Callable[[], T], backstop: Backstop | None = None, more: Iterable[Path] = ()
     ) -> None:
-        """`path` is the file: without one there is nothing to wait for. `load` executes it, and the files `more`."""
+        """`path` is the file. Without a file there is nothing to wait for.
+
+        `load` executes the file, and the files `more`.
+        """
         self._path = path
         self._files = {str(path), *map(str, more)}
         self._load = load
@@ -76,7 +79,7 @@ class HookImport(Generic[T]):
         raise self._hang()
 
     def _reporting(self, session: Session, key: str, stack: ExitStack) -> Callable[[], None]:
-        """Return a function that tells the runtime of the import until the stack is closed, if there is a runtime."""
+        """Return a function that reports the import to the runtime until the stack is closed, if there is a runtime."""
         connection: RuntimeConnection | None = None
         with suppress(*UNREACHABLE):
             connection = session.open_connection(key)
@@ -89,7 +92,8 @@ class HookImport(Generic[T]):
                 try:
                     connection.report({**Meters().take(), "importing": importing}, REPORT_TIMEOUT_S)
                 except (TimeoutError, *UNREACHABLE):
-                    # Each wait for an answer brings the backstop nearer. The runtime keeps the latest report until the end.
+                    # Do not wait for a connection: each wait brings the backstop nearer. The runtime keeps the latest
+                    # report.
                     connection = None
 
         return report
@@ -100,7 +104,7 @@ class HookImport(Generic[T]):
             result = self._result
             if result is None or (result.done() and result.exception() is not None):
                 self._began = time.monotonic()
-                # A library may hang while it holds the interpreter's lock.
+                # Report before the import: a library may hang while it holds the interpreter's lock.
                 report()
                 result = Future()
                 threading.Thread(target=self._execute, args=(result,), name="import", daemon=True).start()
@@ -130,7 +134,7 @@ class HookImport(Generic[T]):
         )
 
     def _place(self) -> tuple[int, str]:
-        """Return the line of model.py at which the import is, 0 if it is not there, and its whole stack."""
+        """Return the line of model.py that the import executes, or 0 if it is elsewhere, and the whole stack."""
         frame = frame_of(self._thread)
         if frame is None:
             return 0, "(it has ended)"

@@ -62,7 +62,7 @@ class LargeRequest:
         return failure
 
     def has_ended(self) -> bool:
-        """Return True if the request has its outcome, so that the other parts are of no use."""
+        """Return True if the request has its outcome. Its other parts are then useless."""
         return self._parts.ended
 
     def inputs(self, part: RowRange) -> list[Array]:

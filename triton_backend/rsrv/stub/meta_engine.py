@@ -46,17 +46,17 @@ _FALL, _RISE = 0.5, 0.02
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
-    """A meta model: its code, and what its manifest says."""
+    """A meta model: its code, and the facts from its manifest."""
 
     run: Run
-    #: those of the callees, by name
+    #: Hooks of the callees, by name.
     hooks: Mapping[str, Hooks]
     outputs: Sequence[WireTensor]
-    #: whether Triton batches it
+    #: True if Triton batches it.
     batched: bool = True
     #: models outside of the runtime
     external: Collection[str] = ()
-    #: whether `run` may begin again if a runtime dies with tensors of it
+    #: True if `run` may begin again if a runtime dies with tensors of it.
     restartable: bool = False
 
 
@@ -75,7 +75,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._concurrency = settings["concurrency"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if model.external or self._through_triton else None
-        #: whether runs need admission: without callees in the runtime they do not use the device
+        #: True if runs need admission: without callees in the runtime they do not use the device.
         self._gated = bool(model.hooks)
         threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
@@ -84,12 +84,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
         #: length of a run; execute() does not wait for the first ones
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
         self._running = 0
-        #: the requests that were answered in place last: Triton reads their responses after execute() has returned
+        #: The requests that were last answered in place. Triton reads their responses after execute() has returned.
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
-        #: idle connections, and the callees, of one attachment
+        #: Idle connections of one attachment.
         self._connections: list[RuntimeConnection] = []
         self._attachment: Attachment | None = None
+        #: The callees of this attachment.
         self._callees: dict[str, Callee] = {}
         self.use(attachment)
 
@@ -113,12 +114,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
         free_s = attachment.begins_in_s()
         if not self._gated:
             return free_s
-        # The board's cells know the calls of running runs, and all runs that wait, but not yet those that came just now.
+        # The board's cells count the calls of running runs and all waiting runs, but not yet the runs that came just
+        # now.
         ahead: int = (self._running + self._deferred.pending) // self._concurrency
         return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
     def _forecast(self, attachment: Attachment) -> Forecast:
-        """Return its device's work as expected, with runs for rows."""
+        """Return the device's expected work. It counts runs instead of rows."""
         found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
         return found._replace(free_s=self._begins_in_s(attachment))
 
@@ -140,7 +142,10 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return True
 
     def _take_connections(self) -> list[RuntimeConnection]:
-        """Return the connections that no run uses, to be closed; the others are closed when their runs end."""
+        """Return the connections that no run uses, to close them.
+
+        The other connections are closed when their runs end.
+        """
         with self._lock:
             connections, self._connections, self._attachment = self._connections, [], None
         return connections
@@ -167,7 +172,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return None
 
     def _divide(self, batch: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
-        """Return the requests that run at once, and those that wait for admission, without those that have failed."""
+        """Return the requests to run at once, and those that wait for admission. Leave out requests that have failed."""
         valid = [one for one in batch if one.request.failure is None]
         with self._lock:
             free = max(0, self._concurrency - self._running) if self._gated else len(valid)
@@ -280,7 +285,10 @@ class MetaEngine(ModelReplica[MetaRequest]):
                     self._process.front.record(0 if status is Status.OK else deaths, self._read(one))
 
     def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
-        """Give a run whose runtime has died a place at the soonest one; None: there is none now. Raises RequestFailure."""
+        """Give a run whose runtime has died a place at the device that admits it soonest.
+
+        None: there is no place now. Raises RequestFailure.
+        """
         model = self._process.model
         engine: MetaEngine | None = None if model is None else model.live()
         attachment = None if engine is None else engine.session.attachment
@@ -289,10 +297,10 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return engine._try_to_enter(_request(attachment, one.request), span)
 
     def _try_to_enter(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
-        """Give a run a place here; None: the runtime is gone. Raises RequestFailure.
+        """Give a run a place here. None: the runtime is gone. Raises RequestFailure.
 
-        If the callees are on several devices, the run is admitted on each of them, in ascending order from this one on:
-        otherwise two runs could wait for each other's places for ever.
+        If the callees are on several devices, each of them must admit the run. The run asks them in ascending order,
+        beginning here. Otherwise two runs could wait for each other's places for ever.
         """
         place = RunPlace(one.request.params.deadline_ns)
         try:
@@ -314,7 +322,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _join(
         self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, *, further: bool = False
     ) -> tuple[DirectRun, Mapping[str, Callee]]:
-        """Add this device to a run's place; `further`: the run has begun on another one. Raises RequestFailure."""
+        """Add this device to a run's place. `further`: the run has begun on another device. Raises RequestFailure."""
         connection, callees = self._take_connection(one)
         entrance = one.write()._replace(further=further)
         run = DirectRun(connection, entrance, one.request.id, span)
@@ -326,7 +334,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _join_stages(
         self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, engines: Mapping[str, "MetaEngine"]
     ) -> None:
-        """Admit a run that has a place here on the other devices, too. Raises RequestFailure."""
+        """Admit a run that has a place here on the other devices as well. Raises RequestFailure."""
         until_ns = grace(one.request.params.deadline_ns)
         others = {engine.session.device: engine for engine in engines.values() if engine is not self}
         place.first.stage = self.session.device
@@ -416,7 +424,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         """End an admitted run that has no connection of its own, on the connection of its ENTER."""
         if one.admitted:
             try:
-                # Without waiting: execute() sends on that connection, too.
+                # Do not wait, because execute() also sends on that connection.
                 one.connection.leave(RunExit(one.token, status), patience=0)
             except (Closed, OSError) as error:
                 # Otherwise the runtime would count the run as running for good.
@@ -425,7 +433,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _release(
         self, one: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status
     ) -> None:
-        """Take back the connection of a run that has ended with `status`."""
+        """Take back the connection of a run. The run has ended with `status`."""
         if run.broken:
             self._withdraw(one, status)
         else:

@@ -32,7 +32,7 @@ class MetaModelStub(ModelStub):
         shared: list[Bls] = []
 
         def make_bls(settings: dict[str, Any]) -> Bls:
-            # One for all replicas: the threads that it may use are the process's.
+            # Make one for all replicas: its limit of threads is that of the process.
             if not shared:
                 most = limit(read_pool_size(setup.launcher.server_pid))
                 shared.append(_make_bls(pb_utils, tensors, most, carried_only, settings))

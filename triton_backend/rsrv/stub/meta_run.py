@@ -1,7 +1,7 @@
 """One run of a meta model: its places on devices, one after another if runtimes die, and its sub-calls.
 
-The stub owns the inputs of a sub-call until its end. So a death costs a run time, and only the tensors that it kept on
-the device.
+The stub owns the inputs of a sub-call until its end. So a runtime's death delays a run. The run loses only the
+tensors that it kept on the device.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ log = logging.getLogger("rsrv.stub")
 
 @dataclass(slots=True, eq=False)
 class MetaRequest(DeferredRequest):
-    """One request of a meta model in the stub. Its id and connection are those of its ENTER, if it has to wait."""
+    """One request of a meta model in the stub. If it has to wait, its id and connection are those of its ENTER."""
 
-    #: of the engine that it is for
+    #: Attachment of the engine that serves the request.
     attachment: Attachment = field(kw_only=True)
     #: random, so that other requests cannot name it
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1, kw_only=True)
     admitted: bool = False
     #: arrays that the response may refer to
     results: Sequence[Array] = ()
-    #: the queue at which execute() waits for it
+    #: The queue at which execute() waits for the request.
     inbox: SimpleQueue["MetaRequest"] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,7 +91,7 @@ class RunPlace:
         self._ends: list[Callable[[Status], object]] = []
 
     def add(self, run: DirectRun, end: Callable[[Status], object]) -> None:
-        """Add a device; `end` releases its connection."""
+        """Add a device. `end` releases its connection."""
         self._runs.append(run)
         self._ends.append(end)
 
@@ -113,7 +113,7 @@ class RunPlace:
         return any(run.suspect for run in self._runs)
 
     def look(self) -> None:
-        """Notice runtimes that are gone."""
+        """Check whether runtimes are gone."""
         for run in self._runs:
             run.look()
 
@@ -123,7 +123,10 @@ class RunPlace:
             run.leave(status, self._until_ns)
 
     def abandon(self) -> None:
-        """End the run where its runtime still lives. Its connections stay, as they have the memory of further calls."""
+        """End the run on devices whose runtime still lives.
+
+        Keep its connections, because they hold the memory of further calls.
+        """
         self.leave(Status.RUNTIME_DOWN)
         for run in self._runs:
             run.fail(RequestFailure(Status.RUNTIME_DOWN, DOWN))
@@ -135,9 +138,9 @@ class RunPlace:
 
 
 class PlacedRun:
-    """A run with its present place. If a runtime there dies, the run gets another place, as a request would.
+    """A run with its present place. If a runtime there dies, the run gets another place.
 
-    `enter` finds one, or None if there is no runtime now.
+    `enter` returns a place, or None if there is no runtime now.
     """
 
     def __init__(
@@ -153,18 +156,18 @@ class PlacedRun:
         self.guard = guard
         self._place: RunPlace | None = None
         self._abandoned = False
-        #: whether it has had another place since `run` began
+        #: True if the run has changed its place since `run` began.
         self._moved = False
 
     def begin(self, first: RunPlace | None) -> None:
-        """Take the first place; None: its runtime has died. Raises RequestFailure if no other one comes."""
+        """Take the first place. None: its runtime has died. Raises RequestFailure if there will be no other place."""
         self._place = first
         while self._place is None:
             if self.renew() is None:
                 time.sleep(TICK_S)
 
     def begins_again(self) -> bool:
-        """Tell whether `run` must begin again to get tensors back that a dead runtime had, and count from here."""
+        """Return whether `run` must begin again to recover tensors of a dead runtime. Forget earlier losses."""
         needed = self._moved and self.place.first.lacks_tensor
         self._moved = self.place.first.lacks_tensor = False
         return needed
@@ -175,7 +178,7 @@ class PlacedRun:
         return self._place
 
     def is_lost(self, place: RunPlace, failure: RequestFailure) -> bool:
-        """Tell whether a call at a place failed because a runtime died.
+        """Return whether a call at a place failed because a runtime died.
 
         Through Triton, the callee's stub may ask the next runtime, which has no such run.
         """
@@ -215,11 +218,11 @@ class PlacedRun:
         return found
 
     def progress(self) -> None:
-        """Let the run wait for `retry_s` again after a further death, for a call has an answer."""
+        """Allow the run to wait for `retry_s` again after a further death, because a call was answered."""
         self._one.request.waiting_since = self._one.request.retry_until = 0.0
 
     def end(self, status: Status) -> None:
-        """End the run where it is."""
+        """End the run at its present place."""
         if self._place is not None:
             self._place.leave(status)
             self._place.release(status)
@@ -280,7 +283,7 @@ class RepeatedCall:
         return failure.status is Status.RUNTIME_DOWN and failure.text == DOWN
 
     def _is_sent_again(self) -> bool:
-        """Send the call to the run's place of now; False: look again after a pause."""
+        """Send the call to the run's present place. Return False if the caller must try again after a pause."""
         if self._run.place is self._place and not self._paused:
             # A living runtime may close a run's connection again and again, or the callee's stub may have none yet.
             self._paused = True
@@ -323,7 +326,7 @@ class CallRouter:
         self._until_ns = grace(deadline_ns)
         self._through_triton = through_triton
         self._thread = threading.get_ident()
-        #: whether the run has ended: its connection may be another run's now
+        #: True if the run has ended. Its connection may belong to another run now.
         self.over = False
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
@@ -339,7 +342,7 @@ class CallRouter:
                 Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
             )
         if place.by_stage:
-            # The next stage may have another device.
+            # Check this again, because the next stage may have another device.
             check_keep(place.callees[name][1], keep)
             keep = False
         if self._through_triton:

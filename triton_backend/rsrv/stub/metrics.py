@@ -17,7 +17,7 @@ from rsrv.wire.frames import REASON_CHARACTERS, Status
 log = logging.getLogger("rsrv.stub")
 
 Report = dict[str, Any]
-#: requests of a report that took longest
+#: Number of slow requests in a report.
 _SLOWEST = 32
 #: seconds that the runtime may take to answer
 REPORT_TIMEOUT_S = 5.0
@@ -31,9 +31,9 @@ class Meters:
     def __init__(self) -> None:
         self.some = threading.Event()
         self.spans = Spans(self.some.set)
-        #: by whose name the requests came; empty: the model's own
+        #: The alias by which the requests came. Empty: the model's own name.
         self.alias = ""
-        #: whether they are copies of requests: clients get no answers
+        #: True if they are copies of requests: clients get no answers.
         self.copies = False
         self._lock = threading.Lock()
         self._clear()
@@ -45,7 +45,7 @@ class Meters:
         self._hooks: dict[tuple[str, str], Histogram] = {}
         #: answers to copies of an alias's requests, by outcome
         self._shadows: Counter[str] = Counter()
-        #: seconds, number and arrival; a heap
+        #: Seconds, number and arrival of the slowest requests, as a heap.
         self._slow: list[tuple[float, int, float]] = []
         #: why the latest request failed
         self._failure = ""
@@ -68,7 +68,7 @@ class Meters:
             self.some.set()
 
     def failed(self, why: str) -> None:
-        """Note why a request failed by a fault of the server; `answered` counts it."""
+        """Record why a request failed if the server is at fault. `answered` counts the request."""
         with self._lock:
             if not self.copies:
                 self._failure = why[:REASON_CHARACTERS]
@@ -145,7 +145,7 @@ class Reporting:
                 self._report(self._meters.take())
             except Exception:
                 log.exception("reporting measurements failed")
-                self._drop()  # an answer that was not read must not be taken for the next one
+                self._drop()  # an unread answer must not be taken for the next one
             if self._closed.wait(self._period):
                 return
 

@@ -66,7 +66,7 @@ class ModelStub:
             raise
 
     def serve(self, setup: "Setup", pb_utils: Any) -> "ServedModel":
-        """Return what answers Triton's requests. Raises one of UNREACHABLE, BrokenPairing, HookError."""
+        """Return the object that answers Triton's requests. Raises one of UNREACHABLE, BrokenPairing, HookError."""
         return serve_model(setup, StubProcess(Tensors(pb_utils), Responses(pb_utils)), pb_utils)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
@@ -119,7 +119,8 @@ def serve_model(
             made = facts["tokenizer"] and prompts(facts["tokenizer"], facts["template"])
             replica = GenerationEngine(session, attachment, process, made)
         else:
-            # Those of a generation tell why it ended; they are made where numpy cannot carry text, too.
+            # Leave out the strings of a generation that tell why it ended. They are made even where numpy cannot
+            # carry text.
             check_strings(setup.config["output"], process.tensors)
             internal = "rsrv_internal" in setup.config["parameters"]
             found = hooks.result(session, attachment)
@@ -152,14 +153,14 @@ class Setup:
     config: dict[str, Any]
     bundle: Path
     outputs: list[WireTensor]
-    #: whether Triton batches this model
+    #: True if Triton batches this model.
     batched: bool
     launcher: Launcher
     #: Triton's number
     version: str
-    #: of which the model is a target; empty: it is served by its own name
+    #: The alias of which the model is a target. Empty: the model is served by its own name.
     alias: str = ""
-    #: whether the target gets copies of requests
+    #: True if the target gets copies of requests.
     copies: bool = False
 
     def prompts(self, file: str, template: str) -> PromptTokeniser:
@@ -216,7 +217,7 @@ class Setup:
 
 def _become_child(process: StubProcess) -> None:
     """Prepare a process that a hook has forked, such as a worker of a Pool."""
-    # The runtime must see the end of the stub itself.
+    # The runtime must notice the end of the stub, although this child process lives on.
     process.abandon()
     # Triton's stub ignores these signals, but Python ends such workers with them.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -245,7 +246,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     logs.setup(model=name)
     config = json.loads(args["model_config"])
     if (count := instances(config)) > 1:
-        # The runtime would count each request once per process, and a crash of one process would not be noticed.
+        # The runtime would count each request once per process, and would not notice the crash of one process.
         raise pb_utils.TritonModelException(
             f"{name}: instance_group in {args['model_repository']}/config.pbtxt makes {count} instances, and rsrv "
             "serves a model from one. The runtime executes requests of one instance together: set count to 1 in a "

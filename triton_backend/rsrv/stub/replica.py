@@ -23,16 +23,16 @@ from rsrv.stub.tensors import Tensors
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
-#: whole server down, and the rest of Triton's queue stays hidden meanwhile
+#: Maximum number of seconds that execute() waits. If a stub freezes for longer inside execute(), the whole server
+#: fails. Also, the rest of Triton's queue is hidden meanwhile.
 MAX_BLOCK_S = 0.2
 
 
 class StubProcess:
-    """Parts that a model's replicas share in its stub: ways to Triton, the front, the guard of hooks, and the process's end."""
+    """Parts that a model's replicas share in a stub: access to Triton, the front, the guard of hooks, and the end of the process."""
 
     def __init__(self, tensors: Tensors, responses: Responses, guard: HookGuard | None = None) -> None:
-        """`guard` is shared with the other models of the process; None: there is no other."""
+        """`guard` is shared with the other models of the process. None: there are no other models."""
         self.tensors = tensors
         self.responses = responses
         self.guard = guard or HookGuard()
@@ -58,7 +58,7 @@ class StubProcess:
         self.guard.start(settings, threads * self.devices, self.end, self.abandon)
 
     def abandon(self) -> None:
-        """Close the sockets in a process that was forked, which must not keep the runtime from seeing the end of this one."""
+        """Close the sockets in a forked process. Otherwise the runtime would not see the end of this process."""
         for session in self.sessions:
             session.abandon()
 
@@ -76,7 +76,7 @@ class Placed(Protocol):
 class ModelReplica(ABC, Generic[W]):
     """A model on one device: an `Engine`, a `MetaEngine` or a `GenerationEngine`."""
 
-    #: threads that may start beside the model's own code, as in `HookGuard.start`; 0: it has no code of its own
+    #: Threads that may start in addition to the model's own code, as in `HookGuard.start`. 0: the model has no code.
     _hook_threads = 0
 
     def __init__(self, session: Session, process: StubProcess, threads: int) -> None:
@@ -92,7 +92,7 @@ class ModelReplica(ABC, Generic[W]):
         self._deferred: DeferredReplies[W] = DeferredReplies(self, process.responses, threads)
         #: answers Triton's requests, as `EntryPoint.execute`
         self.execute = self._entry(self._answer)
-        #: the same after execute() returned; a list has failures, which are not sent
+        #: Answers Triton's requests after execute() returned. A returned list has failures, which are not sent yet.
         self.execute_later = self._entry(partial(self._answer, at_once=False))
 
     def _entry(self, answer: Answer) -> Callable[[Sequence[Any]], list[Any] | None]:
@@ -100,22 +100,25 @@ class ModelReplica(ABC, Generic[W]):
 
     def use(self, attachment: Attachment) -> None:
         """Prepare requests for another attachment, before any thread submits one to it."""
-        #: of the model in the runtime
+        #: Key of the model in the runtime.
         self._key = attachment.key
         self._outcomes.serve(attachment.key, traced=attachment.settings["traces"]["enabled"])
         self._stub_settings = attachment.settings["stub"]
 
     def watch(self, attachment: Attachment) -> None:
-        """Read the runtime's answers, and notice its end."""
+        """Read the runtime's answers, and detect its end."""
         self._deferred.watch(attachment, attachment.deferred, {})
 
     def answers_in_s(self) -> float:
-        """Return the seconds until its device would have answered a batch that came now; infinite without a runtime that reads."""
+        """Return the seconds until the device would answer a batch that came now.
+
+        Infinite without a runtime that reads.
+        """
         attachment = self.session.reading
         return inf if attachment is None else self._answers_in_s(attachment)
 
     def forecast(self) -> Forecast | None:
-        """Return its device's work as expected; None without a runtime that reads, or if batches are not divided."""
+        """Return the device's expected work. None without a runtime that reads, or if batches are not divided."""
         attachment = self.session.reading
         return None if attachment is None else self._forecast(attachment)
 
@@ -129,7 +132,7 @@ class ModelReplica(ABC, Generic[W]):
         return [1] * len(requests)
 
     def take_over(self, request: ClientRequest) -> bool:
-        """Answer a request that waited for a runtime; False: there is none."""
+        """Answer a request that waited for a runtime. Return False if there is none."""
         attachment = self.session.attachment
         if attachment is None:
             return False
@@ -216,7 +219,7 @@ class ModelReplica(ABC, Generic[W]):
     def _answer_by(
         self, attachment: Attachment, requests: list[ClientRequest], at_once: bool
     ) -> list[Any] | None:
-        """Answer a batch by a runtime, as `_answer`."""
+        """Answer a batch through an attachment, as `_answer`."""
 
     @abstractmethod
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
@@ -228,4 +231,4 @@ class ModelReplica(ABC, Generic[W]):
 
     @abstractmethod
     def rescue(self, one: W) -> None:
-        """Have a request, whose runtime died, wait for another one, or end it."""
+        """Requeue or fail a request whose runtime died."""

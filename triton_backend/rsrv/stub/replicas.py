@@ -63,7 +63,7 @@ class _Candidates:
     others: Sequence[ModelReplica[Any]]
     #: True if no device outside the table may answer.
     pinned: bool
-    #: Equal to `callees` if no device is in all of them, and otherwise empty.
+    #: The same as `callees` if no device is in all of them. Otherwise empty.
     apart: Mapping[str, int]
 
     @classmethod
@@ -195,7 +195,7 @@ class Replicas:
 
     @property
     def _joining(self) -> bool:
-        """True while the first attempt of a further device is under way."""
+        """True while a further device makes its first attempt."""
         self._front.changed.clear()
         views = self._front.snapshot.devices.values()
         return any(view.state in ATTEMPTING and not view.failures for view in views)
@@ -307,7 +307,7 @@ class Replicas:
                 self._add(device, attachment, made)
             else:
                 self._replicas[device].use(attachment)
-            # Before any request: nobody would read its answer.
+            # Do this before any request. Otherwise, nothing would read the request's answer.
             self._replicas[device].watch(attachment)
             session.publish(attachment)
         except Exception as error:
@@ -396,14 +396,17 @@ class Replicas:
         return chosen.execute(requests)
 
     def _answer(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> list[Any] | None:
-        """Answer the parts of a batch: later, if there are several, as a list that execute() returns has to be whole."""
+        """Answer the parts of a batch.
+
+        If there are several, answer later, because a list that execute() returns must be complete.
+        """
         if len(shares) == 1:
             return shares[0][0].execute(shares[0][1])
         self._hand_out(shares)
         return None
 
     def _begin_stages(self, choice: _Candidates) -> ModelReplica[Any]:
-        """Return the live replica of the lowest device on which a run by stage may call a model."""
+        """Return the live replica on the lowest device where a run by stage may call a model."""
         live = {one: replica for one, replica in choice.replicas.items() if replica.answers_in_s() < inf}
         union = reduce(or_, choice.apart.values())
         return live[min(allowed(list(live), union))] if live else choice.allowed[0]
@@ -426,7 +429,10 @@ class Replicas:
         return {} if all(one.session.device == device for one in found.values()) else found
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer each sub-call on the device of its run, whose runtime alone knows the run, and spread other requests."""
+        """Answer each sub-call on the device of its run, because only that runtime knows the run.
+
+        Spread the other requests.
+        """
         parts: dict[int | None, list[Any]] = {}
         for request in requests:
             parts.setdefault(_device_of_run(request), []).append(request)
@@ -436,7 +442,7 @@ class Replicas:
         for device in parts:
             if device is not None and device in views and views[device].state in STARTABLE:
                 self._front.post(StartAsked(device))
-        # Without a replica on the run's device, any other one has the meta model repeat the call.
+        # If the run's device has no replica, any other replica makes the meta model repeat the call.
         return self._answer(
             [
                 (replicas.get(-1 if device is None else device, others[0]), part)
@@ -454,8 +460,8 @@ class Replicas:
     def _home(self, request: Any) -> ModelReplica[Any]:
         """Return the replica that has the state of a request's sequence.
 
-        A sequence begins where the fewest are, because each device has as many slots. If its runtime has ended, it goes
-        anywhere, to be refused.
+        A new sequence gets the device with the fewest sequences, because all devices have equally many slots. If the
+        sequence's runtime has ended, any replica may refuse the request.
         """
         homes, choice = self._process.homes, self._choose_among()
         assert homes is not None
@@ -486,7 +492,7 @@ class Replicas:
                 self._responses.send(request, failure)
 
     def live(self) -> ModelReplica[Any] | None:
-        """Return the replica that gets a request that waited, if it has a runtime: as if the request came now."""
+        """Return the replica that would get a waiting request if it came now, if this replica has a runtime."""
         chosen = self._choose() if self._replicas else None
         return chosen if chosen is not None and chosen.answers_in_s() < inf else None
 
@@ -508,7 +514,10 @@ class Replicas:
 def _cut(
     requests: Sequence[Any], chosen: ModelReplica[Any], others: Sequence[ModelReplica[Any]]
 ) -> list[tuple[ModelReplica[Any], list[Any]]]:
-    """Return the shares of a batch by replica; at most one if the chosen replica alone answers as soon."""
+    """Divide a batch, and return the shares by replica.
+
+    If the chosen replica alone answers as soon, there is only one share.
+    """
     whole = chosen.forecast()
     found = [(one, forecast) for one in others if (forecast := one.forecast()) is not None and forecast.warm]
     parts: dict[int, list[Any]] = {}
@@ -520,7 +529,7 @@ def _cut(
 
 
 def _device_of_run(request: Any) -> int | None:
-    """Return the device of the run that a request says it is a sub-call of; None: it does not say so."""
+    """Return the device of the run if the request names one. None: it names none."""
     try:
         parameters = parse_parameters(request.parameters() or "{}")
         return int(parameters.get(RUN_DEVICE, 0)) if RUN in parameters else None

@@ -22,7 +22,7 @@ NUMBER = "rsrv_request"
 
 #: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
 _LARGE_BYTES = 256 * 1024
-#: times that an answer must fit into the free part of that memory, so that it finds room beside other answers
+#: An answer must fit this many times into the free part of that memory, so that it finds room beside other answers.
 _AMPLE_FACTOR = 4
 
 
@@ -42,7 +42,7 @@ class RequestFailure(Exception):
         self.blame = blame or text
 
     def copy(self) -> "RequestFailure":
-        """Return a failure without a traceback: the traceback of a kept one would keep all of its frames alive."""
+        """Return a failure without a traceback. Otherwise a kept failure would keep all frames alive."""
         return RequestFailure(self.status, self.text, self.blame)
 
 
@@ -66,7 +66,7 @@ class CallError(Exception):
 
 
 def tag_failure(status: Status, text: str) -> str:
-    """Return a message that names the status, in case the code beside it is lost; `untag` reverses it."""
+    """Return a message with the status's tag, in case the status code itself is lost. `untag` reverses this."""
     return f"[rsrv:{status.name}] {text}"
 
 
@@ -123,7 +123,10 @@ class Responses:
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 
     def send(self, triton: Any, response: Any) -> None:
-        """Answer Triton's request by its sender; never raises: others of its batch have answers, or still get them."""
+        """Send the answer to Triton's request by its sender.
+
+        Never raises, because other requests of the batch still need answers.
+        """
         try:
             triton.get_response_sender().send(response, flags=self.final)
         except Exception:
@@ -131,7 +134,7 @@ class Responses:
 
 
 class Reply:
-    """A response sender that ends its answer exactly once; if it is dropped, with an error.
+    """A response sender that ends its answer exactly once; if it is dropped, it sends an error.
 
     A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
     whether a request is cancelled after its answer kills the server. Hence the lock.
@@ -170,7 +173,7 @@ class Reply:
                 self._sender.send(flags=self._responses.final)
 
     def send_part(self, response: Any) -> None:
-        """Send a response of an answer that goes on, unless it has ended."""
+        """Send a response of an answer that continues, unless the answer has ended."""
         with self._lock:
             if not self.sent:
                 self._sender.send(response, flags=0)
@@ -185,7 +188,7 @@ class Reply:
             )
 
     def cancelled(self) -> bool:
-        """Tell whether the client has cancelled its request; never raises."""
+        """Return whether the client has cancelled its request; never raises."""
         try:
             with self._lock:
                 return not self.sent and bool(self._sender.is_cancelled())

@@ -21,11 +21,11 @@ log = logging.getLogger("rsrv.stub")
 
 #: parameter of sub-calls that go through Triton: the token of their run, in decimal
 RUN = "rsrv_run"
-#: and the number of its device, if that is not 0
+#: Parameter of sub-calls through Triton: the number of the run's device, if it is not 0.
 RUN_DEVICE = "rsrv_device"
 #: Parameter that the guard of batches (native/guard.c) sets: names the input that has a string longer than its tensor.
 _INCOMPLETE = "rsrv_incomplete"
-#: Parameters that clients may set, as the text UNKNOWN_PARAMETER lists them. An alias reads the last one.
+#: Parameters that clients may set, in the order of the text UNKNOWN_PARAMETER. An alias reads the last one.
 _PUBLIC = ("rsrv_deadline_unix_ns", "rsrv_priority", "rsrv_sticky")
 #: All parameters of rsrv. Every other name that begins with `rsrv_` is a mistake.
 OURS = frozenset({*_PUBLIC, RUN, RUN_DEVICE, _INCOMPLETE})
@@ -71,8 +71,8 @@ _NO_PARAMS = RequestParams(0)
 class ClientRequest:
     """A request as its client sent it.
 
-    Everything that a client chooses freely is read when the request arrives, and cannot raise later. `failure` is set if
-    the request gets no further: its text is not UTF-8, or its parameters are wrong.
+    Everything that a client chooses freely is read when the request arrives, and cannot raise later. `failure` is set
+    if the request cannot be served because its text is not UTF-8 or its parameters are wrong.
     """
 
     #: Triton's request object; None once the request is answered and its inputs are released
@@ -84,24 +84,26 @@ class ClientRequest:
     since: float = 0.0
     #: the client's id, "" for none, cut to what the log and traces take
     id: str = ""
-    #: stands for the id in frames; 0: there is no id
+    #: Hash that stands for the id in frames. 0: there is no id.
     tag: int = 0
-    #: of its latest submission; -1: there was none
+    #: Number of the latest submission. -1: there was none.
     number: int = -1
     params: RequestParams = _NO_PARAMS
     #: None until the shapes are known
     rows: int | None = None
     span: OpenSpan | None = None
     failure: RequestFailure | None = None
-    #: runtimes that died while they executed it
+    #: Number of runtimes that died while they executed the request.
     deaths: int = 0
-    #: time.monotonic since which, and until which, it waits for a runtime; 0: it has not waited yet
+    #: Time since which the request waits for a runtime, by time.monotonic. 0: it has not waited yet.
     waiting_since: float = 0.0
+    #: Time until which the request may wait, by time.monotonic.
     retry_until: float = 0.0
     #: set if the request is answered after execute() returned
     reply: Reply | PartReply | None = None
-    #: True if this is a part of a client's request (`large_request`), and the number that its parts have in common.
+    #: True if this is a part of a client's request (`large_request`).
     is_part: bool = False
+    #: Number that all parts of the request have in common.
     whole: int = 0
     #: True if a full queue does not refuse the request, because its first part is in the queue.
     admitted: bool = False
@@ -147,7 +149,7 @@ class ClientRequest:
         return reply
 
     def failure_for(self, error: Exception) -> RequestFailure:
-        """Return the request's failure for an error of handling it. Call this while `error` is handled."""
+        """Make the request one that is answered after execute() returned, and return its reply."""
         if isinstance(error, RequestFailure):
             return error.copy()  # a traceback would keep the whole batch alive
         log.exception("%s: handling failed", request_name(self.id), extra=of_request(self.id))
@@ -183,10 +185,10 @@ def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, uni
     priority = _integer(parameters, "rsrv_priority", 0, 0xFFFF)
     if until_unix_ns := _integer(parameters, "rsrv_deadline_unix_ns", 0, 1 << 63):
         deadlines.append(max(1, until_unix_ns - unix_ns + now_ns))
-    # ReactantServer, too, takes 0 and less for no deadline.
+    # ReactantServer also treats 0 and less as no deadline.
     if (timeout_ns := _integer(parameters, _REACTANT_TIMEOUT, -(1 << 63), 1 << 63)) > 0:
         deadlines.append(now_ns + timeout_ns)
-    # As text: a reader that takes JSON numbers for floating-point ones would change it.
+    # The number is text, because a reader that reads JSON numbers as floating-point would change it.
     run = _decimal(parameters, RUN)
     device = _decimal(parameters, RUN_DEVICE) if run else 0
     return RequestParams(min(*deadlines, _LATEST_DEADLINE_NS) if deadlines else 0, priority, run, device)
@@ -221,7 +223,7 @@ class Outcomes:
         self.spans: Spans | None = None
 
     def serve(self, key: str, *, traced: bool) -> None:
-        """Attribute the requests that come from now on to the model `key`, NAME@VERSION."""
+        """Count requests from now on for the model `key`, NAME@VERSION."""
         self._key, self.spans = key, self._meters.spans if traced else None
 
     def ended(self, request: ClientRequest, status: Status, text: str = "") -> None:
@@ -242,8 +244,9 @@ class Outcomes:
 class FailureLog:
     """Log lines of requests that fail, with the ids that their clients gave them. Thread-safe.
 
-    Each failure of rsrv has a line, as far as `LineLimit` admits it. Other failures come in crowds, and refusing a
-    request must stay cheap: each status has one line a second, which counts the failures since the line before.
+    Each failure of rsrv has a line, as far as `LineLimit` admits it. Other failures may be very many, and refusing a
+    request must stay cheap. So each status has at most one line a second, with the number of failures since the
+    previous line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -317,7 +320,7 @@ class EntryPoint:
             count = "no" if responses is None else len(responses)
             text = "a batch of %d requests has %d replies and %s responses"
             log.error(text, len(batch), replied, count, extra=of_request(""))
-        except BaseException:  # SystemExit, too, would leave the batch without answers
+        except BaseException:  # SystemExit would also leave the batch without answers
             named = [request.id for request in requests[:_MAX_NAMED]]
             text = "a batch of %d requests failed: %s"
             log.exception(text, len(batch), named, extra=of_request("", requests=named))
@@ -329,7 +332,7 @@ class EntryPoint:
         return None
 
     def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> None:
-        """Fail each request that has no answer, by a reply: a decoupled model must not return a list."""
+        """Fail each request that has no answer, through its reply, because a decoupled model must not return a list."""
         arrival = ArrivalTime.now()
         for request in (*requests, *(ClientRequest(triton, arrival) for triton in batch[len(requests) :])):
             if request.reply is None:

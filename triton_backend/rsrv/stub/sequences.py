@@ -1,4 +1,4 @@
-"""Sequences of a stateful model in its stub: what a request says of its sequence, and the device that has its state."""
+"""Sequences of a stateful model in its stub: the parameters of a request about its sequence, and the device that has its state."""
 
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class SequenceStep(NamedTuple):
 
 
 def read_step(triton: Any) -> SequenceStep:
-    """Return what Triton's request says of its sequence. Raises RequestFailure if it has no id, or one that is no text."""
+    """Return the sequence parameters of Triton's request. Raises RequestFailure if the id is missing or is no text."""
     try:
         id, flags = triton.correlation_id(), triton.flags()
     except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def read_step(triton: Any) -> SequenceStep:
 class SequenceHomes:
     """The devices of live sequences, by sequence. Time is an argument.
 
-    An idle sequence is forgotten later than Triton and the runtime drop it, so that they say why it is lost.
+    An idle sequence is forgotten later here than in Triton and the runtime, so that these report why it is lost.
     """
 
     def __init__(self, idle_timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class SequenceHomes:
         return self._homes.get(sequence, (default, 0.0))[0]
 
     def is_lost(self, sequence: int, since: float) -> bool:
-        """Tell whether a sequence's latest request came before its device's runtime did, which is there since `since`."""
+        """Return whether a sequence's latest request came before its device's present runtime started at `since`."""
         home = self._homes.get(sequence)
         return home is not None and home[1] < since
 

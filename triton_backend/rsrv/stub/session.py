@@ -68,13 +68,13 @@ class Remote:
     #: tensors of clients' requests and answers
     inputs: tuple[WireTensor, ...]
     outputs: tuple[WireTensor, ...]
-    #: whether all of these tensors have the batch axis first
+    #: True if all of these tensors have the batch axis first.
     batched: bool
     #: measured seconds of one execution, by variant and compiled size, as in `interface`
     costs: tuple[tuple[float, ...], ...]
     #: on the runtime's board; 0: it has none
     slot: int
-    #: whether its requests belong to sequences, whose state is in the runtime
+    #: True if its requests belong to sequences, whose state is in the runtime.
     stateful: bool = False
     #: of a model that generates tokens: its section of REGISTERED
     generate: Mapping[str, Any] | None = None

@@ -125,7 +125,7 @@ class Tensors:
 
     @staticmethod
     def _probe(way: Any) -> bool:
-        """Tell whether a tensor survives both directions. Its elements differ: equal ones would hide the fault."""
+        """Return whether a tensor survives both directions. Its elements differ: equal ones would hide the fault."""
         array = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
         try:
             out, back = way(array)

@@ -54,7 +54,7 @@ class Spans:
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque()
         self._dropped = 0
-        #: whether the log says that Triton's context cannot be read
+        #: True if the log says that Triton's context cannot be read.
         self._warned = False
 
     def begin(self, request: Any, parameters: Mapping[str, Any]) -> "OpenSpan | None":

@@ -63,7 +63,7 @@ class UnfinishedTask(NamedTuple):
     key: str
     #: tasks of the same model that had ended well in that thread
     ended: int = 0
-    #: whether it is the execution of a request that executes alone, because a runtime died while it executed before
+    #: True if it is the execution of a request that executes alone, because a runtime died while it executed before.
     alone: bool = False
 
 
@@ -94,7 +94,7 @@ def how_it_ended(content: bytes) -> How:
 
 
 def is_suspect(content: bytes, key: str) -> bool:
-    """Tell whether executions of the model `key`, or of any if it is "", may have ended the process of a black box.
+    """Return whether executions of the model `key`, or of any if it is "", may have ended the process of a black box.
 
     If no slot says what executed, as after a failure of the loop, any execution may have.
     """

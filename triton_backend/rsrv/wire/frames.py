@@ -275,7 +275,7 @@ class StartProgress(NamedTuple):
     least_s: float = 0.0
 
 
-#: Most bytes of a step's text.
+#: Maximum number of bytes of a step's text.
 MAX_PROGRESS = 400
 
 

@@ -58,7 +58,7 @@ def runtime_directory(server_pid: int, gpu: str) -> Path:
 
 
 def is_stale(name: str) -> bool:
-    """Tell whether a name as of `runtime_directory` belongs to a server that has ended."""
+    """Return whether a name as of `runtime_directory` belongs to a server that has ended."""
     pid, started, _ = name.split("-", 2)
     return pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started)
 

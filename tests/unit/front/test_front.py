@@ -122,10 +122,16 @@ def test_a_request_waits_no_longer_than_it_may() -> None:
 
 
 def announce(
-    driver: Driver, text: str = "", device: int = 0, *, after: float = 0.0, least_s: float = 0.0
+    driver: Driver,
+    text: str = "",
+    device: int = 0,
+    *,
+    after: float = 0.0,
+    limit_s: float = 60.0,
+    least_s: float = 0.0,
 ) -> None:
     """The device's runtime announces a step of the model's start."""
-    driver.send(StepAnnounced(device, StartProgress(text, 60.0, least_s)), after=after)
+    driver.send(StepAnnounced(device, StartProgress(text, limit_s, least_s)), after=after)
 
 
 def test_a_model_that_the_next_runtime_builds_is_waited_for_as_one_that_starts() -> None:
@@ -367,6 +373,21 @@ def test_a_start_that_advances_is_waited_for() -> None:
         "the model is starting: 3 of its 12 modules are compiled. This request has waited for 211.0 s"
     )
     assert "at most 60 s without progress, and at most 600 s in all" in request.text
+
+
+def test_a_shorter_limit_of_a_step_holds_for_waiting_requests() -> None:
+    """An operator may shorten `runtime.start_timeout_s` while a model starts. The refusal names the limit that held."""
+    for driver in (cold(), down()):
+        request = driver.arrive()
+        announce(driver)
+        announce(driver, after=1.0, limit_s=5.0)
+        driver.tick(after=4.9)
+        assert waits(request)
+
+        driver.tick(after=0.2)
+
+        assert request.status is Status.STARTING
+        assert "requests wait at most 5 s without progress" in request.text
 
 
 def test_a_start_that_advances_for_ever_is_not_waited_for() -> None:

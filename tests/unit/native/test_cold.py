@@ -275,6 +275,28 @@ def test_a_start_that_advances_is_waited_for(program: Path, tmp_path: Path) -> N
         assert front.ask("send 4 1", "close") == [doubled(4), "closed - ok 0 0"]
 
 
+def test_a_shorter_limit_of_a_step_holds_for_waiting_requests(program: Path, tmp_path: Path) -> None:
+    """An operator may shorten `runtime.start_timeout_s` while a model starts."""
+    lazy = Lazy(60.0)
+
+    def start(connection: Connection) -> None:
+        connection.greet()
+        for limit_s in (60.0, 0.1):
+            send(connection.sock, pack_starting(StartProgress("it waits for its turn", limit_s), flat=True))
+        assert lazy.may_start.wait(60)
+        connection.register(described())
+        connection.answer_all()
+
+    with Front(program, tmp_path, [lazy.cold, start]) as front:
+        front.ask("open")
+        (over,) = front.ask("send 1 1")
+        assert re.match(
+            r"answer 1 4 \[rsrv:STARTING\] .*; requests wait at most 0\.1 s without progress", over
+        )
+        lazy.may_start.set()
+        assert front.ask("send 2 1", "close") == [doubled(2), "closed - ok 0 0"]
+
+
 @pytest.mark.parametrize(
     "body", [b"", bytes(16), (1).to_bytes(8, "little"), (1).to_bytes(8, "little") * 2 + b"x" * 401]
 )

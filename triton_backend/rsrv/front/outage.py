@@ -55,8 +55,10 @@ def refuse_waiting(request: FrontRequest, outage: Outage, now: float) -> Refusal
     if request.deaths >= rules.MAX_DEATHS:
         return Status.INTERNAL, rules.SUSPECT
     request.waiting_since = request.waiting_since or now
-    # The limit may change while the request waits: the device may fall asleep after a death, and a start may end in a death.
-    request.retry_until = max(request.retry_until, _wait_until(request.waiting_since, outage))
+    # During a start, the limit of its latest step holds, even if it is shorter than an earlier one. A start may end in a death.
+    # The request then waits at least as long as it could have waited for the start.
+    until = _wait_until(request.waiting_since, outage)
+    request.retry_until = until if outage.is_starting else max(request.retry_until, until)
     deadline_s = request.deadline_s
     if outage.is_starting and 0 < deadline_s <= now:
         return Status.DEADLINE, still_starting(request, outage, now)

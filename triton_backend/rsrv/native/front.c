@@ -210,9 +210,10 @@ bool refuse_waiting(
         return true;
     }
     if (!one->waiting_since_ns) one->waiting_since_ns = now;
-    // A death may be followed by a sleep, and a start by a death.
+    // During a start, the limit of its latest step holds, even if it is shorter than an earlier one. A start may end in a death.
+    // The request then waits at least as long as it could have waited for the start.
     int64_t until_ns = wait_until_ns(one->waiting_since_ns, outage);
-    if (one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
+    if (outage->is_starting || one->retry_until_ns < until_ns) one->retry_until_ns = until_ns;
     // If a runtime serves the model, a suspect does not time out: it waits only for its turn.
     bool is_over = now >= one->retry_until_ns && (outage->is_down || !one->deaths);
     if (outage->is_starting && one->deadline_ns && one->deadline_ns <= now) {

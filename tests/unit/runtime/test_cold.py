@@ -458,6 +458,22 @@ def test_a_change_of_what_may_fall_back_applies_at_once(
     wait_until(lambda: models() == {}, timeout=before - 10)
 
 
+def test_a_model_that_starts_between_two_looks_for_idle_models_falls_back_in_time(
+    start_runtime: StartRuntime, start_stub: StartStub, doublings: dict[str, Path]
+) -> None:
+    """The runtime plans a look for it. The look before found no model, and planned the next one a minute later."""
+    runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 20s}}"))
+    before = look_for_idle(runtime, 0.0)
+    assert before > 30
+    stub = start_stub(runtime, doublings["a"])
+    stub.ask()
+    wait_until(lambda: stub.engine.idle)
+
+    runtime.pass_time(21.0)
+
+    wait_until(lambda: models() == {}, timeout=before - 35)
+
+
 def test_of_many_idle_models_some_fall_back_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
     start_runtime: StartRuntime,

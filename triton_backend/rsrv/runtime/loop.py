@@ -131,6 +131,7 @@ class Loop:
             self._transport,
             self._outbox,
             self._timers,
+            self._clock,
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)

@@ -73,6 +73,7 @@ class Registry:
         transport: Transport,
         outbox: Outbox,
         timers: Timers,
+        clock: Callable[[], float],
     ) -> None:
         self.catalog = catalog
         self.weights = weights
@@ -89,6 +90,7 @@ class Registry:
         #: reasons why models could not be started without a connection, by name
         self.start_failures: dict[str, str] = {}
         self._timers = timers
+        self._clock = clock
         self.look_for_idle()
         #: Time when models last fell back because memory was short.
         self._relieved = -inf
@@ -203,6 +205,11 @@ class Registry:
     def look_for_idle(self) -> None:
         """Check for idle models soon, because the limits or the pinned models have changed."""
         self._timers.set(self.dismiss_idle, -inf)
+
+    def _look_after_limit(self, name: str) -> None:
+        """Look for idle models when a model that serves from now on may be idle for too long."""
+        limit = self.catalog.policy.settings.idle_limits(name).executable
+        self._timers.advance(self.dismiss_idle, self._clock() + max(limit, _MIN_LOOK_S))
 
     def dismiss_idle(self, now: float) -> float:
         """Dismiss the models that no request has used for `idle.executable`, a few at a time; return when to check again."""
@@ -583,6 +590,7 @@ class Registry:
 
     def _serve(self, entry: ModelEntry) -> None:
         self._advance(entry.key, LifecycleEvent.WARMED_UP)
+        self._look_after_limit(entry.name)
         for connection in list(entry.connections.values()):
             if connection.group is not None and self.catalog.ready(connection.group):
                 self._tell(connection.group)
@@ -646,6 +654,7 @@ class Registry:
 
     def _send_registered(self, connection: PeerConnection, group: Registration) -> None:
         """Tell a stub that its models are ready."""
+        self._look_after_limit(group.name)
         if connection.flat:
             self._send_flat(connection, group)
             return

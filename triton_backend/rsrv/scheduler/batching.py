@@ -29,7 +29,7 @@ from rsrv.scheduler.events import CallerError
 ALPHA = 0.2
 #: a sample counts at most this many times the estimate.
 OUTLIER_FACTOR = 2.0
-#: the share of their excess by which estimates that no execution measures sink back.
+#: Share of the excess by which an estimate falls when another size is measured.
 RELAX = 0.01
 
 
@@ -78,7 +78,7 @@ class VariantCosts:
         self._sink(1.0)
 
     def _sink(self, ratio: float) -> None:
-        """Lower estimates above `ratio` times their seeds a little."""
+        """Lower a little the estimates above `ratio` times their seeds."""
         for index, seed in enumerate(self._seeds):
             excess = self.seconds[index] - seed * ratio
             if excess > 0.0:
@@ -183,7 +183,7 @@ def variant_costs(
 
 @dataclass(slots=True)
 class Batch:
-    """The first `count` waiting requests, `rows` rows together, in one execution of `size` rows."""
+    """One execution of `size` rows for the first `count` waiting requests, which have `rows` rows together."""
 
     size: int
     count: int
@@ -239,7 +239,7 @@ def plan_batch(
     for size, cost in zip(sizes, seconds, strict=True):
         room = size if max_rows is None or size < max_rows else max_rows
         if rows > room:
-            # Only before the first size that holds the front request: from then on `rows` fits the room.
+            # This happens only before the first size that holds the front request. From then on, `rows` fits.
             continue
         while following is not None and rows + following <= room:
             rows += following

@@ -1,7 +1,7 @@
 """The protocol of a discipline: the order in which models with work get the device.
 
-A discipline keeps its own index of the candidates. The scheduler tells it about each change of a model, and asks for a
-choice each time the device can take work. So a decision costs as much as the index (a heap: O(log n)), and models
+A discipline keeps its own index of the candidates. The scheduler reports each change of a model to it, and asks for a
+choice whenever the device can take work. So a decision costs as much as the index (a heap: O(log n)), and models
 without work cost nothing.
 
 In every discipline the level of a request comes first: committed sub-calls of running metas (level 0), then priorities.
@@ -18,7 +18,7 @@ from rsrv.scheduler.ranking import Rank
 #: The discipline defines urgency.
 Place = tuple[int, float, int]
 
-#: committed requests are before every priority.
+#: Level of committed requests, before every priority.
 COMMITTED_LEVEL = 0
 
 
@@ -34,7 +34,7 @@ class Candidate(Protocol):
 
     @property
     def place(self) -> Place | None:
-        """Place of its first request in the order of all; not None for a candidate."""
+        """Place of the model's first request in the order of all requests. Not None for a candidate."""
 
     @property
     def batch_seconds(self) -> float:
@@ -46,7 +46,7 @@ class Discipline(Protocol):
 
     @property
     def sheds(self) -> bool:
-        """True if requests whose deadline cannot be met any more end at once, and batches keep deadlines."""
+        """True if requests whose deadline can no longer be met end at once, and batches keep deadlines."""
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         """Return the place of a request; requests of one variant execute in this order.
@@ -58,7 +58,7 @@ class Discipline(Protocol):
         """Advance to `now`; called before any other change at that time."""
 
     def update(self, candidate: Candidate) -> None:
-        """Add a candidate, or take in a change of its work or cost."""
+        """Add a candidate, or record a change of its work or cost."""
 
     def wait(self, candidate: Candidate, *, claims: bool) -> None:
         """Record that a model with work cannot execute for now. The model keeps its place.
@@ -68,7 +68,7 @@ class Discipline(Protocol):
         """
 
     def hold(self, name: str) -> None:
-        """Ignore a model's work until the next `update` or `wait`. It claims nothing meanwhile."""
+        """Ignore a model's work until the next `update` or `wait`. The model may not claim this time later."""
 
     def set_filling(self, filling: bool) -> None:
         """Record whether a load into free room runs: one that evicts nothing."""
@@ -80,7 +80,7 @@ class Discipline(Protocol):
         """Remove a model that was removed from the scheduler."""
 
     def start(self, number: int, name: str, expected: float) -> None:
-        """Take in that an execution of a candidate starts, with its expected seconds."""
+        """Record that an execution of a candidate starts, with its expected seconds."""
 
     def end(self, number: int, seconds: float) -> None:
         """Record that an execution ended after `seconds` on the device. It may have started under another discipline.
@@ -89,7 +89,7 @@ class Discipline(Protocol):
         """
 
     def rank(self, candidate: Candidate) -> Rank:
-        """Return the rank of a known model with work in the order of loads; smaller loads sooner."""
+        """Return the rank of a known model with work in the order of loads. The smallest rank loads first."""
 
     def choose(self) -> str | None:
-        """Return the candidate that executes next; None if there is none. Asking changes no later answer."""
+        """Return the candidate that executes next. None: there is none. The call changes no later result."""

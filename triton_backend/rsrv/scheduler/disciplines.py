@@ -9,7 +9,10 @@ from rsrv.scheduler.ranking import Rank, Ranking
 
 
 class Fifo:
-    """First in, first out: the model with the oldest request anywhere goes. Arrivals are numbered, so none tie."""
+    """First in, first out: the model with the oldest request of all executes next.
+
+    Arrivals are numbered, so there are no ties.
+    """
 
     __slots__ = ("_ranking",)
 
@@ -56,10 +59,9 @@ class Fifo:
 
 
 class Edf(Fifo):
-    """Earliest deadline first: the model with the soonest deadline anywhere in its queue.
+    """Earliest deadline first: the model with the soonest deadline in its queue executes next.
 
-    Within a model too the soonest deadline goes first; equal deadlines, and requests without one, go in
-    order of arrival.
+    The same order holds within a model. Equal deadlines, and requests without a deadline, are ordered by arrival.
     """
 
     __slots__ = ()

@@ -52,7 +52,7 @@ class InvariantError(AssertionError):
 
 
 class Pause(Enum):
-    """Mode of a paused model. Executions and a warm-up that run go on."""
+    """Mode of a paused model. Running executions and warm-ups continue."""
 
     #: waiting requests execute, and so do calls of meta models' runs and steps of generations in progress; new requests are
     #: refused.
@@ -94,8 +94,9 @@ class Program:
     paused: Pause | None = None
     #: the name under which all versions of the model count.
     name: str = ""
-    #: whether requests that end are followed by others at once, as steps of generations are: then an execution of it waits for
-    #: the end of the one before, to include these. Otherwise two halves of the generations would take turns for ever.
+    #: True if ended requests are followed by others at once, like steps of generations. The next execution then waits
+    #: for the end of the one before, to include these requests. Otherwise two halves of the generations would take
+    #: turns for ever.
     feeds_back: bool = False
     #: True if its variants, in this order, are ascending lengths of one axis, so that requests of a variant may be
     #: padded and execute at a later one.
@@ -119,12 +120,13 @@ class Request(NamedTuple):
     #: True if its execution shares the device with nothing, because a runtime crashed while it executed: with no
     #: other request, execution, load or warm-up.
     exclusive: bool = False
-    #: whether it was accepted before, by an earlier runtime or as part of a sequence: neither a full queue nor
-    #: `Pause.DRAIN` refuses it.
+    #: True if an earlier runtime accepted the request, or if it belongs to an accepted sequence. Neither a full queue
+    #: nor `Pause.DRAIN` refuses it.
     accepted: bool = False
     #: stands for the client's id of it; 0: none. Information for operators, not part of any decision.
     tag: int = 0
-    #: absolute; when its client wants the answer, sooner than the deadline: it is ordered by this, and does not end by it.
+    #: Absolute time when the client wants the answer, before the deadline. It orders the request, but does not end
+    #: it.
     due: float | None = None
     #: Common number of the parts of one client's request. 0: the request is no part. Only for operators, like `tag`.
     whole: int = 0
@@ -143,7 +145,7 @@ class Run(NamedTuple):
     priority: int = 0
     #: number of runs of this meta model that may wait, this one included; the next one is refused.
     max_waiting: int = 1024
-    #: models that it calls. While one of these is held, it is not admitted, or frees its slot if it was.
+    #: Models that the run calls. While one is held, the run is not admitted, or frees its slot if it was admitted.
     models: tuple[str, ...] = ()
 
 
@@ -175,7 +177,7 @@ class WarmUpEnded:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """From now on a model's weights are kept on the device, and loaded if they are absent; or no longer."""
+    """Keep a model's weights on the device from now on, and load absent ones. Or stop keeping them."""
 
     model: str
     pinned: bool
@@ -183,7 +185,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """From now on these models are paused in this mode; None: they go on. Waiting requests keep their order."""
+    """Pause these models in this mode from now on. None: resume them. Waiting requests keep their order."""
 
     models: tuple[str, ...]
     mode: Pause | None
@@ -205,7 +207,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged:
-    """Schedule one model by other values of its program from now on; None: the value stays."""
+    """Use other values of a model's program from now on. None: the value does not change."""
 
     model: str
     weight: float | None = None
@@ -332,7 +334,7 @@ class WindDown:
     requests that begin a generation.
     """
 
-    #: seconds for all that to end; None: withdraw an earlier `WindDown`, and go on as before.
+    #: Seconds within which all that must end. None: withdraw an earlier `WindDown`, and continue as before.
     within: float | None
 
 
@@ -371,7 +373,7 @@ Event = (
 class Execute:
     """Run one compiled size of one model over these requests, in the order of service. `rows` of its `size` are useful."""
 
-    #: numbers rise from 1; a second try has its own.
+    #: Number of the execution. Numbers rise from 1. A second try has a number of its own.
     number: int
     model: str
     variant: int
@@ -436,7 +438,8 @@ class EvictWeights:
 
     model: str
     epoch: int
-    #: the model whose load comes next and needs the room: tensors that both have stay. Information; the load implies it.
+    #: The model that loads next and needs the room. Tensors of both models stay. Only informative: the load implies
+    #: it.
     loading_for: str | None = field(default=None, compare=False)
 
 
@@ -449,10 +452,13 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class WoundDown:
-    """End of a `WindDown`. If all counts are 0, no execution starts any more; loads do. Otherwise all goes on as before."""
+    """End of a `WindDown`. If all counts are 0, no execution starts any more, but loads do.
 
-    #: numbers of those that have not ended in time; steps of generations that execute are executions, and so are executions
-    #: that wait for their second try.
+    Otherwise the scheduler continues as before.
+    """
+
+    #: Numbers of runs, executions and generations that have not ended in time. An executing step of a generation
+    #: counts as an execution, and so does an execution that waits for its second try.
     runs: int
     executions: int
     steps: int = 0
@@ -490,13 +496,16 @@ class Reason(Enum):
 
 
 class Finish(NamedTuple):
-    """End a request, or refuse a run. `reason` comes with REFUSED, and with FAILED if a load failed; `error` with FAILED."""
+    """End a request, or refuse a run. `reason` is set for REFUSED, and for FAILED if a load failed.
+
+    `error` is set for FAILED.
+    """
 
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: unknown), or until the
-    #: load of the weights may be retried (with NO_MEMORY and NOT_LOADED).
+    #: With QUEUE_FULL, seconds after which a place in the queue is likely, by learned cost; None: unknown. With
+    #: NO_MEMORY and NOT_LOADED, seconds until the load of the weights may be retried.
     retry_after: float | None = None
     error: str | None = None
 

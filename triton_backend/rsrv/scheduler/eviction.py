@@ -20,7 +20,7 @@ class Resident:
     """Weights that may be evicted."""
 
     model: str
-    #: all of its bytes. A group is freed when no other model uses it.
+    #: Groups of all tensors of the weights. A group is freed when no other model uses it.
     groups: Sequence[SharedTensorGroup]
     #: when they were last used.
     last_used: float
@@ -33,7 +33,10 @@ class Resident:
 
 
 class _FreedBytes:
-    """Bytes that are freed while victims are chosen one by one; `keep`: groups that stay, because the load has them too."""
+    """Counts the bytes that are freed while victims are chosen one by one.
+
+    The groups `keep` stay, because the load also has them.
+    """
 
     def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
         self._users: dict[SharedTensorGroup, int] = dict.fromkeys(keep, -1)
@@ -48,7 +51,7 @@ class _FreedBytes:
         return freed
 
     def spare(self, one: Resident) -> int:
-        """Take a victim back; return the bytes that are not freed then."""
+        """Remove a victim, and return the bytes that are then not freed."""
         kept = 0
         for group in one.groups:
             kept += group.bytes if self._users[group] == 0 else 0

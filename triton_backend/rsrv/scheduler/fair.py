@@ -65,13 +65,14 @@ class Account:
         self.present = False
         #: executions in flight.
         self.executing = 0
-        #: its start when it began to wait; None if it does not.
+        #: Start of the model when it began to wait. None: it is not waiting.
         self.waits_from: float | None = None
         #: True if the model waits for its weights: it may then claim the device time that it loses.
         self.claims = False
-        #: `Fair._fill_rise` when it began to wait: it may not claim the rise of the clock during loads into free room.
+        #: Value of `Fair._fill_rise` when the model began to wait. The model may not claim the clock's rise during
+        #: loads into free room.
         self.fill_rise_at_wait = 0.0
-        #: how far its start was behind the clock when it was held.
+        #: How far the model's start was behind the clock when the model was held.
         self.held_lag = 0.0
 
 
@@ -101,8 +102,9 @@ class Fair:
         #: sum of the weights of all that are present.
         self._weight = 0.0
         self._now = 0.0
-        #: rise of the clock during loads into free room, and its reading when the present one began.
+        #: Rise of the clock during loads into free room.
         self._fill_rise = 0.0
+        #: Reading of the clock when the present such load began. None: there is none.
         self._fill_from: float | None = None
         #: device time that is charged but has not passed, so is not in the clock yet.
         self._due = 0.0
@@ -221,7 +223,7 @@ class Fair:
         self._due += seconds - expected
         ahead = sum([others for _, others in self._executing.values()]) if self._executing else 0.0
         if self._due > ahead:
-            # It took longer than expected.
+            # The execution took longer than expected.
             self._advance_clock(self._due - ahead)
             self._due = ahead
         account = self._accounts[name]
@@ -256,7 +258,8 @@ class Fair:
     def choose(self) -> str | None:
         if self._eligible:
             return self._eligible.first()
-        # If no model is eligible, the clock lags behind the executions in flight, or was rounded: the least debt goes.
+        # If no model is eligible, the clock lags behind the executions in flight, or was rounded. Then the model with
+        # the least debt executes.
         return self._ineligible.first() if self._ineligible else None
 
     # --- the virtual clock ---------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ class Fair:
         return account
 
     def _rise_while_filling(self) -> float:
-        """Return the rise of the clock during loads into free room."""
+        """Return how far the clock has risen during loads into free room."""
         return self._fill_rise + (0.0 if self._fill_from is None else max(0.0, self._clock - self._fill_from))
 
     def _entry(self, account: Account) -> float:
@@ -297,7 +300,7 @@ class Fair:
         self._clock += (start - self._clock) * account.weight / self._weight
 
     def _leave(self, account: Account) -> None:
-        """Take a model out of the mean; the others share its lag."""
+        """Remove a model from the mean. The other models share its lag."""
         account.present = False
         self._weight -= account.weight
         if self._weight > 1e-9 * account.weight:
@@ -306,7 +309,7 @@ class Fair:
             self._weight = 0.0
 
     def _leave_when_paid(self, name: str, account: Account) -> None:
-        """Take a model without work out of the mean, once it neither executes nor owes device time."""
+        """Remove a model without work from the mean, once it neither executes nor owes device time."""
         if account.executing:
             return
         if account.start > self._clock:
@@ -334,7 +337,7 @@ class Fair:
             return
 
     def _settle(self) -> None:
-        """Make models eligible whose start the clock has reached; without any candidates, end all debts.
+        """Make the models eligible whose start the clock has reached. If there are no candidates, end all debts.
 
         Debts end by moving the clock to the latest start, where the next model enters.
         """

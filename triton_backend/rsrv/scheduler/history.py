@@ -1,4 +1,4 @@
-"""A bounded history of one model. Details become data for readers only when they are read, which is rare."""
+"""A bounded history of one model. Details are converted to data only when they are read, which is rare."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ Value = str | int | float | list[int]
 #: the details of a record: an instruction or an event as it was given, ids of requests, text, or named values.
 Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[int] | str | Mapping[str, Value]
 
-#: ids that one record shows at most.
+#: Maximum number of ids that one record shows.
 _MAX_IDS = 16
 
 #: records kept of each model, and changes of state, which outlast the records of its requests.
 LENGTH, CHANGES_LENGTH = 50, 30
 
-#: the changes after which requests can execute.
+#: Changes of state after which requests can execute.
 _USABLE = ("weights resident", "weights evicting")
 #: reasons of evictions.
 _EVICTED = {*(cause.value for cause in Cause), "removed"}
@@ -48,10 +48,10 @@ class History:
     __slots__ = ("_changes", "_records", "count")
 
     def __init__(self) -> None:
-        #: number of records and changes so far, which keeps those of one moment in order.
+        #: Number of records and changes so far. It keeps the order of records of the same moment.
         self.count = 0
         self._records: deque[tuple[int, float, str, Details]] = deque(maxlen=LENGTH)
-        # Changes are few and rare: a list of some takes 100 bytes, a deque 760.
+        # Use a list: changes are few, and a list of some takes 100 bytes, but a deque 760.
         self._changes: list[tuple[int, float, str, Details]] = []
 
     def add(self, now: float, what: str, details: Details = "") -> None:
@@ -65,9 +65,9 @@ class History:
         del self._changes[:-CHANGES_LENGTH]
 
     def absences(self, since: float) -> tuple[list[tuple[float, float]], HistoryRecord | None]:
-        """Return from when to when the weights could not be executed on, and the eviction that these began with.
+        """Return the periods in which the weights were not usable, and the eviction that began each.
 
-        `since`: periods that ended before do not matter. An end that has not come is inf.
+        Periods that ended before `since` are left out. A period that has not ended has the end inf.
         """
         found: list[tuple[float, float]] = []
         evicted, end = None, inf

@@ -10,7 +10,8 @@ from rsrv.scheduler.model import ModelState
 
 #: executions that `behind` looks at, and names that it returns
 _RECENT, _MAX_NAMES = 16, 3
-#: seconds on the host that an execution is charged for, at most: a process that was stopped meanwhile is not its fault
+#: Maximum number of host seconds that an execution is charged for. If the process was stopped meanwhile, the
+#: execution is not at fault.
 _MAX_HOST_S = 0.001
 
 
@@ -21,9 +22,9 @@ class StartedExecution:
     execute: Execute
     model: ModelState
     started: float
-    #: the number that the discipline knows of: that of the first try.
+    #: Number by which the discipline knows the execution: that of the first try.
     charged: int
-    #: for which nothing else could execute; known at its end.
+    #: Seconds for which nothing else could execute. It is known at the end of the execution.
     occupied_seconds: float = 0.0
 
 
@@ -36,17 +37,13 @@ class InFlight(dict[int, StartedExecution]):
         super().__init__()
         #: when the latest execution ended.
         self._freed = -inf
-        #: the latest executions that ended: the model's family, and from when to when the device had it.
+        #: Latest ended executions: the model's family, and the time from and until which it used the device.
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
         #: number of executions started since the beginning; the number of the latest.
         self.started = 0
 
     def check(self, number: int) -> None:
-        """Refuse the end of an execution that is not in flight.
-
-        Raises:
-            CallerError: it is not.
-        """
+        """Check that an execution is in flight before it ends. Raises: CallerError: it is not."""
         if number not in self:
             raise CallerError(f"execution {number} is not in flight: {list(self)} are")
 
@@ -69,7 +66,7 @@ class InFlight(dict[int, StartedExecution]):
         return ended
 
     def behind(self, since: float, until: float, begun_before: float) -> tuple[str, ...]:
-        """Return the names of the models that executed in a time, the one with the most seconds first; at most three.
+        """Return the names of at most three models that executed in this period, the one with the most seconds first.
 
         `begun_before`: executions that began later do not count.
         """
@@ -93,7 +90,7 @@ class InFlight(dict[int, StartedExecution]):
         return any(one.execute.exclusive for one in self.values())
 
     def end_after(self, now: float) -> float | None:
-        """Return when all are expected to have ended; None if the first is overdue, or there is none."""
+        """Return when all executions are expected to have ended. None: the first one is overdue, or there is none."""
         first = next(iter(self.values()), None)
         if first is None:
             return None
@@ -108,7 +105,7 @@ class InFlight(dict[int, StartedExecution]):
         return max(0.0, now - max(first.started, self._freed) - first.execute.seconds)
 
     def seconds(self, now: float) -> float:
-        """Expected device time left: sum of expected seconds - elapsed seconds of the first (at most its own)."""
+        """Expected remaining device time: the sum of the expected seconds, minus the elapsed seconds of the first execution (at most its own)."""
         total = 0.0
         done = 0.0
         for one in self.values():

@@ -66,11 +66,7 @@ from rsrv.scheduler.weights import ModelWeights, SharedTensorGroup
 
 
 def check(scheduler: Scheduler) -> None:
-    """Check all invariants.
-
-    Raises:
-        InvariantError: one is broken; with the history of the model concerned.
-    """
+    """Check the state of a model's weights against the facts beside it (9), and the wishes against the state (10)."""
     states = [*scheduler._models.values(), *scheduler._draining.values()]
     for state in states:
         _check_model(scheduler, state)
@@ -174,7 +170,7 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     known = scheduler._queues.runs
     _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
     for own in known.values():
-        # The first may have got its number later.
+        # The first one may have got its number later.
         numbers = [entry.place[2] for entry in own[1:]]
         _require(numbers == sorted(numbers), "a run's requests are not in order of arrival (12)")
         _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
@@ -241,7 +237,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     retried = compaction.retried
     warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
     _require((retried is not None and not warms_up) == again, "a second try is not known")
-    # A model whose weights were there when it was added may warm up beside it.
+    # A model whose weights were on the device when it was added may warm up at the same time.
     apart = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
     _require(retried is None or apart, "a second try does not have the device to itself")
     kept = [one for one in running if one.execute.exclusive]

@@ -55,7 +55,7 @@ PlannedLoad = tuple[ModelState, list[ModelState]]
 
 
 class LoadQueue:
-    """The models in line for a load, the choice among them, and the models that back off from one.
+    """The models in line for a load, the choice among them, and the models that wait after a failed load.
 
     Every change of a line or a back-off ends in `requeue`, which moves absent weights to the state that follows.
     """
@@ -98,8 +98,9 @@ class LoadQueue:
         self.on_demand = settings.on_demand
         # One line for each reason; a model may stand in several (dictionaries for their order).
         self.required: dict[str, None] = {}
-        #: models with waiting requests, by the discipline's rank: for the link, and, with weights on disk only, for the disk.
+        #: Models with waiting requests by the discipline's rank. This line is for the link.
         self.demand_for_link: Ranking[str] = Ranking()
+        #: The same line for the disk, of models whose weights are on disk only.
         self.demand_for_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
         #: by precedence, smallest first.
@@ -108,10 +109,11 @@ class LoadQueue:
         self.may_read = False
         #: True if the latest load was for a warm-up, so that models with work take the next turn.
         self._warmed_up_last = False
-        #: the same of the latest read.
+        #: True if the latest read was for a warm-up.
         self._read_for_warm_up = False
-        #: whether a search of room for prefetched weights may succeed now, and when time alone may let it.
+        #: True if a search of room for prefetched weights may succeed now.
         self._prefetch_may_fit = False
+        #: Time when such a search may succeed without other changes.
         self._prefetch_at = inf
         #: the first model in line, if the latest search found no room for it. A search costs O(models), so the next one
         #: waits until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
@@ -125,7 +127,7 @@ class LoadQueue:
     # --- lines and back-offs ---------------------------------------------------------------------------------
 
     def reason(self, name: str) -> LoadReason | None:
-        """Return why a model is in line: the first reason in order of precedence; None: it is not."""
+        """Return why a model is in line, by the first reason in order of precedence. None: it is not in line."""
         if name in self.required:
             return LoadReason.REQUIRED
         if name in self.demand_for_link or name in self.demand_for_disk:
@@ -152,11 +154,11 @@ class LoadQueue:
         """Put a model in the line of required loads, before all others."""
         self.required[model.name] = None
         self.requeue(model)
-        # The line may have another head now.
+        # The line may have a new head.
         self.unblock()
 
     def end_requirement(self, model: ModelState) -> None:
-        """Take a model out of the line of required loads."""
+        """Remove a model from the line of required loads."""
         if model.name in self.required:
             del self.required[model.name]
             self.requeue(model)
@@ -173,7 +175,7 @@ class LoadQueue:
             self.unblock()
 
     def end_demand(self, model: ModelState) -> None:
-        """Take a model whose requests are gone out of line."""
+        """Remove a model whose requests are gone from the line."""
         self.demand_for_link.pop(model.name, None)
         self.demand_for_disk.pop(model.name, None)
         self.requeue(model)
@@ -181,7 +183,7 @@ class LoadQueue:
     def copy_changed(self, model: ModelState, *, present: bool) -> None:
         """Put a model in line for the link if its weights are in host memory, or else for the disk."""
         if model.weights.state is WeightState.READING:
-            return  # the end of the read says the same
+            return  # `read_ended` does this
         model.weights.on_disk = not present
         rank = (self.demand_for_disk if present else self.demand_for_link).pop(model.name, None)
         if rank is not None:
@@ -196,7 +198,7 @@ class LoadQueue:
         self.requeue(model)
 
     def prefetch_after_shed(self, model: ModelState) -> None:
-        """Prefetch weights whose load takes too long for a request that was shed, so that the next request finds them.
+        """Prefetch weights after a request was shed because their load takes too long, so that the next request finds them.
 
         Otherwise a model whose deadlines are all shorter than its load would never be served.
         """
@@ -204,7 +206,7 @@ class LoadQueue:
             self.prefetch(model)
 
     def restore(self, evicted: Iterable[ModelState]) -> None:
-        """Put evicted models in the line of restores, before those that are there, the most urgent first."""
+        """Put evicted models in the line of restores, the most urgent first, before the models that are already there."""
         models = list(evicted)
         first = min(self.restored.values(), default=0) - len(models)
         for place, model in enumerate(models, first):
@@ -216,18 +218,18 @@ class LoadQueue:
         self.requeue(model)
 
     def end_prefetch_and_restore(self, model: ModelState) -> None:
-        """Take a model out of the lines of prefetches and restores."""
+        """Remove a model from the lines of prefetches and restores."""
         self.prefetched.pop(model.name, None)
         self.restored.pop(model.name, None)
         self.requeue(model)
 
     def leave_lines(self, model: ModelState) -> None:
-        """Take a model out of every line but demand's."""
+        """Remove a model from every line except that of demand."""
         self.end_requirement(model)
         self.end_prefetch_and_restore(model)
 
     def back_off(self, model: ModelState, now: float, error: str) -> None:
-        """Do not retry a model's load for a while. The length stays with the model until a load goes well."""
+        """Do not retry a model's load for a while. The pause doubles until a load succeeds."""
         model.weights.begin_backoff(now, error)
         self.backing_off[model] = None
         self.requeue(model)
@@ -239,12 +241,12 @@ class LoadQueue:
             self.requeue(model)
 
     def end_backoffs(self) -> None:
-        """End every back-off: an operator freed memory, so a load may find some that was not available before."""
+        """End every back-off. An operator freed memory, so loads may now succeed."""
         for model in self.backing_off:
             model.weights.end_backoff()
 
     def end_due_backoffs(self, now: float) -> None:
-        """End the back-offs that are over; require pinned models, others wait for requests."""
+        """End the back-offs whose time is over. Require the loads of pinned models. Other models wait for requests."""
         for model in [model for model in self.backing_off if model.weights.backoff_until <= now]:
             self.forget_backoff(model)
             if model.weights.pinned:
@@ -253,7 +255,7 @@ class LoadQueue:
                     self.require(model)
 
     def next_backoff_end(self) -> float:
-        """Return when a pinned model's back-off is over; inf: there is none."""
+        """Return when the back-off of a pinned model ends. inf: there is none."""
         ends = (model.weights.backoff_until for model in self.backing_off if model.weights.pinned)
         return min(ends, default=inf)
 
@@ -267,7 +269,7 @@ class LoadQueue:
             self._prefetch_may_fit = True
 
     def unblock(self) -> None:
-        """Search for room again: there may be some now."""
+        """Search for room again, because there may be some now."""
         self._blocked_head = None
         self._prefetch_may_fit = True
         self._newly_evictable.clear()
@@ -281,9 +283,9 @@ class LoadQueue:
         self.unblock()
 
     def started(self, model: ModelState) -> None:
-        """Take a model whose load has begun out of the lines that the load serves.
+        """Remove a model whose load has begun from the lines that the load serves.
 
-        A prefetch stays in line while it loads: if the load is abandoned, it is still wanted.
+        A prefetch stays in line while it loads, because it is still wanted if the load is abandoned.
         """
         self.required.pop(model.name, None)
         self.demand_for_link.pop(model.name, None)
@@ -305,7 +307,7 @@ class LoadQueue:
         return self._models[name]
 
     def _queued_in(self, line: Iterable[str], *, on_disk: bool) -> Iterator[str]:
-        """Return those of a line that wait for the disk, or for the link."""
+        """Return the models of a line that wait for the disk, or for the link."""
         queued = ((name, self._models[name].weights) for name in line)
         return (
             name
@@ -314,7 +316,7 @@ class LoadQueue:
         )
 
     def plan(self, now: float) -> PlannedLoad | None:
-        """Choose the load that starts now, while none runs, and the evictions before it; None: no load."""
+        """Choose the load that starts now, while none runs, and the evictions before it. None: no load."""
         name = self.head() if self.required or self.demand_for_link else None
         if name is None:
             self._blocked_head = None
@@ -322,7 +324,7 @@ class LoadQueue:
             return self._plan_restore() if planned is None and self.restored else planned
         planned = self._plan_head(self._models[name], now)
         if planned is None and self._warmed_up_last and self.required:
-            # The model whose turn it is does not fit now; the link need not stay idle.
+            # The model whose turn it is does not fit now. Another one may load, so that the link is not idle.
             self._warmed_up_last = False
             required = self._first_required(on_disk=False)
             planned = None if required is None else self._plan_head(self._models[required], now)
@@ -361,7 +363,7 @@ class LoadQueue:
         return next(self._queued_in(self.required, on_disk=on_disk), None)
 
     def search(self, head: ModelState, now: float) -> tuple[PlannedLoad | None, float]:
-        """Search room for a model in line; also return when time alone may make more (inf: it does not)."""
+        """Search room for a model in line. Also return when time alone may make more room (inf: never)."""
         missing, keep = self.accounts.missing(head.weights), head.weights.groups
         idle: list[ModelState] = []
         working: list[ModelState] = []
@@ -394,7 +396,7 @@ class LoadQueue:
 
     def find_misfit(self) -> ModelState | None:
         """Return a model in line that does not fit and may evict no other; None: there is none."""
-        # Required loads do evict others.
+        # Only required loads evict others.
         if self.on_demand or self.required:
             return None
         first = self.demand_for_link.first()
@@ -428,9 +430,9 @@ class LoadQueue:
         return self._prefetch_at if self.prefetched and self.head() is None else inf
 
     def obstacle(self, model: ModelState, now: float, device: str = "") -> str:
-        """Return what absent weights wait for, in words; "" if they wait for nothing. Changes no later decision.
+        """Return in words what absent weights wait for; "" if they wait for nothing.
 
-        `device`: why no load starts on the device.
+        The call changes no later decision. `device`: why no load starts on the device.
         """
         state, reason = model.weights.state, self.reason(model.name)
         if state is WeightState.BACKOFF:
@@ -458,7 +460,7 @@ class LoadQueue:
         in_use = [one for one in present if one.busy or one.committed]
         idle = [one for one in present if one not in in_use]
         if head is None:
-            # Prefetched weights evict none with work.
+            # Prefetched weights do not evict weights with work.
             kept = [one for one in idle if one.has_work or self._yields_to_prefetch_at(one) > now]
         else:
             kept = [one for one in idle if self._yields_at(one, model) > now]
@@ -542,7 +544,7 @@ class LoadQueue:
         return None if name is None else (self._models[name], [])
 
     def _first_restored(self, *, on_disk: bool) -> str | None:
-        """Return the first model in line to be restored; those without free room are not restored."""
+        """Return the first model in line to be restored. Models without free room are not restored."""
         while True:
             name = min(
                 self._queued_in(self.restored, on_disk=on_disk), key=self.restored.__getitem__, default=None
@@ -564,7 +566,7 @@ class LoadQueue:
         return model.weights.loaded_at + self._factor * model.weights.last_load_seconds
 
     def _expected_until(self, model: ModelState) -> float:
-        """Return until when requests of a model without any are expected soon: for twice its usual pause."""
+        """Return until when requests are expected soon for a model without requests: for twice its usual pause."""
         weights = model.weights
         pause = 2.0 * weights.usual_pause
         return weights.last_used + pause if pause <= weights.return_seconds and pause else -inf
@@ -584,7 +586,7 @@ def evictable(model: ModelState) -> bool:
 
 
 def _is_needed(model: ModelState) -> bool:
-    """True if a load or a read of the model's weights is not to be abandoned."""
+    """Return True if a load or a read of the model's weights should not be abandoned."""
     weights = model.weights
     serves = weights.pinned or weights.desired or weights.retry_due or weights.abandoned
     return model.has_work or serves or model.needs_warm_up

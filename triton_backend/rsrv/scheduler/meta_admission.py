@@ -1,10 +1,12 @@
 """Admission of runs of meta models: the number of concurrent runs, and the next waiting run.
 
-A run between two of its calls holds only memory, so a few runs keep the device busy, and more would only hold more. The
-others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait until their deadline at
-the longest.
+A run between two of its calls holds only memory, so a few runs keep the device busy, and more would only hold more.
+The
+others wait, in the order of the discipline: by priority, then by deadline or arrival. They wait at most until their
+deadline.
 
-Runs that call a held model (`Pause.HOLD`) cannot go on: they are not admitted, and admitted ones free their slots.
+Runs that call a held model (`Pause.HOLD`) cannot continue. Waiting ones are not admitted, and admitted ones free
+their slots.
 """
 
 from collections.abc import KeysView, Mapping, Sequence
@@ -73,18 +75,20 @@ class MetaAdmission:
         self.closed = False
         #: admitted runs that call a held model.
         self.stalled: set[int] = set()
-        #: all waiting and admitted runs by id; and the numbers of the waiting ones, in order of arrival.
+        #: All waiting and admitted runs by id.
         self.live: dict[int, Run] = {}
+        #: Numbers of the waiting runs, in order of arrival.
         self.waiting: dict[int, int] = {}
         #: the time at which each run was admitted, by id.
         self._admitted: dict[int, float] = {}
         #: number of runs that were ever asked for; the number of the latest.
         self.run_count = 0
-        #: waiting runs in the order of admission, but for those that call a held model; and by deadline, if they have one.
+        #: Waiting runs in the order of admission, except those that call a held model.
         self._order: Ranking[int] = Ranking()
+        #: Deadlines of the waiting runs that have one.
         self._deadlines: Ranking[int] = Ranking()
         self._metas: dict[str, _Meta] = {}
-        #: sum of the learned lengths of all waiting runs, and half of those of the admitted ones.
+        #: Sum of the learned lengths of all waiting runs and of half the lengths of the admitted ones.
         self.ahead = 0.0
 
     @property
@@ -122,7 +126,7 @@ class MetaAdmission:
     def ask(self, runs: Sequence[Run], now: float, out: list[Instruction]) -> None:
         """Queue runs, admit as many as may run, and refuse the latest ones above their limit of waiting runs."""
         if not self.live:
-            # Rounding errors of the sum do not outlive a pause.
+            # Reset the sum, so that rounding errors do not accumulate.
             self.ahead = 0.0
         for run in runs:
             self.run_count += 1
@@ -174,7 +178,7 @@ class MetaAdmission:
                 self._enlist(self.live[id])
 
     def reconsider(self) -> None:
-        """Take in that models were added, removed, paused or resumed."""
+        """Check again whether runs can be admitted, after models were added, removed, paused or resumed."""
         self.stalled = {
             id for id, run in self.live.items() if id not in self.waiting and self._calls_held(run)
         }
@@ -226,7 +230,7 @@ class MetaAdmission:
         self._order.set(run.id, self._discipline.place(level, run.deadline, number))
 
     def _leave(self, run: Run) -> _Meta:
-        """Take a run out of the waiting ones; return the counters of its meta model."""
+        """Remove a run from the waiting ones. Return the counters of its meta model."""
         del self.waiting[run.id]
         self._order.pop(run.id, None)
         self._deadlines.pop(run.id, None)

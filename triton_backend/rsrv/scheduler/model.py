@@ -117,26 +117,27 @@ class ModelState:
         #: True if a warm-up starts as soon as its weights are on the device.
         self.needs_warm_up = needs_warm_up
         self.paused = program.paused
-        #: from when to when it was held, the latest time last; an end that has not come is inf.
+        #: Periods in which the model was held, the latest last. A period that has not ended has the end inf.
         self.holds: list[tuple[float, float]] = []
         if self.held:
             self.holds.append((-inf, inf))
-        #: runs of meta models whose calls are accepted while it drains: the runs in progress when that began.
+        #: Runs of meta models whose calls are accepted while the model drains: the runs in progress when that began.
         self.finishing: Collection[int] = ()
-        #: until when it does not execute, because others were evicted for its second try and get their turn first.
+        #: Time until which the model does not execute. Others were evicted for its second try, and execute first.
         self.blocked_until = -inf
-        # `recount` derives these from the queues and costs, up to `dispatchable_at`.
-        #: whether requests wait for it that count: those of a held model do not.
+        # `recount` derives the following values, up to `dispatchable_at`, from the queues and costs. True if requests
+        # wait that count: those of a held model do not.
         self.has_work = False
         #: the queue whose front request is first in the order of service, and the place of that request.
         self.front: VariantQueue | None = None
         self.place: Place | None = None
-        #: expected device time of the waiting requests, and of the next execution.
+        #: Expected device time of the waiting requests.
         self.backlog_seconds = 0.0
+        #: Expected device time of the next execution.
         self.turn_seconds = 0.0
         #: expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
-        #: until when it is delayed: it is blocked, or more requests may join its next execution.
+        #: Time until which the model is delayed: it is blocked, or more requests may join its next execution.
         self.dispatchable_at = -inf
         self.totals = Totals()
         self.executions_by_size: dict[tuple[int, int], int] = {}
@@ -152,7 +153,7 @@ class ModelState:
 
     @property
     def committed(self) -> bool:
-        """True if a sub-call of a running meta model waits for it, which goes before all other requests."""
+        """True if a sub-call of a running meta model waits. It precedes all other requests."""
         return self.place is not None and self.place[0] == COMMITTED_LEVEL
 
     @property
@@ -166,7 +167,7 @@ class ModelState:
         return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
 
     def pause(self, mode: Pause | None, now: float) -> None:
-        """Pause it, or let it go on (None)."""
+        """Pause the model, or resume it (None)."""
         if self.held:
             self.holds[-1] = self.holds[-1][0], now
         self.paused = mode
@@ -217,7 +218,7 @@ class ModelState:
             self.dispatchable_at = max(self.dispatchable_at, self._delay_ends(front))
 
     def _delay_ends(self, front: VariantQueue) -> float:
-        """Return when the front request has waited for others long enough; -inf if waiting gains nothing."""
+        """Return until when the front request should wait for others. -inf: waiting gains nothing."""
         costs, entries = front.costs, front.entries
         if (
             entries[0].place[0] == COMMITTED_LEVEL

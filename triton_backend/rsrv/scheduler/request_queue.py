@@ -1,4 +1,4 @@
-"""All live requests, which wait or execute: how they enter the queues, and each way out of them.
+"""All live requests: how they enter the queues, and how they leave.
 
 A request leaves its queue for an execution, which answers it or fails. Or it expires, is shed or cancelled, is refused because
 its model is paused, removed or evicted, or fails with the load of its weights. Each way is one method, so each request is
@@ -28,7 +28,7 @@ from rsrv.scheduler.variant_queue import Deadlines, LiveRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
 from rsrv.scheduler.weights import WeightAccounts
 
-#: seconds by which a deadline may seem to be missed, because sums of times are rounded.
+#: Seconds by which a deadline may seem to be missed only because sums of times are rounded.
 SLACK = 1e-6
 
 _ANSWERED = Outcome.ANSWERED
@@ -68,7 +68,7 @@ class RequestQueues:
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
         self.live: dict[int, LiveRequest] = {}
-        #: number of waiting requests, and of the exclusive ones.
+        #: `queued`: number of waiting requests. `exclusive`: number of exclusive ones among them.
         self.queued = self.exclusive = 0
         #: number of requests that arrived since the start.
         self.arrived = 0
@@ -114,7 +114,7 @@ class RequestQueues:
         """
         deadlines = self.deadlines
         if deadlines.heap and deadlines.heap[0][0] <= now:
-            # Requests that are due free their places first.
+            # First, expired requests free their places.
             self.expire(now, out)
         models, live, sequence = self._models, self.live, self._number
         place, sheds, runs = self.discipline.place, self.discipline.sheds, self.runs
@@ -238,7 +238,10 @@ class RequestQueues:
     def take(
         self, model: ModelState, counts: Iterable[tuple[VariantQueue, int]], now: float
     ) -> tuple[int, ...]:
-        """Take the first `count` requests of each queue for an execution. They stay live, but are no longer queued."""
+        """Remove the first `count` requests of each queue, and return them for an execution.
+
+        They stay live, but are no longer queued.
+        """
         taken: list[LiveRequest] = []
         for queue, count in counts:
             self.exclusive -= queue.front_exclusive
@@ -286,7 +289,7 @@ class RequestQueues:
         return self._models[entry.request.model]
 
     def _take_out(self, entry: LiveRequest, queue: VariantQueue, outcome: Outcome) -> ModelState:
-        """Take out a waiting request that ends without an execution; return its model."""
+        """Remove a waiting request that ends without an execution. Return its model."""
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
@@ -321,7 +324,7 @@ class RequestQueues:
                 self.dirty[self._models[request.model]] = None
 
     def _take_out_all(self, model: ModelState, outcome: Outcome) -> list[int]:
-        """Take out all requests of a model; return their ids by sequence number."""
+        """Remove all requests of a model. Return their ids by sequence number."""
         waiting = [(entry, queue) for queue in model.queues.values() for entry in queue.entries]
         waiting.sort(key=lambda item: item[0].place[2])
         for entry, queue in waiting:
@@ -332,7 +335,7 @@ class RequestQueues:
 def _reason(
     model: ModelState, queue: VariantQueue | None, request: Request, now: float, on_demand: bool
 ) -> Reason | Outcome | None:
-    """Return why a request ends on arrival: the first reason in this order. None: it waits."""
+    """Return why a request ends on arrival, by the first reason in this order. None: it waits."""
     weights = model.weights
     if queue is None:
         return Reason.UNKNOWN_VARIANT

@@ -1,4 +1,4 @@
-"""The waits of slow requests: for their weights, for others to join, for other work, and for an operator."""
+"""Explains how slow requests spent their time: waiting for weights, for others to join, for other work, or in a pause."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -25,11 +25,11 @@ class RequestTimes:
         event: ExecutionFinished,
         now: float,
     ) -> None:
-        """Offer the requests of an execution that ended to the slowest of their model."""
+        """Offer the requests of an ended execution to the slowest requests of their model."""
         model, started, arrivals = running.model, running.started, [entry.arrived for entry in entries]
         first, held_until = min(arrivals), -inf
         if model.program.max_delay:
-            # A batch that is full starts before the delay is over: when its last request came.
+            # A full batch starts before the delay is over, when its last request came.
             ends = first + model.program.max_delay
             held_until = ends if ends <= started else max(arrivals)
         absences, evicted = model.history.absences(first)
@@ -51,7 +51,7 @@ class RequestTimes:
         model.slowest.add(entries, ending)
 
     def keep_ended(self, now: float) -> None:
-        """Offer requests that ended without an execution to the slowest of their models."""
+        """Offer requests that ended without an execution to the slowest requests of their models."""
         ended, self._queues.ended = self._queues.ended, []
         for model, entry, outcome in ended:
             if entry.arrived < model.slowest.latest_arrival(now):
@@ -85,7 +85,7 @@ class RequestTimes:
         outcome: Outcome | None,
         now: float,
     ) -> Ending:
-        """Return what the time of a request that is not answered goes to. `until`: until when it has waited."""
+        """Return how an unfinished request has spent its time. `until`: the time until which it has waited."""
         arrived, delay = entry.arrived, model.program.max_delay
         absences, evicted = model.history.absences(arrived)
         behind = self._running.behind(arrived, until, until)

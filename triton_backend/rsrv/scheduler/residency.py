@@ -41,7 +41,7 @@ class CompactionState(Enum):
 
     #: no compaction is due.
     NONE = "none"
-    #: nothing starts on the device, until nothing executes, loads or warms up; then the compaction is carried out.
+    #: Nothing starts on the device until nothing executes, loads or warms up. Then the compaction is carried out.
     DUE = "due"
     #: an execution or a warm-up has its second try, with the device to itself. Others may wait for theirs.
     RETRYING = "retrying"
@@ -63,8 +63,9 @@ class Compaction:
         self.state = CompactionState.NONE
         #: True if the state is another than NONE, so that nothing else starts on the device.
         self.active = False
-        #: whether a command or a load asked for one, and whether evicted weights are restored.
+        #: True if a command or a load asked for a compaction.
         self._asked = False
+        #: True if evicted weights are restored.
         self._restores = False
         #: executions that found no memory, in their order. Their requests are not answered yet.
         self.retries: deque[StartedExecution] = deque()
@@ -85,7 +86,7 @@ class Compaction:
         self._derive()
 
     def retry_warm_up(self, model: ModelState) -> None:
-        """Compact, then retry a model's warm-up; its weights stay."""
+        """Compact, then retry a model's warm-up. Its weights stay."""
         self.warm_ups.append(model)
         self._derive()
 
@@ -97,7 +98,7 @@ class Compaction:
         return restores
 
     def next_execution(self) -> StartedExecution | None:
-        """Take out the execution that is retried now."""
+        """Remove and return the execution that is retried now."""
         if not self.retries:
             return None
         execution = self.retries.popleft()
@@ -106,7 +107,7 @@ class Compaction:
         return execution
 
     def next_warm_up(self) -> ModelState | None:
-        """Take out the model whose warm-up is retried now; executions are retried before warm-ups."""
+        """Remove and return the model whose warm-up is retried now. Executions are retried before warm-ups."""
         if self.retries or not self.warm_ups:
             return None
         self.retried = self.warm_ups.popleft()
@@ -158,7 +159,8 @@ class DeviceResidency:
         #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
         #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
         self.evictions: dict[ModelState, bool] = {}
-        #: when weights may have been unused for their model's limit; inf: none has a limit. May be too early.
+        #: Time when weights may have reached their model's limit of idleness. inf: no model has a limit. The time may
+        #: be too early.
         self.idle_at = inf
 
     @property
@@ -180,7 +182,7 @@ class DeviceResidency:
             self.accounts.adopt(model.weights)
             self.limit_idleness(model, now)
             model.weights.desired = model.weights.pinned or not model.needs_warm_up
-            # If it is pinned, the tensors that it shares count as pinned bytes: others may fit now.
+            # If the model is pinned, its shared tensors count as pinned bytes, so other models may fit now.
             self.loads.unblock()
             self._start_warm_up(model, out)
         elif model.weights.pinned or model.needs_warm_up:
@@ -189,7 +191,7 @@ class DeviceResidency:
             self.loads.restore_at(event.restore, model)
 
     def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
-        """Evict a removed model's weights once nothing uses, reads or loads them; return whether they are gone."""
+        """Evict a removed model's weights once nothing uses, reads or loads them. Return True when they are gone."""
         weights = model.weights
         self.loads.leave_lines(model)
         self.loads.forget_backoff(model)
@@ -206,7 +208,7 @@ class DeviceResidency:
         return True
 
     def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
-        """Keep a model's weights on the device from now on, or no longer."""
+        """Keep a model's weights on the device from now on, or stop keeping them."""
         weights = model.weights
         changed = pinned != weights.pinned
         if changed:
@@ -232,7 +234,7 @@ class DeviceResidency:
         self.loads.unblock()
 
     def prefetch(self, model: ModelState, now: float) -> None:
-        """Load a model's weights, or keep them if they are about to be evicted."""
+        """Load a model's weights, or keep weights that are about to be evicted."""
         model.history.add(now, "prefetch")
         model.weights.end_backoff()
         self._keep(model)
@@ -240,7 +242,7 @@ class DeviceResidency:
         self._queues.dirty[model] = None
 
     def _desire(self, model: ModelState) -> None:
-        """Want a model's weights on the device, apart from requests."""
+        """Mark a model's weights as desired on the device, even without requests."""
         weights = model.weights
         weights.desired = True
         abandoned = weights.state is WeightState.LOADING and self.accounts.abandoning
@@ -286,12 +288,12 @@ class DeviceResidency:
             self._queues.refuse_all(model, Reason.NOT_RESIDENT, now, out)
 
     def hold(self, model: ModelState) -> None:
-        """Stop requiring the load of a paused model, unless it is for other than its requests."""
+        """Stop requiring the load of a paused model, unless it has other reasons than the model's requests."""
         if not (model.weights.pinned or model.weights.desired or model.needs_warm_up):
             self._end_requirement(model)
 
     def _end_requirement(self, model: ModelState) -> None:
-        """End the requirement of a load; also forget that an earlier try found no memory."""
+        """End the requirement of a load. Also forget that an earlier try found no memory."""
         if model.name in self.loads.required:
             model.weights.retry_due = False
             self.loads.end_requirement(model)
@@ -353,7 +355,7 @@ class DeviceResidency:
     # --- loads end ---------------------------------------------------------------------------------------
 
     def load_ended(self, event: LoadOutcome, now: float, out: list[Instruction]) -> ModelState | None:
-        """Take in how a load or a read ended; return its model, or None if that ended before."""
+        """Handle the end of a load or a read. Return its model, or None if the read or load had ended before."""
         model = self._models.get(event.model) or self._draining.get(event.model)
         if model is None or model.weights.epoch != event.epoch:
             return None
@@ -401,7 +403,7 @@ class DeviceResidency:
         desired = weights.pinned or weights.desired or model.needs_warm_up
         if event.out_of_memory and not weights.retry_due:
             if not model.has_work and not desired:
-                # Nothing needs the weights now: the requests are gone, or an operator holds the model.
+                # Nothing needs the weights now, because the requests are gone or an operator holds the model.
                 return
             weights.retry_due = True
             self.compaction.ask(restores=False)
@@ -501,7 +503,7 @@ class DeviceResidency:
                 self.loads.unblock()
 
     def limit_idleness(self, model: ModelState, now: float) -> None:
-        """Have weights leave the device when they have been unused for their model's limit."""
+        """Evict weights once they have been unused for their model's limit."""
         self.idle_at = min(self.idle_at, now + model.program.idle_seconds)
 
     def evict_idle(self, now: float, out: list[Instruction]) -> None:
@@ -526,7 +528,7 @@ class DeviceResidency:
                 self.idle_at = min(self.idle_at, now + max(limit, IDLE_LOOK_S))
 
     def _evict_requested(self, now: float, out: list[Instruction]) -> None:
-        """Carry out the requested evictions of models on which nothing executes, or has to execute first."""
+        """Carry out requested evictions of models on which nothing executes, or which need not execute first."""
         for model in [model for model in self.evictions if evictable(model) and not self.must_execute(model)]:
             if self.evictions[model]:
                 self.loads.end_backoffs()
@@ -534,9 +536,9 @@ class DeviceResidency:
             self.loads.unblock()
 
     def must_execute(self, model: ModelState) -> bool:
-        """True if a model with work executes before its eviction: for a running meta model, or to make use of its load.
+        """True if a model with work must execute before its eviction, for a running meta model or to make use of its load.
 
-        Otherwise it would never execute if it were evicted again and again.
+        Otherwise, a model that is evicted again and again would never execute.
         """
         return model.committed or (model.has_work and model.weights.unserved and self.loads.on_demand)
 
@@ -572,9 +574,9 @@ class DeviceResidency:
         loading_for: ModelState | None = None,
         returns: bool = False,
     ) -> None:
-        """Evict a model's weights, but for tensors that `loading_for`, whose load comes next, has too.
+        """Evict a model's weights, except tensors shared with `loading_for`, which loads next.
 
-        `returns`: they load back as soon as there is room, and requests wait for that.
+        `returns`: the weights load again as soon as there is room, and requests wait for that.
         """
         name, family = (None, "") if loading_for is None else (loading_for.name, loading_for.family)
         evict = self.accounts.evict(model.weights, name, why=cause.value, family=family)

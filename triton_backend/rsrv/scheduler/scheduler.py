@@ -1,8 +1,8 @@
 """The scheduler: one pure state machine per device.
 
-It takes in what happened and answers what to do (`events`). Time is an argument. It does no I/O, reads no clock, takes no
-lock and starts no thread; the loop that owns it does all that. Equal events at equal times give equal instructions, so a
-recorded run can be replayed. `Scheduler.handle` states the order in which an event is handled.
+It takes events and returns instructions (`events`). Time is an argument. It does no I/O, reads no clock, takes no
+lock and starts no thread; the loop that owns it does all that. Equal events at equal times give equal instructions,
+so a recorded run can be replayed. `Scheduler.handle` states the order in which an event is handled.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -72,7 +72,7 @@ from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, Weig
 
 
 class SchedulerPhase(Enum):
-    """Phase of a scheduler, which serves until it comes to rest for the next runtime."""
+    """Phase of a scheduler. It serves until it winds down for the next runtime."""
 
     SERVING = "serving"
     #: no run is admitted, and no execution starts once no run and no generation is in progress. It has a time limit.
@@ -83,7 +83,7 @@ class SchedulerPhase(Enum):
 
 #: States in which weights are neither loading, nor about to, nor in use by a warm-up.
 _AT_REST = RUNNABLE | {WeightState.ABSENT, WeightState.BACKOFF}
-# Each event asks for these; to read a member from its class takes longer than the comparison.
+# Cache the members, because each event needs them and reading one from its class takes longer than the comparison.
 _SERVING, _DUE = SchedulerPhase.SERVING, CompactionState.DUE
 
 
@@ -109,16 +109,17 @@ class Scheduler:
         self._admission = MetaAdmission(self._models, self._discipline, self.settings.meta_concurrency)
         self._residency = DeviceResidency(self._models, self._draining, self._queues, self.settings)
         self._loads = self._residency.loads
-        #: models that may not execute yet, by the time when they may: they wait for more requests, or let others go first
-        #: after a second try.
+        #: Models that may not execute yet, by the time when they may. They wait for more requests, or let other
+        #: models execute first after a second try.
         self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
         #: True if an exclusive request is next, or executes: no load and no other execution starts.
         self._kept_exclusive = False
         self._times = RequestTimes(self._queues, self._running)
-        #: sums of `backlog_seconds` and of `turn_seconds` over all models.
+        #: Sum of `backlog_seconds` over all models.
         self._backlog = 0.0
+        #: Sum of `turn_seconds` over all models.
         self._round = 0.0
         self._phase = SchedulerPhase.SERVING
         #: when winding down must have ended.
@@ -266,7 +267,7 @@ class Scheduler:
                 assert_never(event)
 
     def _expire(self, now: float, out: list[Instruction]) -> None:
-        """End what is due, and let waiting runs and delayed models go on."""
+        """End expired requests and runs, and let waiting runs and delayed models proceed."""
         deadlines = self._queues.deadlines.heap
         if deadlines and deadlines[0][0] <= now:
             self._queues.expire(now, out)
@@ -350,7 +351,7 @@ class Scheduler:
         model.history.add(now, "execute", execute)
         out.append(execute)
         if self._discipline.sheds:
-            # Requests that become certain to be late end now, not when the device is free again.
+            # Requests that can no longer meet their deadline end now, not when the device is free again.
             self._shed(now, out)
 
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
@@ -368,7 +369,7 @@ class Scheduler:
         model.ended(execute)
         self._discipline.end(running.charged, running.occupied_seconds)
         if event.error is None:
-            # The duration of a failure says nothing about the cost of success.
+            # A failed execution's duration says nothing about the cost of a successful one.
             model.queues[execute.variant].costs.learn(execute.size, event.seconds)
         slow = self._queues.finish(model, execute.requests, event, now, out)
         if slow:
@@ -426,7 +427,7 @@ class Scheduler:
         self._queues.dirty[model] = None
 
     def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
-        """Decide by other settings. A new discipline knows nothing of the device time that models had before."""
+        """Use other settings. A new discipline does not know the device time that models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
         self._residency.reconfigure(settings, now, out)
@@ -512,7 +513,7 @@ class Scheduler:
             self._backlog = self._round = 0.0
 
     def _enlist(self, model: ModelState, now: float) -> None:
-        """Tell the discipline and the load queue what a model waits for now."""
+        """Report to the discipline and the load queue what a model waits for now."""
         name, discipline, state = model.name, self._discipline, model.weights.state
         self._delayed.pop(name, None)
         if not model.has_work:
@@ -526,7 +527,7 @@ class Scheduler:
             self._loads.note_evictable(model)
         elif state in RUNNABLE:
             if state is WeightState.EVICTING and not self._residency.must_execute(model):
-                # If it always went on, it would never be evicted.
+                # If it could always continue, it would never be evicted.
                 discipline.wait(model, claims=True)
             elif model.dispatchable_at <= now:
                 discipline.update(model)
@@ -546,18 +547,21 @@ class Scheduler:
 
     @property
     def _is_closed(self) -> bool:
-        """True if no new execution starts, because the runtime is about to end; second tries still do."""
+        """True if no new execution starts, because the runtime is about to end. Second tries still start."""
         if self._phase is _SERVING:
             return False
         at_rest = self._phase is SchedulerPhase.AT_REST
         return at_rest or not (self._admission.running or self._waiting_steps())
 
     def _waiting_steps(self) -> int:
-        """Return the number of generations whose next step waits; the others in progress execute one."""
+        """Return the number of generations whose next step waits.
+
+        The other generations in progress are executing a step.
+        """
         return sum(model.queued for model in self._models.values() if model.program.feeds_back)
 
     def _come_to_rest(self, now: float, out: list[Instruction]) -> None:
-        """End a `WindDown` once nothing is in progress, or when its time is over: then go on."""
+        """End a `WindDown` once nothing is in progress. If its time is over, continue serving."""
         if self._phase is SchedulerPhase.AT_REST:
             return
         runs, steps = self._admission.running, self._waiting_steps()
@@ -572,7 +576,7 @@ class Scheduler:
             self._plan(now, out)
 
     def _wind_down(self, within: float | None, now: float) -> None:
-        """Wind down within so many seconds; None: serve as before a `WindDown`."""
+        """Wind down within so many seconds. None: serve as before."""
         serves = within is None
         self._phase = SchedulerPhase.SERVING if serves else SchedulerPhase.WINDING_DOWN
         self._rest_until = inf if within is None else now + within
@@ -590,7 +594,7 @@ class Scheduler:
                 self._loads.prefetch_after_shed(late.model)
 
     def _patience(self, queue: VariantQueue, now: float) -> float:
-        """Seconds that an execution of the front request may take, after the executions before it."""
+        """Return how many seconds an execution of the front request may take, after the executions before it."""
         deadline = queue.entries[0].request.deadline
         return inf if deadline is None else deadline - now - self._running.seconds(now) + SLACK
 
@@ -626,7 +630,7 @@ class Scheduler:
         return None if soonest == inf else soonest
 
     def _next_launch(self) -> float:
-        """Return when to give the device its next execution, beside those that it has; inf: unknown."""
+        """Return when to give the device its next execution, in addition to those that it has. inf: unknown."""
         end, name = self._running.end_after(self._now), self._discipline.choose()
         if end is None or name is None or not self._goes_ahead(self._models[name], self._now):
             return inf
@@ -635,7 +639,7 @@ class Scheduler:
     def _goes_ahead(self, model: ModelState, now: float) -> bool:
         """Return whether a model may be launched before the executions on the device have ended.
 
-        A model that is always launched ahead would never be idle long enough to be evicted for the head of the line.
+        Not always: otherwise it would never be idle long enough to be evicted for the head of the line.
         """
         feeds_back = model.program.feeds_back and model.executions
         return not feeds_back and not self._loads.wants_room_of(model, now)
@@ -659,7 +663,7 @@ class Scheduler:
             backlog + seconds for which the running execution is overdue
 
         An execution that takes longer than expected is expected to take as long again. Requests that wait for their
-        weights, or in a pause, leave the device to other models.
+        weights or in a pause do not use the device.
         """
         if not self._running:
             return None

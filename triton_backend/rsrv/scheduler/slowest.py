@@ -16,7 +16,7 @@ from rsrv.scheduler.variant_queue import LiveRequest
 #: requests kept of each model, and seconds after which they are dropped.
 KEPT, WINDOW_S = 100, 3600.0
 
-#: from when to when.
+#: Beginning and end of each period.
 Periods = Collection[tuple[float, float]]
 
 
@@ -25,15 +25,15 @@ class Wait(NamedTuple):
 
     arrived: float
     seconds: float
-    #: while its model was held by an operator.
+    #: Seconds while an operator held the model.
     paused: float
-    #: until its model's weights were on the device and warmed up.
+    #: Seconds until the model's weights were on the device and warmed up.
     weights: float
-    #: delayed for other requests to join its execution (`Program.max_delay`).
+    #: Seconds of delay for other requests to join the execution (`Program.max_delay`).
     peers: float
-    #: on the device; 0 if it never executed.
+    #: Seconds on the device. 0: it never executed.
     executing: float
-    #: the latest eviction of the weights that it waited for; None: it did not wait for weights.
+    #: Latest eviction of the weights that the request waited for. None: it did not wait for weights.
     evicted: HistoryRecord | None
 
     @property
@@ -43,18 +43,19 @@ class Wait(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How requests ended together, or are in progress: what their time went to."""
+    """How requests that ended together, or are in progress, have spent their time."""
 
-    #: when they ended; now, of those in progress.
+    #: Time when the requests ended. For requests in progress, the present time.
     at: float
-    #: until when they waited: the start of their execution, if there was one.
+    #: Time until which the requests waited: the start of their execution, if there was one.
     started: float
-    #: of their execution, on the device; inf: all since `started`.
+    #: Seconds of their execution on the device. inf: the whole time since `started`.
     seconds: float
-    #: when no more requests were waited for to join; -inf: they were not held back.
+    #: Time until which other requests could join. -inf: they were not delayed for that.
     held_until: float
-    #: in which the weights of their model could not be executed on, and in which it was held.
+    #: Periods in which their model's weights were not usable.
     absences: Periods
+    #: Periods in which their model was held.
     holds: Periods
     #: None: in progress.
     outcome: Outcome | None
@@ -93,12 +94,12 @@ class SlowRequest(NamedTuple):
 
 
 def _overlap(periods: Periods, since: float, until: float) -> float:
-    """Return the seconds of a time that fall into periods."""
+    """Return how many seconds of an interval fall into periods."""
     return sum([max(0.0, min(end, until) - max(begin, since)) for begin, end in periods])
 
 
 class SlowestRequests:
-    """At most `KEPT` requests that ended in the last hour; each was slower than all that were not kept."""
+    """The slowest requests of the last hour, at most `KEPT`."""
 
     __slots__ = ("_added", "_kept", "_new", "_new_count", "floor", "review_at")
 
@@ -116,7 +117,7 @@ class SlowestRequests:
         self.review_at = inf
 
     def latest_arrival(self, now: float) -> float:
-        """Return the time before which a request arrived if it is kept, should it end now."""
+        """Return the latest arrival time of a request that would be kept if it ended now."""
         return now - self.floor if now < self.review_at else inf
 
     def add(self, entries: Iterable[LiveRequest], ending: Ending) -> None:

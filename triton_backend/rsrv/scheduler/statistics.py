@@ -1,7 +1,7 @@
 """Statistics of the scheduler: counters of models, and snapshots of all of it.
 
-Counters rise from the moment a model was added (or the scheduler was made); nothing resets them. `Totals` outlive a
-version of a model while another version of that name stays. Snapshots are frozen and detached from the scheduler.
+Counters rise from the moment a model was added, or the scheduler was made, and are never reset. `Totals` of a removed
+version are kept while the model has another version. Snapshots are frozen and detached from the scheduler.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ class Cause(Enum):
 
     #: a load needed the room.
     ROOM = "room"
-    #: an operator asked for it; or weights do not load on demand, and a warm-up ended.
+    #: An operator asked for it. Or a warm-up ended, and weights do not load on demand.
     ASKED = "asked"
     #: the budget fell, or models were pinned.
     BUDGET = "budget"
@@ -96,8 +96,9 @@ class Totals:
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
     #: missed deadlines by stage.
     missed: dict[Stage, int] = field(default_factory=dict)
-    #: executions started, and their useful rows.
+    #: Executions started.
     dispatches: int = 0
+    #: Useful rows of these executions.
     useful_rows: int = 0
     #: device time of executions that ended, failed ones included.
     device_seconds: float = 0.0
@@ -110,8 +111,9 @@ class Totals:
     execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: seconds of loads that ended well.
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: rows of requests in an execution, and of padding.
+    #: Rows of requests in each execution.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
+    #: Rows of padding in each execution.
     padding: Histogram = field(default_factory=lambda: Histogram(PADDING))
 
     @classmethod
@@ -205,11 +207,13 @@ class ModelSnapshot:
     sizes: Mapping[tuple[int, int], int]
     #: (variant, size) -> expected seconds of one execution, as learned.
     costs: Mapping[tuple[int, int], float]
-    #: bytes of all its weights; and of its distinct tensors, which it takes on the device alone.
+    #: Bytes of all weights of the model.
     weight_bytes: int
+    #: Bytes of its distinct tensors, which it takes on the device alone.
     device_bytes: int
-    #: completed loads of the weights, and expected seconds of the next one.
+    #: Completed loads of the weights.
     loads: int
+    #: Expected seconds of the next load.
     load_seconds: float
     #: evictions of the weights.
     evictions: int
@@ -229,7 +233,7 @@ class ModelSnapshot:
 
 
 class WeightBytes(NamedTuple):
-    """Device bytes that weights take, each tensor once; the part of pinned ones; as if no model shared any; and the budget."""
+    """Device bytes of weights: all (each tensor once), those of pinned models, all as if no tensor were shared, and the budget."""
 
     physical: int
     pinned: int
@@ -250,8 +254,9 @@ class SharedTensors(NamedTuple):
 class MetaSnapshot:
     """Statistics of the runs of one meta model. Each run counts in one of these, besides `running`."""
 
-    #: runs that wait for admission, and runs in progress.
+    #: Runs that wait for admission.
     waiting: int
+    #: Runs in progress.
     running: int
     #: runs admitted since the start; and runs that were not, by reason. Withdrawn: ended while they waited.
     admitted: int

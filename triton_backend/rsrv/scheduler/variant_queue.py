@@ -16,7 +16,10 @@ _rows = attrgetter("rows")
 
 
 class LiveRequest:
-    """A request that is not answered: queued while it has a queue; then it executes, or waits for its second try."""
+    """A request without an answer. It is queued while it has a queue.
+
+    Afterwards it executes, or waits for its second try.
+    """
 
     __slots__ = ("arrived", "place", "queue", "request", "rows")
 
@@ -40,8 +43,8 @@ class VariantQueue:
     def __init__(self, variant: int, costs: VariantCosts) -> None:
         self.variant = variant
         self.costs = costs
-        # A sorted list: most requests are appended, any may leave, and the front ones leave together.
-        # Moving the rest costs less than a microsecond for a thousand requests.
+        # A sorted list: most requests are appended, any request may leave, and the front ones leave together. Moving
+        # the rest takes less than a microsecond for a thousand requests.
         self.entries: list[LiveRequest] = []
         #: sum of the waiting rows.
         self.rows = 0
@@ -149,7 +152,7 @@ class Deadlines:
         self.heap.clear()
 
     def due(self, now: float) -> Iterator[tuple[LiveRequest, VariantQueue]]:
-        """Take out the queued requests whose time is `now` or earlier, soonest first; yield each with its queue."""
+        """Remove and yield the queued requests whose time is `now` or earlier, soonest first, each with its queue."""
         heap = self.heap
         while heap and heap[0][0] <= now:
             entry = heappop(heap)[2]

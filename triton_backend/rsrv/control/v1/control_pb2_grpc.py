@@ -197,14 +197,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Diagnose(self, request, context):
-        """What is wrong or could be better, with the change that cures it, by the figures of the last minute.
+        """What is wrong or could be better according to the figures of the last minute, with remedies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetResidency(self, request, context):
-        """Set where the weights of a model always are, in all its present and future versions.
+        """Set where the weights of a model are always kept, for all its present and future versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,14 +232,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Start(self, request, context):
-        """Start models that are cold before they are asked for. Returns before that is done.
+        """Start cold models before requests come for them. Returns before that is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evict weights that are not pinned and that no execution uses.
+        """Evict weights that are neither pinned nor used by an execution.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,45 +260,45 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Continue(self, request, context):
-        """End a pause. Continuing all ends the pauses of single models, too.
+        """End a pause. Continuing all models also ends the pauses of single models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Cancel waiting requests by their client's id.
+        """Cancel waiting requests by the id that their client gave them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReloadWeights(self, request, context):
-        """Read a model's bundle now, and serve it. Returns when all devices that can have it serve it, or an error;
-        then the version before still serves.
+        """Read a model's bundle now, and serve it. Returns when all devices that can have the model serve it. After an error,
+        the previous version still serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetAlias(self, request, context):
-        """Have a further name lead clients to other models, or remove it. Returns when it does, with all aliases, or an error; then
-        nothing changes. Without a name, the call only returns the aliases.
+        """Create, change or remove an alias. Returns all aliases once the change is served. After an error nothing has
+        changed. Without a name, the call only returns the aliases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Replace runtimes, one device after another: each reads rsrv.yaml and the installed packages again. What executes is
-        answered before, and what waits after. Returns when the models serve again.
+        """Replace runtimes, one device after another. Each new runtime reads rsrv.yaml and the installed packages again.
+        Executing requests are answered before, and waiting requests after. Returns when the models serve again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Have runtimes end, so that other programs can use their devices' memory. What executes is answered before. The next
+        """End runtimes, so that other programs can use their devices' memory. Executing requests are answered first. The next
         request for a device's models, or Wake, starts its runtime. Returns when the runtimes are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -306,7 +306,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Start the runtimes of devices that sleep. Returns when they answer; their models follow.
+        """Start the runtimes of sleeping devices. Returns when they answer. Their models start afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,7 +326,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPlacement(self, request, context):
-        """On which devices models run, why, and what packing them again would move. With a field set: a dry run.
+        """Return the devices of the models, the reasons, and what packing them again would move. With a field set: a dry run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -382,22 +382,23 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetArrivals(self, request, context):
-        """Requests that came since the call before, without their contents. They are kept for the caller, who asks every few seconds.
+        """Return the requests that came since the previous call, without their contents. They are kept only for a caller who
+        asks every few seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPage(self, request, context):
-        """The events of the live page, for a gateway's page. Their form belongs to the page, and changes with it.
+        """Return the events of the live page, for a gateway's page. Their form belongs to the page, and changes with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """Of each device a snapshot of the models' states, then each change, in order; never ends by itself. After a restart or a
-        silence of its runtime, there is a new snapshot.
+        """Return a snapshot of the models' states for each device, then each change, in order. Never ends by itself. After a
+        restart or a silence of its runtime, there is a new snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

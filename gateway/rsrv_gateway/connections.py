@@ -4,6 +4,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -261,6 +262,8 @@ _LOST = re.compile(
 )
 #: gRPC's message, instead of the worker's, where a stream ends while a message is sent on it
 _ENDED = "Internal error from Core"
+#: Longest wait for the worker's status after that message, in seconds.
+_STATUS_S = 1.0
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
@@ -269,6 +272,45 @@ def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
         return Refusal(grpc.StatusCode.UNAVAILABLE, "the stream broke", lost=True)
     lost = code is grpc.StatusCode.UNAVAILABLE and _LOST.match(message) is not None
     return Refusal(code, message, sendable(error.trailing_metadata() or ()), lost)
+
+
+class StreamEnd:
+    """The end of a stream to a worker.
+
+    If the stream ends while a message is sent on it, grpc.aio sets a status of its own (`_ENDED`). It does that after the
+    worker's status is set, or a moment before. Done callbacks are called for the first of the two only.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        #: The first status. None: OK.
+        self._first: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        with suppress(StopIteration, asyncio.CancelledError):
+            try:
+                call.read().send(None)  # The call has ended, so this only raises its status.
+            except grpc.aio.AioRpcError as error:
+                self._first = error
+
+    async def refusal_of(self, error: grpc.aio.AioRpcError) -> Refusal | None:
+        """Return the worker's refusal, or None if the worker ended the stream with OK. `error` ended the stream's answers."""
+        if error.details() == _ENDED:
+            if self._first is None:
+                return None
+            error = self._first
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_S):
+                while error.details() == _ENDED:
+                    await asyncio.sleep(0.001)
+                    try:
+                        await self._call.read()
+                    except grpc.aio.AioRpcError as latest:
+                        error = latest
+                    else:
+                        return None
+        return refusal_of(error)
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:

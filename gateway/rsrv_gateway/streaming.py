@@ -19,11 +19,11 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.routing import Choice
 from rsrv_gateway.connections import (
+    StreamEnd,
     WorkerChannels,
     WorkerConnection,
     gone,
     is_cancelled,
-    refusal_of,
     refuse,
     time_left,
 )
@@ -114,6 +114,11 @@ class _Upstream:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: nothing more is written
     closed: bool = False
+    #: How the worker ends the stream.
+    end: StreamEnd = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = StreamEnd(self.call)
 
     def expect(self, message: _Message, data: bytes) -> None:
         """Register the message that is written next."""
@@ -302,23 +307,26 @@ class _Stream:
 
     async def _answer(self, upstream: _Upstream) -> None:
         """Forward the worker's answers to the client."""
+        refusal: Refusal | None = None
         try:
-            while (data := await upstream.call.read()) is not grpc.aio.EOF:
+            # Unlike `read`, this also returns the answers that the worker wrote before it ended the stream during a write.
+            async for data in upstream.call:
                 upstream.answered()
                 upstream.link.answers += 1
                 if upstream.waiting:
                     message = upstream.waiting.popleft()
                     self._over(message, _error_code(data) if data[:1] == _ERROR else "OK")
                 await self._write(data)
-            # Only the client ends a stream in order.
-            refusal = gone(upstream.worker) if upstream.waiting and not upstream.closed else None
         except grpc.aio.AioRpcError as error:
-            refusal = refusal_of(error)
+            refusal = await upstream.end.refusal_of(error)
         except asyncio.CancelledError:
             refusal = gone(upstream.worker)
         # A cancelled wait may have ended in another way, as with the worker's end of the call.
         if is_cancelled():
             return
+        # Only the client ends a stream in order.
+        if refusal is None and upstream.waiting and not upstream.closed:
+            refusal = gone(upstream.worker)
         self._upstream = None
         if refusal is not None and refusal.suspects_worker():
             self._traffic.brain.failed(upstream.worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
-from rsrv_gateway import grpc_proxy
+from rsrv_gateway import grpc_proxy, streaming
+from rsrv_gateway.connections import StreamEnd
 from tests.unit.gateway.proxies import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay
 from tests.waiting import LIMITS_S, looped
@@ -311,6 +313,81 @@ async def test_a_model_on_one_worker_fails_with_it() -> None:
 
 
 @looped
+async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None:
+    """The client gets the answers before the refusal, and the refusal itself. The worker does not count as failed."""
+    large, writing, failed = bytes(16 << 20), asyncio.Event(), asyncio.Event()
+
+    async def refuse(requests: Any, context: Any) -> None:
+        request = await anext(requests)
+        await writing.wait()
+        for _ in range(2):
+            await worker.echo_stream(only(request), context)
+        await context.abort(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full", (("took", "3"),))
+
+    async def write(upstream: streaming._Upstream, data: bytes) -> None:
+        if len(data) < len(large):
+            await write_now(upstream, data)
+            return
+        # The worker reads no second message, so gRPC is still sending this one when the stream ends.
+        asyncio.get_running_loop().call_soon(writing.set)
+        await write_now(upstream, data)
+        failed.set()
+
+    async def forward(stream: streaming._Stream, answer: bytes) -> None:
+        await failed.wait()
+        await forward_now(stream, answer)
+
+    write_now, forward_now = streaming._Upstream.write, streaming._Stream._write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming._Upstream, "write", write)
+        patch.setattr(streaming._Stream, "_write", forward)
+        async with serving(1) as house:
+            (worker,) = house.workers
+            worker.does["ModelStreamInfer"] = refuse
+            call = house.stream()
+            await call.write(Infer(model_name="m", id="m0"))
+            await call.write(Infer(model_name="m", id="m1", raw_input_contents=[large]))
+
+            assert [(await call.read()).infer_response.id for _ in range(2)] == ["m0", "m0"]
+            assert await ending(call) == ("RESOURCE_EXHAUSTED", "[rsrv:QUEUE_FULL] full")
+            assert tuple(await call.trailing_metadata()) == (("took", "3"),)
+            assert house.brain.failures == []
+
+
+class Ending:
+    """A call to a worker that ends with two statuses, one after another, as grpc.aio sets them."""
+
+    def __init__(self, *statuses: grpc.aio.AioRpcError | None) -> None:
+        self._statuses = list(statuses)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    async def read(self) -> Any:
+        """Raise the present status, and leave the last one for all later calls."""
+        status = self._statuses[0] if len(self._statuses) == 1 else self._statuses.pop(0)
+        if status is not None:
+            raise status
+        return grpc.aio.EOF
+
+
+def status(code: grpc.StatusCode, message: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), message)
+
+
+@looped
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_status_of_grpc_stands_before_or_after_that_of_the_worker(is_first: bool) -> None:
+    """The worker's status counts, also if it is OK."""
+    own = status(Code.INTERNAL, "Internal error from Core")
+    refused = status(Code.UNAVAILABLE, "full")
+    for statuses, expected in (((refused, own), "full"), ((None, own), None)):
+        end = StreamEnd(Ending(*(statuses[::-1] if is_first else statuses)))
+        found = await end.refusal_of(own)
+        assert (found and found.message) == expected
+
+
+@looped
 async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
     """If a worker ends its stream without an answer, the message goes to another one."""
 
@@ -327,6 +404,10 @@ async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
         assert await call.read() is grpc.aio.EOF
 
 
+async def only(request: Any) -> AsyncIterator[Any]:
+    yield request
+
+
 class Failing:
     """A worker's stream that fails with a code once it has a message, or only when the wait for it is `cancelled`."""
 
@@ -334,15 +415,24 @@ class Failing:
         nothing = grpc.aio.Metadata()
         self._error = grpc.aio.AioRpcError(code, nothing, nothing, message)
         self._cancelled = cancelled
+        self._callbacks: list[Callable[[Any], None]] = []
         self.asked = asyncio.Event()
 
     async def write(self, _: bytes) -> None:
         self.asked.set()
+        for callback in () if self._cancelled else self._callbacks:
+            callback(self)
 
     async def read(self) -> bytes:
         with suppress(asyncio.CancelledError):
             await (asyncio.Event() if self._cancelled else self.asked).wait()
         raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield await self.read()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
 
     async def done_writing(self) -> None: ...
 
@@ -355,7 +445,7 @@ class Failing:
 
 @looped
 async def test_a_worker_fails_while_a_message_is_sent_to_it() -> None:
-    """gRPC then has an error of its own in place of the worker's; another worker answers."""
+    """If gRPC has only an error of its own, and never the worker's, another worker answers."""
     async with serving(2, TWO) as house:
         Failing(Code.INTERNAL, "Internal error from Core").take_place_of(house, "a")
         call = await opened(house, "m")

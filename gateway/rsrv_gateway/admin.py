@@ -89,7 +89,7 @@ class Admin:
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
-        """Return the pages of each worker that has any, Triton's and rsrv's; None for a page that did not come in time."""
+        """Return the metrics pages of each worker, Triton's and rsrv's. None for a page that did not arrive in time."""
         probes = self._gateway.probes
         views, workers = probes.summaries(), probes.workers().values()
         found = {worker.name: worker for worker in workers if worker.metrics or worker.control}

@@ -1,4 +1,4 @@
-"""The gateway's loop: probes become a routing table for the proxy, and actions on the workers' weights."""
+"""The gateway's loop: it turns probes into a routing table for the proxy, and into actions on the workers' weights."""
 
 import asyncio
 import logging
@@ -41,9 +41,9 @@ class Proxy:
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         """Replace the workers and the table. May be called before `start`.
 
-        `workers` are those that answer, by name, including all in `table`. A worker that is absent gets no
-        new requests; its requests in flight may end. A model with empty `ready` is known and not served:
-        UNAVAILABLE. A model that is not in the table is unknown: `Brain.refresh`, then NOT_FOUND.
+        `workers` are the workers that answer, by name. They include all workers in `table`. An absent worker gets no
+        new requests. Its requests in flight may end. A model with empty `ready` is known and not served: UNAVAILABLE.
+        A model that is not in the table is unknown: `Brain.refresh`, then NOT_FOUND.
         """
         self.grpc.apply(workers)
         self.http.apply(workers)
@@ -93,9 +93,11 @@ class GatewayLoop:
         self.proxy = make_proxy(self)
         self._errands = ActionQueue(self.probes.act)
         self._placements = PlacementSender(self.probes.place)
-        #: the devices of the last round, the planner's table, and this one with servers in place of devices
+        #: Devices in the last round.
         self.devices: ServerDevices = {}
+        #: The planner's table in the last round.
         self._planned: Table | None = None
+        #: The same table with servers in place of devices.
         self._routes: Table = {}
         self._drain = drain
         self.clock = clock
@@ -114,7 +116,7 @@ class GatewayLoop:
 
     @property
     def unready(self) -> str:
-        """Reason why it is not ready; empty: it is ready."""
+        """Reason why the gateway is not ready. Empty: it is ready."""
         if not self._serving:
             return "the gateway is starting or ending"
         if not any(view.alive for view in self.probes.summaries().values()):
@@ -160,7 +162,7 @@ class GatewayLoop:
         await asyncio.shield(task)
 
     async def steer(self, change: Callable[[Planner], T]) -> T:
-        """Change the planner's settings between two looks, and plan again. Raises the errors of `change`."""
+        """Change the planner's settings between two plans, and plan again. Raises the errors of `change`."""
         async with self._round_lock:
             answer = change(self.planner)
         await self.round()
@@ -220,7 +222,7 @@ class GatewayLoop:
             if not sure and self.clock() - self._refreshed < _REFRESH_MIN_S:
                 return
             self._refreshing = asyncio.create_task(self._refresh())
-        # A cancelled client does not end the refresh for the others.
+        # A cancelled client must not end the refresh for other clients.
         await asyncio.shield(self._refreshing)
 
     async def _refresh(self) -> None:
@@ -250,7 +252,7 @@ class GatewayLoop:
 
 
 async def _first(*works: Coroutine[Any, Any, object]) -> None:
-    """Return when one of these has ended, and cancel the others. Raises its error."""
+    """Wait until one of these has ended, and cancel the others. Raises its error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -31,7 +31,8 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Otherwise channels to one address share a connection, and closing one that hangs would return the same one.
+    # Otherwise channels to one address share a connection. Closing a hanging one and opening another would return the
+    # same connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -160,8 +161,8 @@ def _read(key: str, path: Path) -> bytes:
 
 SERVICE = "/inference.GRPCInferenceService/"
 
-#: Pings to a worker that owes answers. tritonserver's default counts pings sooner than every 300 s, and hangs
-#: up after two of them. A silent peer that acknowledges nothing loses its connection after the timeout.
+#: Pings to a worker that owes answers. By default, tritonserver disconnects after two pings less than 300 s apart. A
+#: silent peer that acknowledges nothing loses its connection after the timeout.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -170,7 +171,7 @@ _KEEPALIVE = (
     ("grpc.service_config_disable_resolution", 1),
 )
 
-#: seconds for which renewed connections are not suspected again
+#: Renewed connections are not suspected again for this many seconds.
 RENEW_MIN_S = 5.0
 
 
@@ -231,7 +232,10 @@ class WorkerChannels:
         return True
 
     def retire(self) -> None:
-        """Accept no new calls. Calls in flight continue, however long: a worker may be away for one probe only."""
+        """Accept no new calls.
+
+        Calls in flight continue without a limit, because the worker may be absent for only one probe.
+        """
         for link in self._links:
             self._retire(link)
 
@@ -246,7 +250,7 @@ class WorkerChannels:
         return WorkerConnection(self._contacts.open(self._address, *_KEEPALIVE))
 
     def _retire(self, link: WorkerConnection) -> None:
-        """Close a connection after its calls. Their deadlines end them, or keepalive if the peer is gone."""
+        """Close a connection after its calls have ended. Their deadlines end them, or keepalive if the peer is gone."""
         task = asyncio.get_running_loop().create_task(link.channel.close(inf))
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
@@ -255,12 +259,12 @@ class WorkerChannels:
 #: Seconds. gRPC transmits no longer deadlines; some clients send longer ones for no deadline.
 _DEADLINE_MAX_S = 27_000 * 3600.0
 
-#: gRPC's messages for a connection that broke during a call, in this version and in earlier ones; connections
-#: that could not be made have others.
+#: gRPC's messages for a connection that broke during a call, in this version and in earlier ones. Connections that
+#: could not be made have other messages.
 _LOST = re.compile(
     "Stream removed|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:|keepalive |ping "
 )
-#: gRPC's message, instead of the worker's, where a stream ends while a message is sent on it
+#: gRPC's message if a stream ends while a message is sent on it. It replaces the worker's message.
 _ENDED = "Internal error from Core"
 #: Longest wait for the worker's status after that message, in seconds.
 _STATUS_S = 1.0
@@ -314,7 +318,7 @@ class StreamEnd:
 
 
 def sendable(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """Return the metadata that gRPC can send: it receives bytes in texts that it refuses to send."""
+    """Return only the metadata that gRPC can send. gRPC can receive bytes in texts that it refuses to send."""
     return tuple(
         [
             pair
@@ -336,7 +340,7 @@ def gone(worker: str) -> Refusal:
 
 
 def is_cancelled() -> bool:
-    """Return true if this task was cancelled; else a CancelledError says that the worker's channel was closed."""
+    """Return True if this task was cancelled. Otherwise, a CancelledError means that the worker's channel was closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -350,14 +354,14 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:
-    """Return a worker's answer to a call, or why there is none."""
+    """Return a worker's answer to a call, or the refusal that explains why there is none."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
         refusal = refusal_of(error)
     except asyncio.CancelledError:
         refusal = gone(worker)
-    if is_cancelled():  # a cancelled wait may end with the worker's error, too
+    if is_cancelled():  # a cancelled wait may also end with the worker's error
         raise asyncio.CancelledError
     return refusal
 
@@ -384,7 +388,7 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
 def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]:
     """Return the settings of ports that other machines reach without a token or a client certificate.
 
-    `picker`: the picker's address, whose port is then the only one. Raises ListenError.
+    `picker`: the picker's address. Its port is then the only one. Raises ListenError.
     """
     if settings.token_file is not None or settings.tls_client_ca is not None:
         return []

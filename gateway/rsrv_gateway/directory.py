@@ -24,7 +24,7 @@ def private_directory() -> Iterator[Path]:
     sweep(base, _KIND)
     path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
-    # In another PID namespace our pid means nothing: a directory that no process holds counts as dead there.
+    # In another PID namespace, our pid means nothing. So a directory that no process holds counts as dead there.
     held = hold(path)
     try:
         yield path

@@ -1,7 +1,7 @@
-"""Envoy's external processing protocol: what its messages say of a request, and the answers to them. Pure.
+"""Envoy's external processing protocol: the facts in its messages about a request, and the answers to them. Pure.
 
 Envoy sends the parts of a request one by one: its headers, parts of its body, perhaps its trailers, perhaps those of
-the response. Each is answered once, in order. The answers are bytes, because nearly all of them repeat.
+the response. Each part is answered once, in order. The answers are bytes, because nearly all of them repeat.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
 #: name of the header, and of the entry in the metadata, by which Envoy's policy override_host chooses
 DESTINATION = "x-gateway-destination-endpoint"
-#: namespace of that metadata, and names of those that limit the choice (Gateway API inference extension, proposal 004)
+#: Namespace of that metadata, and names of the metadata that limits the choice (Gateway API inference extension,
+#: proposal 004).
 _NAMESPACE, _SUBSET_NAMESPACE, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
 
 
@@ -31,10 +32,10 @@ class Head:
         self.has_body = not part.end_of_stream
         self.method, self.path = self.text(":method"), self.text(":path")
         kind = self._headers.get("content-type", b"")
-        # As Envoy's own routes tell it.
+        # Envoy's own routes use the same rule.
         self.is_grpc = kind == b"application/grpc" or kind.startswith(b"application/grpc+")
         self.authorization = self._headers.get("authorization", b"")
-        #: endpoints of which one must be chosen; None: any
+        #: Endpoints of which one must be chosen. None: any endpoint.
         self.subset: frozenset[str] | None = None
         hint = message.metadata_context.filter_metadata
         if _SUBSET_NAMESPACE in hint and _SUBSET in hint[_SUBSET_NAMESPACE]:
@@ -87,7 +88,7 @@ def patient(seconds: int) -> bytes:
 
 
 def returned(part: str, body: Any) -> bytes:
-    """Return the answer that gives a part of a body back: in the mode FULL_DUPLEX_STREAMED, Envoy keeps none."""
+    """Return the answer that sends a part of a body back. In the mode FULL_DUPLEX_STREAMED, Envoy keeps no part."""
     answer: Any = pb.ProcessingResponse()
     getattr(answer, part).response.body_mutation.streamed_response.CopyFrom(body)
     return _bytes(answer)

@@ -1,7 +1,7 @@
 """Calls to several workers, in turn or at once, and their answers merged into one.
 
-An answer of one worker is a message of `service_pb2`, or a refusal. Where any worker's answer suffices,
-unavailable workers are left out; where all workers must do something, they are not.
+An answer of one worker is a message of `service_pb2`, or a refusal. If any worker's answer suffices, unavailable
+workers are ignored. If all workers must do something, they are not ignored.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ async def _ask_others(
 async def first(
     workers: Iterable[str], ask: Ask[T], wanted: Callable[[T], bool] | None = None
 ) -> T | Refusal:
-    """Return the first answer, or the first wanted one; else the last."""
+    """Return the first answer, or the first wanted answer. If there is none, return the last one."""
     answer: T | Refusal | None = None
     for worker in list(workers):
         last = await ask(worker)
@@ -126,7 +126,7 @@ def merge_index(answers: Answers) -> Answer:
 
 
 def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answer:
-    """Merge without the unavailable workers, unless all are unavailable or another one refused."""
+    """Merge the answers without unavailable workers, unless all workers are unavailable or one of the others refused."""
     heard = {
         worker: answer
         for worker, answer in answers.items()
@@ -139,7 +139,7 @@ def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]
 
 
 def _without(answers: Answers, codes: Iterable[StatusCode]) -> Answers:
-    """Leave out refusals with these codes, unless all answers are such."""
+    """Leave out refusals with these codes, unless all answers are such refusals."""
     rest = {
         worker: answer
         for worker, answer in answers.items()
@@ -195,7 +195,7 @@ def _add_rows(into: Any, other: Iterable[Any], key: tuple[str, ...]) -> None:
 
 
 def _add(into: Any, other: Any, key: tuple[str, ...] = ()) -> None:
-    """Add all numbers of a message to another one's, in nested messages, too."""
+    """Add all numbers of a message to another message, including nested messages."""
     for field, value in other.ListFields():
         if field.name in key:
             continue
@@ -215,7 +215,7 @@ def _merge_index(answers: Mapping[str, Any]) -> Any:
             known = best.get((each.name, each.version))
             if known is None or _rank(each) < _rank(known):
                 best[each.name, each.version] = each
-    # A model that is not loaded has no version; such an entry says nothing if the model is loaded on another worker.
+    # A model that is not loaded has no version. Such an entry is useless if the model is loaded on another worker.
     versioned = {name for name, version in best if version}
     return service_pb2.RepositoryIndexResponse(
         models=[best[key] for key in sorted(best) if key[1] or key[0] not in versioned]

@@ -70,7 +70,10 @@ class GrpcInquiries:
         return call
 
     async def answers_once(self, model: str, context: Any) -> bool:
-        """Return true if each request gets exactly one answer by the model's config; false if no worker tells it soon."""
+        """Return True if each request gets exactly one answer, according to the model's configuration.
+
+        Return False if no worker reports it soon.
+        """
         left = time_left(context)
         timeout = _CONFIG_TIMEOUT_S if left is None else min(left, _CONFIG_TIMEOUT_S)
         request = service_pb2.ModelConfigRequest(name=model).SerializeToString()

@@ -76,7 +76,7 @@ class GrpcProxy:
         self._credentials = None if settings.grpc is None else server_credentials(settings, renewals)
         self._contacts = contacts
         self._channels: dict[str, WorkerChannels] = {}
-        #: some worker's models observe a deadline
+        #: True if a model of any worker observes a deadline.
         self._steered = False
         self._hop = _CONNECTION_METADATA | {"authorization"} if self._token.needed else _CONNECTION_METADATA
         inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
@@ -90,7 +90,7 @@ class GrpcProxy:
             _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streams),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
-            # The library's own function would add it without the check of the token.
+            # The library's own function would add the service without the check of the token.
             _REFLECTION: grpc.stream_stream_rpc_method_handler(
                 aio.ReflectionServicer(_REFLECTED).ServerReflectionInfo,
                 reflection_pb2.ServerReflectionRequest.FromString,
@@ -236,9 +236,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
     """First handler of every call. While the gateway drains, it holds calls back until clients know that it ends.
 
-    A stopping server cancels calls that it has received and not begun, including calls of clients that do not
-    know yet; and a client that is refused at once calls again at once. So calls wait, for a moment, until no
-    more arrive.
+    A stopping server cancels calls that it has received but not begun, including those of clients that do not know
+    yet. A client that is refused at once calls again at once. So calls wait briefly until no more arrive.
     """
 
     def __init__(self) -> None:

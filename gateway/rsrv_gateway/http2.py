@@ -34,7 +34,8 @@ STREAMS_MAX = 1024
 MESSAGE_MAX_BYTES = 4 << 20
 #: bytes that may wait on a stream
 _STREAM_WINDOW = 2 * MESSAGE_MAX_BYTES
-#: Field blocks without any reference to a table of the connection: status 200 and the type; the end of a good call.
+#: Field blocks without references to a table of the connection: status 200 with the type, and the end of a successful
+#: call.
 _RESPONSE = b"\x88\x00\x0ccontent-type\x10application/grpc"
 _OK = b"\x00\x0bgrpc-status\x010"
 
@@ -46,16 +47,16 @@ _UNANSWERED = "a message of Envoy was not answered"
 class Exchange(Protocol):
     """One stream's messages, and the answers to them."""
 
-    #: no more messages are wanted: the stream ends well after the answers
+    #: True if no more messages are needed. The stream ends well after the answers.
     done: bool
-    #: `look` has more answers
+    #: True if `look` has more answers.
     looking: bool
 
     def take(self, data: bytes) -> Iterable[bytes]:
         """Return the answers that are due after this message. Raises ValueError if it is none."""
 
     async def look(self) -> Iterable[bytes]:
-        """Return the answers that are due without another message."""
+        """Return the answers that are due without a further message."""
 
     def end(self) -> None:
         """Record that the stream has ended, in whatever way."""
@@ -85,13 +86,14 @@ class EnvoyConnection(asyncio.Protocol):
         self._accept = accept
         self._known = known
         self._transport: Any = None
-        #: the beginning of a frame
+        #: Beginning of an incomplete frame.
         self._rest = b""
         self._greeted = self._finished = False
         self._streams: dict[int, _Http2Stream] = {}
         self._last = 0
-        #: bytes that may be sent on all streams, and on a new one
+        #: Bytes that may be sent on all streams.
         self._window = self._stream_window = _WINDOW
+        #: Bytes that may be sent on a new stream.
         self._consumed = 0
         #: frames of this turn
         self._frames: list[bytes] = []
@@ -144,14 +146,15 @@ class EnvoyConnection(asyncio.Protocol):
     def finish(self) -> None:
         """End all streams well, and the connection when the peer has read that.
 
-        If this end closed first, a frame of the peer that is still to be read would reset the connection, and what the peer
-        has not read would be lost.
+        If this side closed first, an unread frame of the peer would reset the connection, and the peer would lose the
+        data that it has not read.
         """
         self._frame(_GOAWAY, 0, 0, struct.pack(">II", self._last, 0))
         for number, stream in list(self._streams.items()):
             self._end(stream, _OK)
             if number not in self._streams:
-                # The peer may not have ended its side: without this, gRPC may take the connection's end for the stream's.
+                # The peer may not have ended its side. Without this frame, gRPC may take the end of the connection
+                # for the end of the stream.
                 self._frame(_RST_STREAM, 0, number, struct.pack(">I", _NO_ERROR))
         self._flush()
         self._finished = True
@@ -164,7 +167,7 @@ class EnvoyConnection(asyncio.Protocol):
         self._transport.abort()
 
     def pause_writing(self) -> None:
-        """Read nothing while the peer does not: each of its frames may need an answer."""
+        """Stop reading while the peer does not read, because each of its frames may need an answer."""
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -228,7 +231,10 @@ class EnvoyConnection(asyncio.Protocol):
             self._end(stream, _OK)
 
     def _read(self, stream: _Http2Stream) -> None:
-        """Answer what has come on a stream. While an answer waits, messages wait, too, and the window stays as it is."""
+        """Answer the messages that have come on a stream.
+
+        While an answer waits to be sent, messages also wait, and the window does not grow.
+        """
         while not (stream.ending or stream.waiting or stream.out) and self._message(stream):
             pass
         if stream.consumed >= MESSAGE_MAX_BYTES and not (stream.ending or stream.waiting or stream.out):
@@ -258,7 +264,7 @@ class EnvoyConnection(asyncio.Protocol):
             self._end(stream, _status(StatusCode.INVALID_ARGUMENT))
             return False
         except Exception:
-            # The others on this connection go on.
+            # The other streams of this connection continue.
             log.exception(_UNANSWERED)
             self._end(stream, _status(StatusCode.INTERNAL))
             return False
@@ -301,7 +307,7 @@ class EnvoyConnection(asyncio.Protocol):
             self._go_on(stream)
 
     def _go_on(self, stream: _Http2Stream) -> None:
-        """Send what a wider window allows, and read what waited for that."""
+        """Send the data that a wider window allows. Then read the messages that waited for that."""
         self._pump(stream)
         self._read(stream)
 
@@ -317,7 +323,7 @@ class EnvoyConnection(asyncio.Protocol):
             self._pump(stream)
 
     def _end(self, stream: _Http2Stream, trailers: bytes) -> None:
-        """End a stream when all of its answers are sent; whatever comes on it is ignored from now on."""
+        """End a stream when all of its answers are sent. Ignore later frames on it."""
         if not stream.ending:
             stream.ending = trailers
             self._leave(stream)

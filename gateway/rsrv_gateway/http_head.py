@@ -77,7 +77,7 @@ class Inflater:
     def slices(self, data: bytes) -> Iterator[bytes]:
         """Yield the decompressed data in parts. Raises Malformed."""
         if self.ended:
-            return  # zlib would store all bytes behind the end, and copy them each time
+            return  # zlib would store all bytes after the end, and copy them each time
         self._received += len(data)
         size = _SLICE_BYTES
         while data or size == _SLICE_BYTES:
@@ -136,12 +136,12 @@ class HttpHead:
         return self._inflater is not None
 
     def feed(self, data: bytes, last: bool) -> None:
-        """Read on; `last`: the body ends here. Raises Malformed."""
+        """Read the next data. `last`: the body ends with it. Raises Malformed."""
         for _ in self.steps(data, last):
             pass
 
     def steps(self, data: bytes, last: bool) -> Iterator[None]:
-        """Read on like `feed`, with a pause for other work after each part of a larger body."""
+        """Read the next data like `feed`, with a pause for other work after each part of a larger body."""
         if self._inflater is None:
             if self.head is None:
                 self._read(data, last)

@@ -62,13 +62,13 @@ class HttpQuery:
     """A request to a worker."""
 
     method: str
-    #: path and query as the client wrote them
+    #: Path and query exactly as the client wrote them.
     path: str
     headers: CIMultiDict[str]
     upload: Upload | None = None
-    #: wait for the whole answer, even a large one
+    #: True to wait for the whole answer, even a large one.
     whole: bool = True
-    #: all errors of a model have status 400
+    #: True if all errors of a model have status 400.
     generated: bool = False
 
 
@@ -280,7 +280,7 @@ class Pool:
     async def _read(
         self, response: ClientResponse, query: HttpQuery, connections: _Connections
     ) -> HttpReply | Refusal:
-        """Read an answer: a small one whole, so that a failover is possible when it breaks off.
+        """Read an answer. A small one is read completely, so that a failover is possible if it breaks off.
 
         Raises ClientError, TimeoutError.
         """

@@ -179,7 +179,7 @@ class HttpProxy:
             upload.add_member(b'"stream":false')
 
         def digest() -> bytes:
-            # A generation's header with the length does not count, whatever it says.
+            # For a generation, the header with the length does not count, whatever its value is.
             length = (
                 request.headers.get("Inference-Header-Content-Length") if target.what == "infer" else None
             )
@@ -331,7 +331,7 @@ async def _stream(
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
-    """Abort the connection: after the status, nothing else tells the client that the answer is incomplete."""
+    """Abort the connection. After the status was sent, nothing else shows the client that the answer is incomplete."""
     if request.transport is not None:
         request.transport.abort()
     return response

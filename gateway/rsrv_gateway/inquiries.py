@@ -1,4 +1,4 @@
-"""All calls except inference: about the gateway, about one model, or to all workers. The same over gRPC and HTTP."""
+"""All calls except inference. They concern the gateway, one model, or all workers. gRPC and HTTP use the same code."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -53,7 +53,7 @@ class AnswerForm(Protocol[T]):
 
 class Inquiries(Generic[T]):
     def __init__(self, traffic: Traffic, workers: Collection[str], form: AnswerForm[T]) -> None:
-        """`workers` are those with connections, at any time."""
+        """`workers` returns the connected workers at any time."""
         self._traffic = traffic
         self._workers = workers
         self._form = form
@@ -72,7 +72,7 @@ class Inquiries(Generic[T]):
             return await first(workers, ask, form.is_yes if what == "ready" else None)
         if what in CHANGES:
             answers = await ask_all(self._workers, ask)
-            # A client that knows the model as loaded or unloaded may rely on that.
+            # Refresh, because a client that knows the model as loaded or unloaded may rely on that.
             await self._traffic.brain.refresh(sure=True)
             changed: T | Refusal = fanout.all_succeeded(answers)
             return changed

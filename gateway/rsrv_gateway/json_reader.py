@@ -46,8 +46,8 @@ def _pattern_of_content(levels: int) -> bytes:
 
 
 _CONTENT, _FLAT = re.compile(_pattern_of_content(16), re.DOTALL), re.compile(_FLAT_CONTENT, re.DOTALL)
-#: Brackets that open without one that closes. Then the pattern of 16 levels fails at each, and takes longer than reading
-#: bracket by bracket.
+#: Number of opening brackets without a closing one. Beyond it, the pattern of 16 levels fails at each bracket, and
+#: takes longer than reading bracket by bracket.
 _DESCENT = 3
 
 _QUOTE, _COMMA, _COLON, _OPEN_LIST, _CLOSE_LIST, _OPEN, _CLOSE = b'",:[]{}'

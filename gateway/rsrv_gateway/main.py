@@ -53,7 +53,7 @@ def run(config: Path | None, workers: str | None, picker: str | None = None) -> 
         settings = read(config, workers)
     except (SettingsError, MembersError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
-        # Of these, the command line has only the workers.
+        # Only MembersError can come from the command line.
         return 2 if isinstance(error, MembersError) else 1
     logs.setup(settings.logs.format)
     # Each client is an open file, and without a free one no worker can be reached.

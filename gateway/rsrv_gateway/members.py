@@ -34,7 +34,7 @@ class MembersError(Exception):
 
 
 class Members:
-    """Current list of workers. A source that cannot be read keeps its last workers, which probes check in any case."""
+    """Current list of workers. If a source cannot be read, its last workers remain. Probes check them in any case."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class Members:
         self._said: dict[str, str] = {}
 
     def workers(self) -> Mapping[str, Worker]:
-        """Return the workers by name: settings, then file, then DNS. Of equal names or addresses the first one counts."""
+        """Return the workers by name: settings, then file, then DNS.
+
+        If names or addresses are equal, the first worker counts.
+        """
         merged: dict[str, Worker] = {}
         addresses: set[str] = set()
         for workers in (self._listed, self._filed, self._found):
@@ -151,7 +154,7 @@ def read_workers(text: str) -> Mapping[str, Worker]:
     except YamlError as error:
         raise MembersError(str(error)) from None
     if not isinstance(raw, list):
-        # An empty file is one that is being written.
+        # An empty file is probably being written at this moment.
         raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")
     try:
         entries = GatewaySection.model_validate({"workers": raw}).workers
@@ -174,7 +177,7 @@ def parse_workers(text: str) -> list[WorkerEntry]:
 
 
 def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
-    """Return the ports of a server: the others are as far from its gRPC port as in `ports`; None: not a port."""
+    """Return the ports of a server. The distances from its gRPC port are those in `ports`. None: not a valid port."""
     offset = grpc_port - ports.grpc_port
     moved = {key: port and int(port) + offset for key, port in ports.model_dump().items()}
     return {key: port if port and 0 < port < 65536 else None for key, port in moved.items()}
@@ -217,6 +220,6 @@ async def _listen(path: Path, hint: asyncio.Event) -> None:
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False
         ):
             hint.set()
-    except* (OSError, RuntimeError) as errors:  # in a group, if its thread cannot start
+    except* (OSError, RuntimeError) as errors:  # a group if its thread cannot start
         why = errors.exceptions[0]
         log.info("changes of %s are not notified (%s); it is read every %g s", path, why, READ_PAUSE_S)

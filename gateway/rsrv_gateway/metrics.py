@@ -126,7 +126,7 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
 
 def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> Iterator[Metric]:
     up = sum(view.alive for view in views.values())
-    # Present without workers, too, for alerts.
+    # Send this even without workers, for alerts.
     yield _gauge(
         "rsrv_gateway_workers",
         "Known workers: up answered their last probe, down did not.",
@@ -269,7 +269,7 @@ def merge(own: str, workers: Iterable[tuple[str, str]]) -> str:
 
 
 def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
-    # Other line breaks may occur in a label's value.
+    # Split only at "\n", because other line breaks may occur in a label's value.
     for line in map(str.strip, text.split("\n")):
         if line.startswith("#"):
             if head := _HEAD.fullmatch(line):

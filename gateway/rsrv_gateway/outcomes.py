@@ -12,7 +12,7 @@ from itertools import islice
 
 from grpc import StatusCode
 
-#: as `[rsrv:QUEUE_FULL] text`; an ensemble puts its own words before it
+#: The tag looks like `[rsrv:QUEUE_FULL] text`. An ensemble puts its own words before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
 #: code of a tagged UNAVAILABLE
@@ -21,7 +21,7 @@ MEANT = {
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
 }
-#: a failover would only shift the load that this worker refused, or be too late
+#: Codes without failover: it would only move the load that this worker refused, or be too late.
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
@@ -38,12 +38,12 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """End of a call without an answer."""
+    """The reason why a call ended without an answer."""
 
     code: StatusCode
     message: str
     trailing: Metadata = ()
-    #: the connection broke during the request, which may have crashed the worker
+    #: True if the connection broke during the request, which may have crashed the worker.
     lost: bool = False
 
     def for_client(self) -> StatusCode:
@@ -55,7 +55,7 @@ class Refusal:
         return self.code in _ELSEWHERE and _meant(self) not in _FINAL
 
     def suspects_worker(self) -> bool:
-        """Return true if the worker may be down: it is unavailable, and the message is not one of its models'."""
+        """Return True if the worker may be down: it is unavailable, and the message does not come from one of its models."""
         return self.code is StatusCode.UNAVAILABLE and not tagged(self.message)
 
     def preferred_to(self, earlier: "Refusal | None") -> "Refusal":

@@ -1,8 +1,8 @@
 """Reader for the parts of a ModelInferRequest that decide its route.
 
-protobuf reads them as the worker does, in 2 us for a small request. A large one is first cut down to them, in a time that
-does not depend on its bytes: a message of empty inputs would take 50 times its size, and the event loop for as long.
-Only these parts are checked, so a worker may still refuse the message.
+protobuf reads them as the worker does, in 2 us for a small request. A large request is first reduced to these parts,
+in a time that does not depend on its bytes. Otherwise, a message of empty inputs would take 50 times its size, and
+block the event loop. Only these parts are checked, so a worker may still refuse the message.
 """
 
 from collections.abc import Generator
@@ -15,7 +15,7 @@ from grpc import StatusCode
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.v1 import infer_head_pb2 as pb
 
-#: bytes of a request that is read as it is
+#: A request of at most this many bytes is read without reducing it.
 SMALL_BYTES = 16 << 10
 #: Maximum number of fields of a request. More fields would block the event loop for too long.
 MOST_FIELDS = 10_000
@@ -46,7 +46,10 @@ class Malformed(ValueError):
 
 
 def sequence_of(value: object) -> int | str | None:
-    """Return the sequence that tritonserver sees in a parameter's value; None: no sequence, or it refuses the value."""
+    """Return the sequence that tritonserver sees in a parameter's value.
+
+    None: there is no sequence, or tritonserver refuses the value.
+    """
     if isinstance(value, str):
         return value.partition("\0")[0] or None
     if type(value) is int and -(2**63) <= value < 2**64:
@@ -134,7 +137,7 @@ def _too_large(name: str) -> Malformed:
 
 
 def _cut_down(data: bytes) -> bytes:
-    """Return a request with what is read of it. Raises Malformed."""
+    """Return a request reduced to the fields that are read. Raises Malformed."""
     reader = MessageReader(len(data))
     reader.feed(data, last=True)
     return bytes(reader.without_tensors)
@@ -261,7 +264,7 @@ class MessageReader:
         elif kind in _SIZES:
             size = _SIZES[kind]
         else:
-            # A group, which no version of the message has had, or nothing that protobuf knows.
+            # This is a group, which no version of the message has had, or an unknown kind.
             raise Malformed(_WRONG)
         left = size
         while left:

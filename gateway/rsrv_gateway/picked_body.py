@@ -1,7 +1,7 @@
 """The body of a request that passes Envoy, as the picker reads it. Pure.
 
-Envoy holds back only a part of a body, so the picker may have to choose before the body is complete. It reads the rest while
-that passes, and `findings` returns what the choice did not know.
+Envoy holds back only a part of a body, so the picker may have to choose before the body is complete. It reads the
+rest while that passes. `findings` returns facts that were unknown at the choice.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,10 @@ class Body(Protocol):
     is_slow: bool
 
     def steps(self, data: bytes, last: bool) -> Iterator[None]:
-        """Read on, with a pause for other work after each part; `last`: the body ends here. Raises Malformed."""
+        """Read the next data, with a pause for other work after each part. `last`: the body ends with it.
+
+        Raises Malformed.
+        """
 
     def is_enough(self) -> bool:
         """Return True if a choice is possible, even if the body continues."""
@@ -47,7 +50,7 @@ class Body(Protocol):
         """Return the model, or an empty text if it is not known yet. Raises Malformed."""
 
     def wanted(self, measured: Measured) -> Wanted:
-        """Return what is known, and read the rest for `findings`. Raises Malformed."""
+        """Return the known parts, and read the rest for `findings`. Raises Malformed."""
 
     def findings(self) -> tuple[str, ...]:
         """Return new names of outputs that the client wants as classes. Raises Malformed if the choice was wrong."""

@@ -1,7 +1,7 @@
 """Endpoint picker: names the server of each request to an Envoy, which carries the bytes.
 
-`Picker` takes the place of the `Proxy`. For each request Envoy opens a stream in the external processing
-protocol, and keeps it while the request is in flight, so the stream's length is the request's.
+`Picker` takes the place of the `Proxy`. For each request Envoy opens a stream in the external processing protocol,
+and keeps it while the request is in flight. So the stream lasts as long as the request.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _UNREAD = "a request was not read"
 
 #: code of a counted request whose answer the picker does not see
 PICKED = "PICKED"
-#: seconds for a host's name, for which a new worker's first table waits; names asked for at a time
+#: Seconds for resolving a host's name, for which a new worker's first table waits, and names resolved at a time.
 _RESOLVE_S, _RESOLVE_MAX = 2.0, 32
 #: seconds between two looks for connections that Envoy has not closed
 _CLOSED_S = 0.05
@@ -58,9 +58,9 @@ _STREAM = "stream"
 _INFERENCE = (*INFERENCE, _STREAM)
 #: the operation of each method of gRPC
 _METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": _STREAM}
-#: operations that are asked of a server that has the model
+#: Operations that a server with the model must answer.
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
-#: what a client may ask of any server, beside methods and paths that no server knows
+#: Operations that any server can answer, in addition to methods and paths that no server knows.
 _OF_ANY = frozenset(["live", "server ready", "server", "index"])
 
 
@@ -76,13 +76,14 @@ class Picker:
         self.token = Token(settings, renewals)
         self.traffic = Traffic(settings.mode, brain)
         self.max_bytes = settings.max_message_bytes
-        #: headers that servers do not get
+        #: Headers that are not forwarded to servers.
         self.hidden = _TOKEN_HEADER if self.token.needed else ()
         #: endpoints by worker, for gRPC and for HTTP
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
-        #: IP address of each host, empty while it has none, and the task that asks for them again
+        #: IP address of each host. Empty while it has none.
         self._ips: dict[str, str] = {}
         self._room = asyncio.Semaphore(_RESOLVE_MAX)
+        #: The task that resolves the names again.
         self._resolving: asyncio.Task[None] | None = None
         self._turns = count()
         self._connections: set[EnvoyConnection] = set()
@@ -111,7 +112,7 @@ class Picker:
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and return when Envoy knows, or after `seconds`.
 
-        Requests in flight go on without the picker: Envoy has been told their servers.
+        Requests in flight continue without the picker, because Envoy knows their servers.
         """
         if self._listener is not None:
             self._listener.close()
@@ -131,7 +132,7 @@ class Picker:
             connection.abort()
 
     async def _keep_resolving(self) -> None:
-        """Ask again for all addresses: a name may have got one, or another one."""
+        """Resolve all addresses again, because a name may have a new address."""
         while True:
             await asyncio.sleep(READ_PAUSE_S)
             # `apply` may add hosts meanwhile.
@@ -139,7 +140,7 @@ class Picker:
             self._name_endpoints(self.traffic.workers)
 
     async def _resolve(self, host: str) -> None:
-        """Record the address of a host; the last one stays if its name cannot be resolved now."""
+        """Record the address of a host. If its name cannot be resolved now, keep the last address."""
         with suppress(ValueError):
             self._ips[host] = str(ip_address(host))
             return
@@ -178,7 +179,10 @@ class Picker:
         return found
 
     def order(self, model: str, chosen: str) -> Iterator[str]:
-        """Yield the chosen worker, the model's other replicas, and then the others that have it, another one first each time."""
+        """Yield the chosen worker, the model's other replicas, and then the other workers with the model.
+
+        Both groups rotate with each call.
+        """
         routes = self.traffic.table[model]
         yield chosen
         yield from (worker for worker in routes.placed if worker != chosen)
@@ -190,14 +194,14 @@ class Picker:
                 yield worker
 
     def in_turn(self) -> Sequence[str]:
-        """Return all workers, another one first each time."""
+        """Yield all workers, beginning with another one each time."""
         workers = list(self.traffic.workers)
         at = next(self._turns) % max(len(workers), 1)
         return workers[at:] + workers[:at]
 
 
 def _address(text: str | None) -> Address | None:
-    """Return where a worker listens; None: nowhere that Envoy reaches."""
+    """Return the address where a worker listens. None: Envoy can reach none."""
     return None if text is None or text.startswith("unix:") else parse_address(text)
 
 
@@ -207,7 +211,10 @@ def _hosts(workers: Mapping[str, Worker]) -> set[str]:
 
 
 def _target_of(head: Head) -> Target | None:
-    """Return the operation of a request, and the model if it is in the path; None: a server knows, or refuses it."""
+    """Return the operation of a request, and its model if the path names it.
+
+    None: the path is unknown here, and a server handles or refuses it.
+    """
     if head.is_grpc:
         service, _, method = head.path.rpartition("/")
         return Target(_METHODS.get(method, method)) if service + "/" == SERVICE else None
@@ -226,7 +233,7 @@ def _needs_body(target: Target, is_grpc: bool) -> bool:
 
 
 class PickedRequest:
-    """One request on its way through Envoy: the parts that came, and the choice that is counted until `end`."""
+    """One request that passes Envoy: the parts that have arrived, and the choice, which is counted until `end`."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -253,7 +260,7 @@ class PickedRequest:
         self._choice: Choice | None = None
         #: Outputs that the client wants as classes, and whose types workers must still report.
         self._unchecked: tuple[str, ...] = ()
-        #: A part of a compressed body that `look` reads, and whether it is the last one.
+        #: A part of a compressed body that `look` must read, and whether it is the last part.
         self._unread: tuple[bytes, bool] | None = None
         #: `look` has to read a part, or to ask workers for something.
         self.looking = False
@@ -277,11 +284,14 @@ class PickedRequest:
             return [self._refuse_unread()]
 
     def _refuse_unread(self) -> bytes:
-        """Refuse a request after an error of the picker: Envoy would let it pass if the stream ended with the error."""
+        """Refuse a request after an error of the picker.
+
+        If the stream ended with the error, Envoy would let the request pass.
+        """
         return self._refuse(Refusal(StatusCode.INTERNAL, "the endpoint picker could not read the request"))
 
     def _take(self, message: Any) -> list[bytes]:
-        """Do `take`. Raises Malformed."""
+        """Carry out `take`. Raises Malformed."""
         part = message.WhichOneof("request")
         if self._head is None:
             if part != "request_headers":
@@ -325,7 +335,7 @@ class PickedRequest:
         """Read a part, or ask workers about an unknown model and types of outputs; return the answers that waited for this."""
         answers: Iterable[bytes] = ()
         try:
-            while self.looking:  # a model that has become known may have outputs to ask for
+            while self.looking:  # a model that has become known may have outputs to check
                 answers = await (self._look() if self._unread is None else self._read())
         except Malformed as error:
             self.looking = False
@@ -347,7 +357,10 @@ class PickedRequest:
         return self._go_on(self._head, self._body, last)
 
     async def _look(self) -> Iterable[bytes]:
-        """Ask for one of the two. Return the answers, or none if the other must be asked for."""
+        """Ask workers about the model or about the outputs.
+
+        Return the answers, or none if the other question must be asked as well.
+        """
         assert self._head is not None
         traffic, wanted = self._picker.traffic, self._wanted
         wrong = None
@@ -369,7 +382,10 @@ class PickedRequest:
         return self._decide(self._head, looked=True) if self._endpoints is None else self._answers()
 
     def _leave_out(self, refusals: Mapping[str, Refusal]) -> Refusal | None:
-        """Name no worker to Envoy that cannot be asked for its outputs; return the refusal if none is left, or of the request."""
+        """Leave out workers that refuse classes of these outputs.
+
+        Return the refusal if none is left, or if the request itself is refused.
+        """
         final = [one for one in refusals.values() if self._directed or not one.is_retryable()]
         usable = dict(zip(self._workers, self._endpoints or (), strict=True))
         for worker in refusals:

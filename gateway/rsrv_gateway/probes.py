@@ -48,16 +48,16 @@ class Prober(Protocol):
     """Client of one worker. `look` and `act` may run at the same time."""
 
     async def look(self) -> tuple[WorkerView, ...]:
-        """Probe the worker; return its view, or of each device if a gateway chooses among them. Never raises.
+        """Probe the worker, and return its view.
 
-        DEAD: no answer in time.
+        If a gateway chooses among its devices, return a view of each device. Never raises. DEAD: no answer in time.
         """
 
     async def act(self, act: Act, model: str, device: int | None) -> None:
-        """Request this action on a device, or all, from its control service. Raises ActError."""
+        """Request this action on a device, or on all devices, from the control service. Raises ActError."""
 
     async def place(self, models: ModelDevices) -> None:
-        """Tell its control service the devices of its models. Raises ActError."""
+        """Send the devices of the models to the control service. Raises ActError."""
 
     async def metrics(self) -> str | None:
         """Return its control service's metrics for Prometheus; None: no answer in time. Never raises."""
@@ -66,7 +66,7 @@ class Prober(Protocol):
         """Return its control service on the current channel; None: unknown."""
 
     def has_died(self, model: str) -> bool:
-        """Return True if the worker served the model in its last answer, and nothing listens at its port any more."""
+        """Return True if the worker served the model in its last answer, and nothing listens at its port now."""
 
     async def string_outputs(self, model: str, version: str) -> frozenset[str] | Refusal:
         """Return the names of a model's outputs with strings. Never raises."""
@@ -81,7 +81,7 @@ class ActError(Exception):
 class Probes:
     """Probes of all workers. One event loop owns them.
 
-    `seen` is called when a worker, or a model that it serves, appears or disappears.
+    `seen` is called when a worker appears or disappears, and when it starts or stops serving a model.
     """
 
     def __init__(self, make: Callable[[Worker], Prober], pause: float, seen: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class Probes:
             self._watches[worker].hurry()
 
     async def look(self, workers: Iterable[str] | None = None) -> None:
-        """Probe these workers, or all, and return when each probe that starts from now on has ended."""
+        """Probe these workers, or all. Return when each of them was probed by a probe that started after this call."""
         names = self._watches.keys() if workers is None else workers
         await asyncio.gather(*(self._watches[name].looked() for name in list(names) if name in self._watches))
 
@@ -182,11 +182,11 @@ class _WorkerProbe:
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
     def hurry(self) -> None:
-        """Probe again, after a running probe: that one may have seen the state before."""
+        """Probe again after a running probe, because that one may have seen the earlier state."""
         self._hurried.set()
 
     async def looked(self) -> None:
-        """Return after the next probe that starts from now on, or after the last one."""
+        """Return after the end of the next probe to start, or after the last one."""
         ended = self._next_ended
         self.hurry()
         await ended.wait()
@@ -210,7 +210,7 @@ class _WorkerProbe:
                     await self._hurried.wait()
 
     async def _look(self) -> tuple[WorkerView, ...]:
-        """Probe the worker. One whose answers the gateway cannot handle counts as dead, and is probed again."""
+        """Probe the worker. If the gateway cannot handle its answers, the worker counts as dead and is probed again."""
         try:
             views = await self.prober.look()
         except Exception as error:
@@ -274,20 +274,20 @@ class ActionQueue:
 
 
 class PlacementSender:
-    """Tells servers with several devices which of them each model is placed on, in the background.
+    """Sends the placement of models on devices to servers with several devices, in the background.
 
-    A server keeps what it was told until it ends.
+    A server keeps its placement until it ends.
     """
 
     def __init__(self, place: Callable[[str, ModelDevices], Awaitable[None]]) -> None:
         self._place = place
-        #: by server: what it was told, and the last complaint about it
+        #: For each server, the placement that was sent, and the last logged problem with it.
         self._told: dict[str, ModelDevices] = {}
         self._said: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, wanted: Mapping[str, ModelDevices]) -> None:
-        """Tell these servers, by name, what has changed; all others do not answer, and forget it."""
+        """Send the changes to these servers, by name. All other servers do not answer, and forget their placement."""
         self._told = {server: told for server, told in self._told.items() if server in wanted}
         for server, models in wanted.items():
             if self._told.get(server) != models and server not in self._tasks:
@@ -331,10 +331,11 @@ class GrpcProber:
         self._served: frozenset[str] = frozenset()
         #: True if nothing listens at its port now.
         self._vanished = False
-        #: last view of each device, and the positions that its next figures may build on
+        #: Last view of each device.
         self._views: dict[int, WorkerView] = {}
+        #: Positions on which the devices' next figures may build.
         self._positions: list[pb.LoadPosition] = []
-        #: the views of the devices, and the server's
+        #: The views of the devices, and the view of the whole server.
         self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
         #: reason for which it last refused to list its models
         self._refused = ""
@@ -361,7 +362,7 @@ class GrpcProber:
                 self._served = frozenset()
             return DEAD
         self._vanished = False
-        # Triton may be slow to list models while it loads some, and serves the others meanwhile.
+        # Triton may be slow to list models while it loads some. It serves the others meanwhile.
         if not _is_late(index):
             self._ready, reason = _listed(index)
             self._refuse(reason)
@@ -456,7 +457,10 @@ class GrpcProber:
         task.add_done_callback(self._closing.discard)
 
     async def _ask_alive(self) -> Any:
-        """Ask whether it answers. A server that starts, loads or ends is not ready; the index lists its ready models."""
+        """Ask whether the server answers.
+
+        A server that starts, loads or ends is not ready, but the index lists its ready models.
+        """
         return await _answer(self._triton.unary_unary(SERVICE + "ServerReady")(b"", timeout=self._timeout))
 
     async def _ask_index(self) -> Any:
@@ -477,7 +481,10 @@ class GrpcProber:
         return await _answer(self._control.call("GetLoad", request, self._timeout))
 
     def _refuse(self, reason: str) -> None:
-        """Log a refusal once: a worker that does not list its models receives no requests. Empty: it has not refused."""
+        """Log a refusal once, because a worker that does not list its models receives no requests.
+
+        Empty: it has not refused.
+        """
         if reason and reason != self._refused:
             key = _RESTRICTED.search(reason)
             remedy = ""
@@ -508,7 +515,10 @@ def _is_late(answer: Any) -> bool:
 
 
 def _listed(index: Any) -> tuple[frozenset[str], str]:
-    """Return the names of the ready models, and the reason for a refusal; a server that starts or ends has none ready."""
+    """Return the names of the ready models, or the reason for a refusal.
+
+    A server that starts or ends has no ready models.
+    """
     if isinstance(index, grpc.RpcError):
         restricted = _RESTRICTED.search(index.details() or "")
         starts_or_ends = index.code() is grpc.StatusCode.UNAVAILABLE and not restricted

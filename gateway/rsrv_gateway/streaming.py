@@ -32,14 +32,14 @@ from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.suspects import EQUAL, call_digest
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
-#: tells if each request for a model gets one answer, in a client's context
+#: Reports whether each request for a model gets one answer. It asks in a client's context.
 AnswersOnce = Callable[[str, Any], Awaitable[bool]]
 
 #: Bytes of unanswered messages kept for a failover.
 _KEPT_BYTES = 4 << 20
-#: Messages to a decoupled model that count as unanswered: some get no answer, and nothing tells which.
+#: Messages to a decoupled model that count as unanswered. Some get no answer, and nothing shows which.
 _WAITING_MAX = 1000
-#: with this metadata of the client, tritonserver ends a stream with its first error; else errors are answers
+#: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise errors are answers.
 _ERRORS_END_IT = "triton_grpc_error"
 #: first byte of an answer that is an error
 _ERROR = b"\x0a"
@@ -70,7 +70,7 @@ async def stream(
 
 
 def _error_code(answer: bytes) -> str:
-    """Return the code of an error in an answer: only a tag tells it, and stands in the bytes unchanged."""
+    """Return the code of an error in an answer. Only a tag shows it, and the bytes contain the tag unchanged."""
     message = answer.decode(errors="replace")
     return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
@@ -107,7 +107,7 @@ class _Upstream:
     call: Any
     #: in sending order
     waiting: deque[_Message] = field(default_factory=deque)
-    #: all messages are kept, so a failover is possible
+    #: True if all messages are kept, so that a failover is possible.
     kept: bool = True
     kept_bytes: int = 0
     #: messages are written one by one, in order
@@ -142,7 +142,7 @@ class _Upstream:
             await self.call.write(data)
 
     async def close(self) -> None:
-        """Tell the worker that no more comes."""
+        """Report to the worker that no more messages follow."""
         self.closed = True
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.done_writing()
@@ -171,10 +171,10 @@ class _Stream:
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
-        #: answers are written one by one; the first one takes the stream's headers along
+        #: Answers are written one by one. The first one also sends the stream's headers.
         self._writing = asyncio.Lock()
         self._first_write: asyncio.Future[None] | None = None
-        #: each request gets one answer; None: not asked yet
+        #: True if each request gets one answer. None: not asked yet.
         self._once: bool | None = None
 
     async def run(self) -> None:
@@ -198,7 +198,10 @@ class _Stream:
                 self._over(upstream.waiting.popleft(), CANCELLED)
 
     async def begun(self) -> None:
-        """Wait until the first answer, with the stream's headers, is sent: gRPC would send an end with headers before, and fail."""
+        """Wait until the first answer, with the stream's headers, is sent.
+
+        Otherwise gRPC would send an end with headers before it, and fail.
+        """
         if self._first_write is not None:
             await asyncio.wait([self._first_write])
 
@@ -265,7 +268,7 @@ class _Stream:
             await self._forget(upstream)
 
     async def _refusal_of_classes(self, request: Peeked) -> Refusal | None:
-        """Return why the stream's worker must not get a request for classes; None: it may."""
+        """Return why the stream's worker must not get a request for classes. None: it may get the request."""
         while True:
             home = self._home
             wrong = await self._traffic.refusal_of_classes(
@@ -321,10 +324,10 @@ class _Stream:
             refusal = await upstream.end.refusal_of(error)
         except asyncio.CancelledError:
             refusal = gone(upstream.worker)
-        # A cancelled wait may have ended in another way, as with the worker's end of the call.
+        # A cancelled wait may have ended in another way, for example with the worker's end of the call.
         if is_cancelled():
             return
-        # Only the client ends a stream in order.
+        # Only the client may end a stream without an error.
         if refusal is None and upstream.waiting and not upstream.closed:
             refusal = gone(upstream.worker)
         self._upstream = None

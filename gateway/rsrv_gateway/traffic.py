@@ -119,7 +119,10 @@ class Traffic:
         return not_found(model, known)
 
     async def workers_for(self, model: str) -> Iterable[str]:
-        """Return the workers that serve a model, after a refresh if it is unknown; if none serves it, some that may say why."""
+        """Return the workers that serve a model, after a refresh if it is unknown.
+
+        If none serves it, return some that may know why.
+        """
         if model not in self.table:
             await self.brain.refresh()
         routes = self.table.get(model)
@@ -130,7 +133,7 @@ class Traffic:
     async def refusal_of_classes(
         self, worker: str, model: str, version: str, outputs: Iterable[str]
     ) -> Refusal | None:
-        """Return why a worker must not get a request for classes of these outputs; None: it may."""
+        """Return why a worker must not get a request for classes of these outputs. None: it may get the request."""
         if not outputs:
             return None
         key, now = (worker, model, version), monotonic()
@@ -148,7 +151,7 @@ class Traffic:
     def pin_sequence(self, choice: Choice, model: str, sequence: int | str) -> None:
         """Move a request of a sequence to the worker of the sequence.
 
-        All gateways compute the same worker without communication, until the model moves.
+        All gateways compute the same worker without communication, as long as the model does not move.
         """
         routes = self.table.get(model)
         if routes is not None and routes.ready:
@@ -170,7 +173,10 @@ class Traffic:
         durations.observe(seconds)
 
     def count_refused(self, model: str, code: str) -> None:
-        """Count a request that went to no worker. An unknown model has no name, as clients may invent any number of names."""
+        """Count a request that was sent to no worker.
+
+        An unknown model has no name here, because clients may invent any number of names.
+        """
         self._requests[model if model in self.table else "", "", code] += 1
 
     def counts(self) -> TrafficCounts:
@@ -188,7 +194,7 @@ class Traffic:
 
 
 def _home(what: str, workers: Sequence[str]) -> str:
-    """Return the same worker each time; when workers join or leave, few sequences move."""
+    """Return a worker that depends only on `what`. When workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
         # JSON may contain surrogates.

@@ -47,7 +47,7 @@ class Upload:
     ) -> None:
         """Start an upload of `size` bytes (None: unknown), at most `most`. Raises UploadError.
 
-        Without `keeping` it is kept regardless of its size.
+        Without `keeping`, the upload is kept regardless of its size.
         """
         self._stream = stream
         #: None: unknown
@@ -57,12 +57,12 @@ class Upload:
         self._came = 0
         self._keeping = keeping
         self._counted = 0
-        #: it can be sent from its beginning to any number of workers
+        #: True if the upload can be sent from its beginning to any number of workers.
         self.kept = True
-        #: its beginning has been dropped
+        #: True if the beginning of the upload was dropped.
         self.cut = False
         self._reading = asyncio.Lock()
-        #: the client has sent all
+        #: True once the client has sent everything.
         self.ended = False
         self.failed: UploadError | None = None
         if size is not None and size > most:
@@ -158,7 +158,7 @@ class Upload:
         self._counted = 0
 
     async def _more(self, known: int) -> None:
-        """Wait until there are more pieces than `known`, or it has ended. Raises UploadError."""
+        """Wait until there are more pieces than `known`, or the upload has ended. Raises UploadError."""
         async with self._reading:
             if len(self._pieces) > known or self.ended:
                 return

@@ -315,29 +315,29 @@ async def test_a_model_on_one_worker_fails_with_it() -> None:
 @looped
 async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None:
     """The client gets the answers before the refusal, and the refusal itself. The worker does not count as failed."""
-    large, writing, failed = bytes(16 << 20), asyncio.Event(), asyncio.Event()
+    failed = asyncio.Event()
 
     async def refuse(requests: Any, context: Any) -> None:
         request = await anext(requests)
-        await writing.wait()
         for _ in range(2):
             await worker.echo_stream(only(request), context)
         await context.abort(Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full", (("took", "3"),))
 
     async def write(upstream: streaming._Upstream, data: bytes) -> None:
-        if len(data) < len(large):
-            await write_now(upstream, data)
-            return
-        # The worker reads no second message, so gRPC is still sending this one when the stream ends.
-        asyncio.get_running_loop().call_soon(writing.set)
-        await write_now(upstream, data)
-        failed.set()
+        """Write the first message once, and the second one until the stream has ended."""
+        with suppress(grpc.aio.AioRpcError):
+            await upstream.call.write(data)
+            while b"m1" in data:
+                await upstream.call.write(data)
+        if b"m1" in data:
+            failed.set()
 
     async def forward(stream: streaming._Stream, answer: bytes) -> None:
+        # The second answer is not read yet, so gRPC has not reported the worker's status when the write fails.
         await failed.wait()
         await forward_now(stream, answer)
 
-    write_now, forward_now = streaming._Upstream.write, streaming._Stream._write
+    forward_now = streaming._Stream._write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming._Upstream, "write", write)
         patch.setattr(streaming._Stream, "_write", forward)
@@ -345,8 +345,7 @@ async def test_a_worker_refuses_a_stream_while_a_message_is_sent_to_it() -> None
             (worker,) = house.workers
             worker.does["ModelStreamInfer"] = refuse
             call = house.stream()
-            await call.write(Infer(model_name="m", id="m0"))
-            await call.write(Infer(model_name="m", id="m1", raw_input_contents=[large]))
+            await ask(call, "m", "m")
 
             assert [(await call.read()).infer_response.id for _ in range(2)] == ["m0", "m0"]
             assert await ending(call) == ("RESOURCE_EXHAUSTED", "[rsrv:QUEUE_FULL] full")

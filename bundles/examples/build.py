@@ -101,7 +101,10 @@ def _maker(name: str) -> Any:
 
 
 def _word(name: str) -> str:
-    """The first word of a bundle's name: bundles that share it may share sources, and a folder of that name makes them all."""
+    """Return the first word of a bundle's name.
+
+    Bundles that share it may share sources, and a folder of that name makes all of them.
+    """
     return name.partition("_")[0]
 
 

@@ -15,7 +15,7 @@ from rsrv.hooks.labels import softmax, top_k
 
 Array = np.ndarray[Any, Any]
 
-#: The first network looks for a shape around each point of a grid with this spacing, once for each side (pixels).
+#: Spacing in pixels of the grid of points around which the first network looks for shapes, once for each side.
 SPACING = 8
 ANCHOR_SIDES = (18, 30)
 #: A cell of the feature map is this many pixels wide.

@@ -20,7 +20,7 @@ MOST_SHAPES = 6
 
 _SIZES = (14, 36)
 _NOISE = 12.0
-#: How far apart two colours of an image are at least, in RGB from 0 to 255.
+#: Smallest distance between two colours of an image, in RGB from 0 to 255.
 _CONTRAST = 80.0
 #: How much of a shape's box another shape may cover.
 _COVERED = 0.25

@@ -77,7 +77,7 @@ def _loss(
 ) -> jax.Array:
     """Objectness and offsets of the anchors, classes and offsets of the regions, all counted alike."""
     found: Any = backbone(params["backbone"], images)
-    # Most anchors see nothing: those that do count for more, those in between not at all.
+    # Most anchors see no shape. So anchors with a shape count more, and those in between do not count.
     weights = jnp.where(objects == 1, 4.0, objects == 0)
     cross = jax.nn.softplus(found["objectness"]) - objects * found["objectness"]
     total = (weights * cross).sum() / weights.sum()

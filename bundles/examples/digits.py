@@ -21,7 +21,7 @@ Params = dict[str, Any]
 BATCH_SIZES = (1, 4, 16, 32)
 #: Share of the held-out images that a trained network must get right.
 REQUIRED_ACCURACY = 0.97
-#: what digits_hooks makes of the network's answers
+#: Outputs that digits_hooks makes from the network's answers.
 CLIENT_OUTPUTS = (
     {"name": "class", "dtype": "i64", "shape": "nk", "dims": {"k": 1}},
     {"name": "score", "dtype": "f32", "shape": "nk", "dims": {"k": 1}},

@@ -17,14 +17,14 @@ from rsrv_bundle.stateful import export_stateful
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Values in a chunk, one variant each.
+#: Number of values in a chunk, one variant for each.
 CHUNKS = (1, 16)
 BATCH_SIZES = (1, 32)
 #: Sequences on the device.
 SLOTS = 64
 #: A forecast is a weighted sum of so many values before.
 LAGS = 8
-#: How little is known of the weights before the first value: their variance.
+#: Variance of the weights before the first value: little is known of them.
 PRIOR = 100.0
 
 

@@ -25,7 +25,7 @@ Params = dict[str, Any]
 
 #: Token ids are bytes of UTF-8; this one ends an answer.
 STOP = 0
-#: What the prompt of a term is; without the quotation mark at its end, a term's beginning would be one, too.
+#: Prompt of a term. Without the quotation mark at its end, the beginning of a term would also be a prompt.
 TEMPLATE = '"{text}" '
 WIDTH = 48
 #: Sequences on the device.
@@ -81,7 +81,7 @@ def initial() -> Params:
 
 
 def _logits(params: Params, hidden: jax.Array) -> jax.Array:
-    # By similarity to each token's embedding: a matrix of its own would double the weights.
+    # Score each token by its similarity to its embedding. A separate matrix would double the weights.
     found: jax.Array = gru.logits(params, hidden) @ params["embedding"].T
     return found
 

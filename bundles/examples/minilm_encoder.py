@@ -38,7 +38,8 @@ def apply(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[
     def heads(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], _HEADS, WIDTH // _HEADS)
 
-    # Large, but finite: a row of padding only, as in a batch that is not full, must not become NaN.
+    # Use a large but finite number, because a row with only padding, as in a partly filled batch, must not become
+    # NaN.
     unseen = jnp.where(attention_mask == 0, -1e9, 0.0)[:, None, None, :]
     words = jnp.take(weights["embeddings.word_embeddings.weight"], input_ids, axis=0, mode="clip")
     places = weights["embeddings.position_embeddings.weight"][: input_ids.shape[1]]

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 def apply(params: Any, hidden: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
     """hidden: [n, l, 384], attention_mask: [n, l] (0: left out) -> embedding: [n, 384]."""
     counted = (attention_mask != 0)[:, :, None]
-    # The floors are for rows of padding only.
+    # The lower limits are for rows with only padding.
     mean = jnp.where(counted, hidden, 0).sum(1) / jnp.maximum(counted.sum(1), 1)
     return {"embedding": mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)}
 

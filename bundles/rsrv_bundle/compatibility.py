@@ -56,7 +56,7 @@ class Cell(NamedTuple):
     """What happens to two features together."""
 
     kind: Literal["served", "refused", "n/a", "untested"]
-    #: Test that shows it, the error's text, or the reason.
+    #: Text of the cell: the test that shows it, the error's text, or the reason.
     text: str
 
 
@@ -180,7 +180,7 @@ PROOFS: Final = (
 
 #: Features of requests and events, which no program can refuse when it checks bundles and settings.
 _LATER: Final = frozenset((*_ASKED, _F.WARM))
-#: Other pairs that no test shows. They are accepted because they were before there was this table. Remove them, add none.
+#: Other pairs without a test. They were accepted before this table existed. Remove entries, but add none.
 UNTESTED: Final = (
     Rule((_F.STATE,), (_F.HOOKS, _F.STRINGS, _F.TASK, _F.NARROW, _F.HALF), ""),
     Rule((_F.GENERATION,), (_F.NARROW, _F.HALF), ""),

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class _Row(NamedTuple):
-    numpy: str  # attribute of numpy, or of ml_dtypes when numpy does not know the type
+    numpy: str  # Attribute of numpy, or of ml_dtypes if numpy does not have the type.
     itemsize: int  # bytes
     kserve: str | None
     safetensors: str
@@ -46,7 +46,7 @@ TOKENS: tuple[str, ...] = tuple(_TABLE)
 #: strings of any length, which only clients send and get
 BYTES = "bytes"
 _STRING_NAMES = ("bytes", "string", "str", "text", "object")
-#: bytes of its length, which precede each string on the wire
+#: Bytes of the length that precedes each string on the wire.
 _LENGTH_BYTES = 4
 
 _BY_NUMPY_NAME = {("bool" if row.numpy == "bool_" else row.numpy): token for token, row in _TABLE.items()}

@@ -17,7 +17,7 @@ class BundleError(Exception):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[BundleError], tuple[tuple[str, ...]]]:
-        # The default would hand the joined text back as one problem.
+        # By default, unpickling would pass the joined text as one problem.
         return type(self), (self.problems,)
 
 

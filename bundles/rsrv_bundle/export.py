@@ -44,7 +44,7 @@ class Original:
     run: Callable[..., Any]
     #: distributions that the provenance lists, beside jax's own
     packages: Sequence[str] = ()
-    #: converts such an array to numpy; gets its name for errors, and the array
+    #: Converts an array of the framework to numpy. It gets the array's name for errors, and the array.
     to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
     #: Further facts for the provenance.
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -327,7 +327,7 @@ class _Flat:
                     f"the model itself fails on random inputs ({type(e).__name__}: {e}); if it takes only some"
                     " integers, give an example input with such values"
                 ) from e
-            # Outside of `try`: a failure here is not the model's.
+            # Do this outside of `try`, because a failure here is not the model's fault.
             converted = Results.of(result).convert(original.to_numpy)
             return tuple(converted.named(self.given, self.output_names).values())
 
@@ -379,7 +379,7 @@ def _example(name: str, value: Any) -> Value:
 
 
 def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_bytes: int) -> Stripped:
-    # keep_unused: an argument that vanishes would shift all those behind it.
+    # keep_unused: if one argument vanished, all later ones would shift.
     exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*structs)
     module = strip_locations(bytes(exported.mlir_module_serialized))
     total = sum(size for size, _ in module.constants)

@@ -233,7 +233,7 @@ def _original(module: nn.Module) -> Original:
     def run(**inputs: Any) -> Any:
         check_module(module)
         tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
-        # Compiled parts would fail on the device that torchax registers.
+        # Disable compiled parts, which would fail on the device that torchax registers.
         with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return tensors_of(caller(module, tuple(inputs), like=module.forward)(tensors))
 

@@ -18,11 +18,11 @@ class Card:
     capability: tuple[int, int]
     #: streaming multiprocessors
     cores: int
-    #: f32 units of each
+    #: Number of f32 units in each core.
     units: int
     clock_ghz: float
     memory_bytes: int
-    #: of device memory, bytes per second
+    #: Bandwidth of the device memory, in bytes per second.
     bandwidth: int
     l2_bytes: int
     #: shared memory of a core, and what one block of threads may take of it, bytes
@@ -45,7 +45,7 @@ class Card:
     def target(self) -> str:
         """Return the card as text of XLA's GpuTargetConfigProto, with the versions of docker/requirements.txt."""
         major, minor = self.capability
-        # Instructions of one generation only, as wgmma, which the driver offers since 9.0.
+        # Instructions of one generation only, such as wgmma. The driver offers them since 9.0.
         extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -167,7 +167,7 @@ class CardProfile:
     #: name by the driver, and CUDA compute capability
     card: str
     capability: str
-    #: of jax and its plugin
+    #: Versions of jax and its plugin.
     versions: str
     #: the card and its driver, as text of XLA's GpuTargetConfigProto
     target: str

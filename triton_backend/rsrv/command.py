@@ -15,7 +15,7 @@ from rsrv.text import nearest
 
 #: all commands of the package, for the shell's completion
 COMMANDS = ("rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-sim")
-#: of every command; docs/operating.md has the table
+#: Exit statuses of every command. docs/operating.md has the table.
 EXIT_STATUS = (
     "Exit status: 0 done; 1 it failed, or a check found something; 2 wrong command line; 3 doctor found something "
     "critical; 130 Ctrl-C."
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
             with suppress(ImportError):
                 import argcomplete
 
-                # Also options whose help stands in another command's page.
+                # Include options whose help is in another command's page.
                 argcomplete.autocomplete(self, print_suppressed=True)
         options, rest = self.parse_known_args(argv)
         if rest:
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the lines that an error of the command line prints."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
-                # Aliases stand beside the commands, and have no help of their own.
+                # Aliases are listed with the commands, and have no help of their own.
                 message = f"name a command: {', '.join(one.dest for one in action._choices_actions)}"
         return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
 
@@ -111,7 +111,7 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         import textwrap
 
-        # Flags in a text can be copied only if they are whole.
+        # Flags in a text can be copied only if they are not broken across lines.
         lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
         return "\n".join(lines)
 
@@ -140,7 +140,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _ShowVersion(argparse.Action):
-    """Shows the version. argparse's own action needs it beforehand, and looking it up is slow."""
+    """Shows the version. argparse's own action needs the version in advance, and looking it up is slow."""
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ from rsrv_bundle import yaml12
 
 
 class YamlError(Exception):
-    """The text is not the YAML that is expected; the message says what is."""
+    """The text is not the expected YAML. The message says what is expected."""
 
 
 #: characters of a value that a message repeats

@@ -29,7 +29,8 @@ def total_memory(root: Path = Path("/")) -> int:
 def spare_memory(root: Path = Path("/")) -> int:
     """Return about the bytes that can be taken now.
 
-    Of the kernel's file cache, what was read once counts as free, and half of what was read again: programs are there, too.
+    Parts of the kernel's file cache that were read once count as free, and half of the parts that were read again,
+    because these include programs.
     """
     found = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
@@ -46,7 +47,7 @@ def spare_memory(root: Path = Path("/")) -> int:
 def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
     """Return how many more mappings this process may make, and how many it may have. Counting 60,000 takes 60 ms.
 
-    If the system does not tell, there is no limit.
+    If the system does not report it, there is no limit.
     """
     most = _number(root / "proc" / "sys" / "vm" / "max_map_count")
     try:

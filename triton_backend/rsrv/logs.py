@@ -186,7 +186,7 @@ class Aside(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # An exception would keep alive all that it leads to: tensors, too.
+            # An exception would keep everything alive that it refers to, including tensors.
             line = self.format(record) if record.exc_info else _rendered(record)
         except Exception:  # noqa: BLE001  as in every handler
             self.handleError(record)
@@ -201,7 +201,7 @@ class Aside(logging.Handler):
         return os.getpid() == self._process
 
     def _take(self, line: str | logging.LogRecord) -> bool:
-        """Queue a line. Returns False if there is no thread to write it, and no memory for one."""
+        """Queue a line. Return False if there is no thread to write it and no memory for a thread."""
         with self._changed:
             if not self._started:
                 try:
@@ -228,7 +228,8 @@ class Aside(logging.Handler):
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines[0]
             self._put(line)
-            # Read after the write, which may have waited: one line counts all that was lost meanwhile.
+            # Read the count after the write, which may have waited. So one line counts all lines that were lost
+            # meanwhile.
             with self._changed:
                 lost, self._lost = self._lost, 0
             if lost:
@@ -249,7 +250,7 @@ class Aside(logging.Handler):
 
 
 def _rendered(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy with its message made: the arguments may change before it is written."""
+    """Return a copy of the record with a complete message, because the arguments may change before it is written."""
     made = copy(record)
     made.msg, made.args = shorten(record.getMessage(), _MAX_MESSAGE), None
     return made

@@ -54,7 +54,7 @@ def make(out_dir: Path) -> None:
     if error > REQUIRED_ERROR:
         raise RuntimeError(f"must be at most {REQUIRED_ERROR:.0%}")
     dtype = {"fno_f32": np.float32, "fno_f64": np.float64}[out_dir.name]
-    # For this export only: elsewhere in the process numbers stay what they are.
+    # Only for this export: elsewhere in the process the element types stay as they are.
     with jax.enable_x64(dtype is np.float64):
         export_bundle(
             apply,

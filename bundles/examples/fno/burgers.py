@@ -31,11 +31,7 @@ def starts(count: int, seed: int) -> Array:
 
 
 def solve(start: Array) -> Array:
-    """f64 [n, POINTS] at time 0 -> f64 [n, POINTS] at `TIME`.
-
-    Pseudo-spectral; the viscous term exactly, by an integrating factor, the other by Runge-Kutta of fourth order. Of
-    the product u u, waves beyond two thirds of those that the grid knows are left out (S. Orszag 1971).
-    """
+    """With two classes, there is a row for the second class only. The logit of the first one is then 0."""
     wave = np.arange(POINTS // 2 + 1)
     kept = wave <= POINTS // 3
     step = TIME / _STEPS

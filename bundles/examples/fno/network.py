@@ -64,7 +64,7 @@ def trained() -> Params:
 
     @jax.jit
     def step(params: Params, state: Any, rows: Any, by: Any) -> Any:
-        # What is true here is true everywhere on the circle.
+        # The equation holds at each point of the circle alike, so rotate each example.
         batch = jnp.roll(pairs[rows], by, axis=2)
         updates, state = optimiser.update(jax.grad(loss)(params, batch[:, 0], batch[:, 1]), state)
         return optax.apply_updates(params, updates), state

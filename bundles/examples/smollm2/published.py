@@ -93,7 +93,8 @@ def _weight(tensor: Any) -> Array:
 
     found = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
     if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-        # GGUF has the two values that are rotated together next to each other, the network half a head apart.
+        # GGUF stores the two values that are rotated together next to each other. The network stores them half a head
+        # apart.
         found = found.reshape(-1, HEAD // 2, 2, found.shape[1]).swapaxes(1, 2).reshape(found.shape)
     return np.ascontiguousarray(found)
 

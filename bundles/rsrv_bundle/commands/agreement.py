@@ -71,7 +71,7 @@ def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
     run = ModuleRunner(bundle, look)
     given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
     examples = _arrays(wanted.examples)
-    # An ONNX file has inputs and outputs that a bundle may lack, and the bundle says which.
+    # An ONNX file has inputs and outputs that a bundle may lack. The bundle knows which.
     adapt = getattr(wanted.source, "of", None)
     original = wanted.source if adapt is None else adapt(bundle.manifest.provenance)
     source = None if original is None else _by_name(bundle, original)

@@ -70,7 +70,7 @@ def check(
             except BundleError as e:
                 say(directory, False, *e.problems)
             except (InspectorError, SourceError) as e:
-                # The bundle may be good or not, and the next one would meet the same error.
+                # This error says nothing about the bundle, and the next bundle would have the same error.
                 print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
                 return 2
             except OSError as e:

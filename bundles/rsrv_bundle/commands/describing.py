@@ -40,7 +40,7 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         "description": manifest.description,
         "internal": manifest.internal,
         "sha256": bundle.digest,
-        # Of a generation, `generate` says what clients send.
+        # For a generation, the section `generate` describes the clients' inputs.
         "client_inputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_inputs],
         "client_outputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_outputs],
     }

@@ -92,7 +92,7 @@ def _explain(error: Any, address: str, server: "Server") -> str:
                 f"{address} does not know this command: it is not the control service, or not of this version "
                 f"({rsrv.__version__})"
             )
-        # Of several models or patterns, the service names the nearest.
+        # If there are several models or patterns, the service names the most similar model.
         case grpc.StatusCode.NOT_FOUND if (
             isinstance(model := getattr(server.options, "model", ""), str) and model
         ):
@@ -144,7 +144,7 @@ class Server:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return self.done(answer, "serving")
         why = ""
-        # JSON has no reasons. What does not serve may also not answer the second question.
+        # JSON has no reasons. A service that does not serve may also not answer the second question.
         if not self.json:
             try:
                 why = reason(self.ask("GetStatus", self._messages.GetStatusRequest(model=model)))
@@ -210,7 +210,7 @@ def _connected(address: str, options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _is_here(address: str) -> bool:
-    """Return true for HOST:PORT of this machine itself."""
+    """Return True if HOST:PORT is an address of this machine."""
     with suppress(ValueError):
         return parse_address(address).is_loopback
     return False

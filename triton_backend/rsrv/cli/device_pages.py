@@ -9,12 +9,12 @@ from rsrv.text import amount, duration, percent, some
 
 
 def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
-    """Return the bytes of weights, and what sharing saves of them."""
+    """Return the bytes of weights, and how many bytes sharing saves."""
     return amount(memory.physical_bytes) + saved(memory.physical_bytes, memory.logical_bytes)
 
 
 def memory_page(answer: pb.GetMemoryResponse) -> None:
-    """Print the memory of each device and of its host copies: the budget's arithmetic, models, shared tensors, and what is free."""
+    """Print the memory of each device and of its host copies: the calculation of the budget, models, shared tensors, and free memory."""
     for at, one in enumerate(answer.devices):
         print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
         print_pairs([(f"  {name}", text) for name, text in _budget(one)])
@@ -83,7 +83,7 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
 
 
 def shared_bytes(model: pb.ModelMemory) -> int:
-    """Return the bytes of weights that other models have, too."""
+    """Return the bytes of a model's weights that other models share."""
     return model.device_bytes - model.state_bytes - model.own_bytes
 
 

@@ -34,7 +34,7 @@ def run_history(server: Server) -> int:
 
 
 def _fresh(history: pb.History, before: Mapping[tuple[int, str], pb.History]) -> pb.History:
-    """Return the part of a history that the answer before did not have."""
+    """Return the part of a history that the previous answer did not have."""
     known = before.get((history.device, history.key), pb.History())
     latest = max((record.clock_s for record in known.records), default=-inf)
     return pb.History(
@@ -81,7 +81,7 @@ BEFORE and AFTER: the time in the model's own process, for its hooks and copies.
 
 
 def slowest_page(answer: pb.GetRequestsResponse) -> None:
-    """Print the slowest requests of a model, with what their time went to."""
+    """Print the slowest requests of a model, and how they spent their time."""
     if not answer.requests:
         print("no request has ended in a runtime in the last hour; one that fails in preprocess reaches none")
         return

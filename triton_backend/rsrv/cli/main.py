@@ -398,7 +398,7 @@ def parser() -> CommandParser:
     described.set_defaults(command="help")
     help = "rsrv's version, as --version"
     commands.add_parser("version", help=help, description=help).set_defaults(command="version")
-    # Last, so that its help is below the commands.
+    # Do this last, so that its help is below the commands.
     _add_connection(top, "server", "control.listen")
     return top
 

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rsrv.terminal import STYLES
 from rsrv.text import amount, one_line, percent
 
-#: what a row of a table is about
+#: The object that a row of a table describes.
 Row = TypeVar("Row")
 
 
@@ -128,7 +128,7 @@ def print_section(rows: Collection[Row], columns: Mapping[str, Callable[[Row], s
 
 
 def _fitting(widths: Sequence[int], cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the columns to show in a terminal of this width: of those that do not fit, the later ones are left out.
+    """Return the columns to show in a terminal of this width: later columns that do not fit are left out.
 
     Columns without a value are left out before. The last column of all may wrap, as it may have long texts, and then stays.
     """

@@ -23,7 +23,7 @@ from rsrv.progress import steps
 COLUMNS = ("t", "model", "rows", "variant", "deadline_s", "priority", "committed")
 #: seconds between two looks at the server, which keeps the latest 32,768 requests of each device
 _LOOK_S = 0.5
-#: seconds without an answer after which the server has gone
+#: After this many seconds without an answer, the server counts as gone.
 _GONE_S = 60.0
 #: seconds between two lines about the progress, where the output is no terminal
 _LINE_S = 10.0
@@ -31,7 +31,7 @@ _LINE_S = 10.0
 _ENOUGH = 10
 #: cost of models whose requests all ended without an execution
 _NEVER_EXECUTED_S = 1e-6
-#: modes of several devices that the simulator has, too
+#: Modes of several devices that the simulator also has.
 _MODES = ("least_outstanding", "lpt_packing")
 
 
@@ -109,7 +109,7 @@ def run_record(server: Server) -> int:
     except grpc.RpcError:
         print("the server has gone: its figures are those of the record's start", file=sys.stderr)
         served = before
-    # A model that left meanwhile has requests in the trace.
+    # A model that was removed meanwhile still has requests in the trace.
     names = {one.name for one in served.status.models}
     served.status.models.extend([one for one in before.status.models if one.name not in names])
     # Other commands need no YAML.
@@ -140,7 +140,7 @@ def _look(server: Server) -> "ServedState":
 
 
 def _answers(server: Server, recording: Recording, seconds: float | None) -> Iterator[pb.GetArrivalsResponse]:
-    """Yield answers until the time is over, or the server has gone: a runtime that is replaced is waited for."""
+    """Yield answers until the time is over, or the server is gone. If a runtime is replaced, wait for the next one."""
     answered = time.monotonic()
     end = None if seconds is None else answered + seconds
     while True:
@@ -195,7 +195,7 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
         status.models, key=lambda one: (one.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name)
     )
     models = {one.name: keys for one in listed if (keys := _model(one, shares.get(one.name, {}), costs))}
-    # A trace whose models are not all there cannot be simulated.
+    # A trace can only be simulated if all of its models are in the scenario.
     models |= {name: {"cost": {1: _NEVER_EXECUTED_S}} for name in counts if name not in models}
     usual = {"weight": 1.0, "max_delay_us": 0, "max_queue_depth": status.scheduler.max_queue_depth}
     for one in listed:
@@ -235,11 +235,11 @@ def _settings(scheduler: pb.Scheduler) -> dict[str, Any]:
 def _model(
     model: pb.ModelStatus, shares: Mapping[str, int], measured: Mapping[tuple[str, int], Sequence[float]]
 ) -> dict[str, Any] | None:
-    """Return the keys of a model; None if nothing of it was ever executed."""
+    """Return the keys of a model. None: the model never executed."""
     variants: dict[int, dict[int, float]] = {}
     single, jitters = len({one.variant for one in model.executables}) == 1, []
     for one in model.executables:
-        # Spans do not tell variants apart.
+        # Spans do not distinguish variants.
         taken = measured.get((model.name, one.size), ()) if single else ()
         if len(taken) >= _ENOUGH:
             cost = fmean(taken)
@@ -251,7 +251,7 @@ def _model(
         variants.setdefault(one.variant, {})[one.size] = round(cost, 7)
     if not variants:
         return None
-    # A variant that never executed costs as the next one that did.
+    # A variant that never executed gets the cost of the next one that did.
     filled = [
         variants[min(variants, key=lambda at: (abs(at - index), at))] for index in range(max(variants) + 1)
     ]

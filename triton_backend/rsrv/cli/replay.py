@@ -42,7 +42,7 @@ _START_S, _LOST_S = 0.1, 120.0
 _LINE_S = 10.0
 #: tag of the error of a request whose deadline has passed; Triton has no code for it
 _EXPIRED = "[rsrv:DEADLINE]"
-#: refusals of rsrv and of Triton's queue; a server that has gone is as unavailable, by gRPC's code
+#: Refusals of rsrv and of Triton's queue. gRPC reports a server that is gone with the same code, UNAVAILABLE.
 _REFUSED = re.compile(r"\[rsrv:|maximum queue size")
 _OUTCOMES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.EXPIRED,
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{parser.prog}: --fit: there is no {beside}, the scenario of a record", file=sys.stderr)
         return 1
     try:
-        # First, so that no mistake costs a replay.
+        # Do this first, so that an error in the options does not cost a replay.
         draw = None if options.out is None else _drawing(options.out)
         scenario = load_scenario(beside) if beside.exists() else None
         inputs = {model: _rows(file) for model, file in options.inputs}
@@ -234,7 +234,7 @@ async def _send(
     with steps("requests sent", len(trace), every=_LINE_S) as progress:
         try:
             for number, one in enumerate(trace, 1):
-                # Also if it is late, so that the requests before get on their way.
+                # Sleep even if the request is late, so that the earlier requests are sent first.
                 await asyncio.sleep(max(0.0, began + one.t - loop.time()))
                 late.append(loop.time() - began - one.t)
                 deadline = None if one.deadline_s is None else one.t + one.deadline_s
@@ -295,7 +295,10 @@ def front_seconds(found: Sequence[RequestRecord], expected: Sequence[RequestReco
 
 
 def _note_front(path: Path, seconds: float) -> None:
-    """Write the seconds beside the runtime into a scenario, for further simulations. Raises OSError."""
+    """Write into a scenario the seconds that requests spend outside the runtime, for further simulations.
+
+    Raises OSError.
+    """
     # Other commands need no YAML.
     from rsrv_bundle import yaml12
 
@@ -313,7 +316,7 @@ def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     for one in requests:
         tally.add(one)
     good = sum(in_time(one, inf) for one in requests)
-    # Until the last answer: a server that falls behind has less goodput than the trace has requests.
+    # Measure until the last answer: if a server falls behind, its goodput is smaller than the trace's rate.
     window = max((one.arrived if one.ended == inf else one.ended for one in requests), default=0.0)
     times = {key: value for key, value in tally.times().items() if key.startswith("latency")}
     sums = {"requests": tally.arrived, **tally.ended(), "missed": tally.arrived - good}

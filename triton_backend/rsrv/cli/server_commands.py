@@ -182,7 +182,7 @@ def _prefetch(server: Server) -> int:
         return _warm(server)
     if options.all or len(options.model) != 1:
         raise CommandLineError("name one model, or start several with --warm")
-    # The one name from now on, as other commands have it: an error names the nearest.
+    # Use the single name from now on, as other commands do: an error then names the most similar model.
     (options.model,) = options.model
     model, wait = options.model, options.wait
     call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait, devices=_devices(server))

@@ -255,7 +255,7 @@ def _which(device: int) -> str:
 
 
 def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | None) -> None:
-    """Print a line that begins with the revision; behind it is the device, but for device 0."""
+    """Print a line that begins with the revision. The device follows, unless it is device 0."""
     number = f"{where.revision}{_which(where.device)}"
     if entry is None:
         print(f"{number} {key} has left", flush=True)
@@ -321,7 +321,7 @@ def _device_name(device: pb.DeviceStatus) -> str:
 
 
 def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, str]]:
-    """Return the lines about a device whose runtime answers; those of one of several are indented."""
+    """Return the lines about a device whose runtime answers. With several devices, the lines are indented."""
     runtime, memory = device.runtime, device.memory
     budget = f" of {amount(memory.budget_bytes)}" if memory.HasField("budget_bytes") else ""
     pairs = [
@@ -347,7 +347,7 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
 
 
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
-    """Return what a model's weights have of their own, and with which models they share the rest."""
+    """Return how many bytes of weights only this model has, and the models with which it shares the rest."""
     for one in () if memory is None else memory.devices:
         for model in one.models:
             if model.name == name and (others := shared_with_each(one).get(name)):

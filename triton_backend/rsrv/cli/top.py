@@ -29,7 +29,7 @@ _SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
 #: columns of a terminal with at least this many characters a line
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
-#: the same below which a line has only these columns, and no bar
+#: With fewer characters a line, show only these columns, and no bar.
 _NARROW = 80
 _IF_NARROW = ("MODEL", "REQUESTS", "DEVICE", "P99")
 
@@ -106,7 +106,7 @@ class Top:
         #: Models behind aliases, by name.
         self.aliases: list[AliasRow] = []
         self.column, self.reverse = _SHARE, False
-        #: Part of the names of the models to show, and True while its letters are typed.
+        #: Part of the names of the models to show. `typing`: True while the part is being typed.
         self.filter, self.typing = "", False
         #: The latest rates by model.
         self.rates: dict[str, deque[float]] = {}
@@ -342,7 +342,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     import tty
 
     def read() -> None:
-        # Not sys.stdin.read, whose lock the interpreter wants at its end.
+        # Do not use sys.stdin.read, because the interpreter needs its lock at exit.
         while key := os.read(sys.stdin.fileno(), 1):
             press(key.decode(errors="replace"))
 

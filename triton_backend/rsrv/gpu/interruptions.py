@@ -119,9 +119,9 @@ class _Load:
     """Answers that the clients got so far."""
 
     def __init__(self) -> None:
-        #: times of the right ones
+        #: Times of the right answers.
         self.right: list[float] = []
-        #: models of the wrong ones
+        #: Models of the wrong answers.
         self.wrong: list[str] = []
         self.failed: list[str] = []
 
@@ -133,7 +133,7 @@ class _Load:
         acted = time.perf_counter()
         time.sleep(pause_s)
         ended, now = sorted(self.right), time.perf_counter()
-        # From the last answer before it on, until now.
+        # Count from the last answer before the interruption until now.
         since = ended[max(0, bisect_left(ended, began) - 1) :]
         gap = max(later - one for one, later in itertools.pairwise([*since, now])) if since else now - began
         reason = f"{len(ended)} right answers, {len(self.wrong)} wrong, {len(self.failed)} requests failed"

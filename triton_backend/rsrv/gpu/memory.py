@@ -107,7 +107,7 @@ def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
     zeros = np.zeros(_LARGEST, np.uint8)
     buffers: list[Buffer] = []
     found = 0
-    with suppress(OutOfMemory):  # then the bytes found say it
+    with suppress(OutOfMemory):  # the number of bytes found shows the same
         while (size := min(_LARGEST, (limit - (device.memory_in_use() or 0)) // 2)) >= _SMALLEST:
             buffers += device.upload([zeros[:size]])
             found += size

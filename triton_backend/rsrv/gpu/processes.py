@@ -24,7 +24,7 @@ from rsrv.text import duration
 
 #: Seconds for the runtimes of a part that was killed to leave the device.
 _LEAVE_S = 10.0
-#: What has no verdict because the time of a part is over.
+#: Name of everything without a verdict when the time of a part is over.
 LATE = "the rest"
 #: The end of a part's output that is printed if a finding is FAIL or NOT RUN.
 _LOG_CHARACTERS = 4000
@@ -69,7 +69,10 @@ def run_part(tell: Callable[[Finding], None], part: PlannedPart, given: PartInpu
 def run(
     folder: Path, limit_s: float, work: Callable[..., None], *arguments: Any
 ) -> Generator[Any, None, None]:
-    """Yield what `work` tells in a process of its own, which is killed after its time, and a finding if it failed."""
+    """Run `work` in a process of its own, and yield what it passes to `tell`. Kill the process after its time.
+
+    If it failed, also yield a finding.
+    """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     # Not below `folder`, because a socket's path is limited to 107 characters.
@@ -94,7 +97,8 @@ def run(
                 reason = f"ended with status {process.exitcode}; its last lines are on stderr"
                 yield Finding("process", "FAIL", reason=reason)
         finally:
-            # Also after the process has ended by itself: if it was killed, its servers and their runtimes still run.
+            # Do this even after the process has ended by itself. If it was killed, its servers and their runtimes
+            # still run.
             _end(process, Path(sockets))
             if not complete and (log := folder / "log").exists():
                 put(log.read_text(errors="replace")[-_LOG_CHARACTERS:], sys.stderr)
@@ -120,7 +124,7 @@ def _end(process: SpawnProcess, sockets: Path) -> None:
 def _work(
     folder: Path, sockets: str, send: "Connection[Any, Any]", work: Callable[..., None], *arguments: Any
 ) -> None:
-    # A group of its own, to be killed as a whole.
+    # Use a separate group, so that it can be killed as a whole.
     os.setsid()
     threading.Thread(target=_end_with_parent, args=(folder.parent, sockets), daemon=True).start()
     with (folder / "log").open("ab") as log:

@@ -125,7 +125,7 @@ class PartInput:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """A function `(given, tell)` of a module of this package."""
+    """A part of the check: a function `(given, tell)` of a module in this package."""
 
     module: str
     function: str

@@ -34,7 +34,7 @@ _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 
 
 class NoTriton(Exception):
-    """There is no tritonserver, or it does not start. The message says why."""
+    """There is no tritonserver, or it does not start; the message says why."""
 
 
 def _tritonserver() -> str:

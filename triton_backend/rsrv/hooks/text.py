@@ -141,7 +141,7 @@ class Tokeniser:
         Tokens beyond the largest length are cut off at the file's side, of a pair from the longer text first, and so are bytes
         beyond 64 for each of its tokens. With too_long="refuse", such a text raises BadInput instead.
         """
-        # A whole character more shows that a text is too long: a part of one would be left out.
+        # Encode one character more, to detect a text that is too long. A part of a character would be left out.
         most = self._most_bytes + (0 if self._cuts else 4)
         part = slice(-most, None) if self._left else slice(most)
         firsts = _texts(text, part)
@@ -209,13 +209,16 @@ class PromptTokeniser:
     """
 
     def __init__(self, path: Path | str, template: str = "{text}") -> None:
-        """Read the file `tokenizer.json`. Raises ImportError without tokenizers, ValueError for a file that cannot be read."""
+        """Read the file `tokenizer.json`.
+
+        Raises ImportError without tokenizers, and ValueError if the file cannot be read.
+        """
         tokenizer = _open(path)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         before, after = template.split("{text}")
         marks = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
-        # Only what stands between the special tokens around the text depends on it, as spaces belong to words.
+        # The result depends only on the text between the neighbouring special tokens, because spaces belong to words.
         begin = max((before.rfind(one) + len(one) for one in marks if one in before), default=0)
         end = min((after.find(one) for one in marks if one in after), default=len(after))
         self._left, self._right = before[begin:], after[:end]
@@ -249,7 +252,7 @@ class PromptTokeniser:
             spots = [] if index % 2 else [spot.span() for spot in self._special.finditer(part)]
             if spots:
                 begin, end = spots[0][0], spots[-1][1]
-                # Text before and behind belongs to the contents beside it, as spaces belong to words.
+                # Text before and behind a content belongs to it, because spaces belong to words.
                 ids += self._tokenizer.encode(plain + part[:begin], add_special_tokens=False).ids
                 ids += self._template_tokenizer.encode(part[begin:end], add_special_tokens=False).ids
                 plain = ""
@@ -279,10 +282,11 @@ class TextStream:
         """Decode with `decode`. The text ends before the first of the texts `stop`, none of them empty."""
         self._decode = decode
         self._stop = stop
-        #: the latest tokens, and the number of those whose text is in `_text`
+        #: The latest tokens.
         self._tokens: list[int] = []
+        #: Number of the tokens whose text is in `_text`.
         self._read = 0
-        #: text that is not given out, as it may be the beginning of a stop text
+        #: Text that is held back, because it may be the beginning of a stop text.
         self._held = ""
         #: true once a stop text has come
         self.stopped = False
@@ -297,7 +301,7 @@ class TextStream:
             if not whole.endswith(_BROKEN) or len(self._tokens) - self._read > _MAX_HELD:
                 self._held += whole[len(known) :]
                 if whole or len(self._tokens) > _MAX_HELD:
-                    # The tokens that came last are the next ones' neighbours.
+                    # Keep the latest tokens, because they are the neighbours of the next ones.
                     del self._tokens[: self._read]
                 self._read = len(self._tokens)
                 self._find_stop()

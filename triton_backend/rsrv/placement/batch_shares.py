@@ -1,4 +1,4 @@
-"""Shares of a batch for several devices, where its last answer comes sooner than from one device. Pure."""
+"""Divides a batch among several devices if its last answer then comes sooner than from one device. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ExecutionCosts:
         self._known: dict[int, float] = {0: 0.0}
 
     def __call__(self, rows: int) -> float:
-        """Return the least time for so many rows: executions of one size, and one or more of another for the rest."""
+        """Return the shortest time for so many rows: executions of one size, and one or more of another size for the rest."""
         seconds = self._known.get(rows)
         if seconds is None:
             seconds = self._known[rows] = min(
@@ -30,12 +30,12 @@ class ExecutionCosts:
         return seconds
 
     def _alike(self, rows: int) -> float:
-        """Return the least time for so many rows in executions of one size."""
+        """Return the shortest time for so many rows in executions of one size."""
         return min(-(-rows // size) * each for size, each in self._executions)
 
 
 class Forecast(NamedTuple):
-    """Work of one device as it is expected."""
+    """Expected work of one device."""
 
     #: seconds until it could begin a batch that came now, the load of weights included
     free_s: float
@@ -56,11 +56,11 @@ class _Share:
 
 
 def divide(rows: Sequence[int], whole: Forecast, others: Sequence[Forecast]) -> list[int]:
-    """Return which device gets each request of a batch: 0 for that of the whole batch, then the others in order.
+    """Return the device of each request of a batch: 0 for the device `whole`, then the `others` in order.
 
-    Requests go one by one, the largest first, to the device that would be done with it first; requests of one row make
-    the earliest end that way. The batch stays whole unless its last answer comes clearly sooner. Other devices without
-    the weights get nothing.
+    Each request, the largest first, gets the device that would finish it first. For requests of one row this gives
+    the earliest end. The batch stays whole unless its last answer comes clearly sooner. Other devices without the
+    weights get nothing.
 
     Args:
         rows: of each request; none is cut.

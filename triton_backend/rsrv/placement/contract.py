@@ -29,7 +29,7 @@ class Worker:
     #: HOST:PORT; None: not served
     http: str | None = None
     metrics: str | None = None
-    #: address of its control service, as `grpc`; None: its weights and costs are unknown
+    #: Address of the worker's control service, as `grpc`. None: the worker's weights and costs are unknown.
     control: str | None = None
 
 
@@ -80,19 +80,19 @@ class WorkerView(Immutable):
     calls: Mapping[str, frozenset[str]] = field(default_factory=dict)
     #: aliases, each with the model that gets most of its requests
     aliases: Mapping[str, str] = field(default_factory=dict)
-    #: number among the devices of its server
+    #: Number of the device on its server.
     device: int = 0
     #: device bytes that no weights take; None: no limit, or unknown
     free_bytes: int | None = None
-    #: devices that it stands for
+    #: Number of devices of the worker.
     devices: int = 1
-    #: number of the measurement: a view with the number of the one before tells nothing new about the counters
+    #: Number of the measurement. A view with the number of the previous one has no new counters.
     measurement: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Routes(Immutable):
-    """Workers for the requests of one model. One that stands for several devices is there once for each."""
+    """Workers for the requests of one model. A worker with several devices is listed once for each device."""
 
     #: all workers where the model is ready, by name
     ready: tuple[str, ...]

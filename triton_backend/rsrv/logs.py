@@ -25,7 +25,7 @@ _NAME = "rsrv"
 NAMELESS = "a request without an id"
 #: lines that wait for a blocked log; seconds that `flush` waits
 _MAX_WAITING, _FLUSH_TIMEOUT_S = 1000, 2.0
-#: characters of a request's id, of a text from outside, and of any message or traceback
+#: Owns the requests from here on, and answers each one. If it returned an error, Triton would own them again.
 ID, TEXT, _MAX_MESSAGE = 200, 500, 16_000
 #: control characters and line ends of a terminal, without tabs and newlines
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")

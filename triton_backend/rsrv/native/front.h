@@ -16,7 +16,7 @@ struct device {
     int64_t due_ns;       // time of the next attempt, or of the end of the pause
     char* reason;         // the text for clients while the runtime rejects the model, and otherwise the latest failure
     char* step;           // latest step of a start
-    int64_t stepped_ns;   // time of that step
+    int64_t stepped_ns;   // time of the latest step
     int64_t ready_at_ns;  // earliest time at which the starting model can serve; 0: not known
 };
 
@@ -70,8 +70,9 @@ struct outage {
 // `start_timeout_ns` 0: no runtime has announced the longest wait for a step.
 void read_outage(
     struct outage*, const struct devices*, uint64_t mask, int64_t retry_ns, int64_t start_timeout_ns, int64_t now);
-// The first returns true if a request cannot begin to wait while `count` others with inputs of `bytes` wait, the second if it
-// cannot wait any longer. The status and the text are then for its client. Both set the time until which it may wait.
+// Both return true if a request cannot wait: the first one before it begins to wait, while `count` others with inputs
+// of `bytes` wait; the second one while it waits. They then set the status and the text for the client. Both set the
+// time until which the request may wait.
 bool refuse_arrival(
     struct pending*, const struct outage*, uint32_t count, uint64_t bytes, int64_t now, enum status*, struct text*);
 bool refuse_waiting(struct pending*, const struct outage*, int64_t now, enum status*, struct text*);

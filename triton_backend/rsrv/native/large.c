@@ -11,8 +11,8 @@ struct large {
     pthread_mutex_t lock;
     struct parts parts;
     uint64_t number;  // for the runtime
-    struct pending* whole;  // has Triton's request, which the parts read
-    uint8_t* buffers[];     // of the response, by output; NULL: the client does not want it
+    struct pending* whole;  // holds Triton's request, which the parts read
+    uint8_t* buffers[];     // buffers of the response, by output; NULL: the client does not want the output
 };
 
 bool large_has_ended(struct large* large) {
@@ -53,7 +53,7 @@ static void end_part(struct large* large, enum status status, struct text** fail
 static uint32_t make_parts(struct large* large, struct pending* made[MAX_PARTS]) {
     uint32_t count = 0, first, rows;
     while (parts_take(&large->parts, &first, &rows)) {
-        struct text* none = NULL;  // the client gets NO_MEMORY
+        struct text* none = NULL;  // no memory: the client gets NO_MEMORY
         if ((made[count] = make_part(large, first, rows)))
             count++;
         else
@@ -92,7 +92,7 @@ void large_begin(struct link* link, struct pending* whole) {
 void large_take(struct pending* part, struct link* link) {
     struct large* large = part->large;
     struct pending* made[MAX_PARTS];
-    // The response stays until no part is submitted any more.
+    // Keep the response until no part is submitted any more.
     if (part->status == OK) request_copy_outputs(part, large->buffers);
     part->request = NULL;
     pthread_mutex_lock(&large->lock);
@@ -103,8 +103,8 @@ void large_take(struct pending* part, struct link* link) {
     pthread_mutex_unlock(&large->lock);
     if (is_over) finish(large, link);
     for (uint32_t i = 0; i < count; i++) {
-        // The thread that resubmits requests copies the inputs, because the reader has answers to read. Only this runtime knows
-        // the run of a sub-call.
+        // The thread that resubmits requests copies the inputs, because the reader must read answers. Only this runtime
+        // knows the run of a sub-call.
         if (run)
             link_resubmit(link, made[i]);
         else

@@ -18,8 +18,9 @@
 
 extern char** environ;
 
-// Returns the clock ticks from boot to the start of this process; 0 if the system does not say. The kernel adds up all threads
-// for each reader of the file, and a server has one for each of thousands of models: the file is read once.
+// Returns the clock ticks from boot to the start of this process, or 0 if the system does not report them. Read the
+// file only once: the kernel adds up all threads for each reader, and a server has a thread for each of thousands of
+// models.
 static unsigned long start_time(void) {
     static atomic_ulong known;
     char line[1024];
@@ -30,7 +31,8 @@ static unsigned long start_time(void) {
     if (fd >= 0) close(fd);
     line[length > 0 ? length : 0] = 0;
     char* at = strrchr(line, ')');
-    // After the name, which may hold anything, come the fields from the third on; the 22nd is wanted.
+    // The name may contain any character, so start after it. The fields from the third on follow, and the 22nd is the
+    // start time.
     for (int field = 2; at && field < 22; field++) at = strchr(at + 1, ' ');
     if (at) ticks = strtoul(at, NULL, 10);
     atomic_store(&known, ticks);
@@ -51,7 +53,7 @@ static bool make_private(const char* directory, struct text* why) {
     return false;
 }
 
-// Makes the directories above `path`, which need not be private.
+// Makes the directories above `path`. They need not be private.
 static void make_parents(const char* path) {
     char part[PATH_BYTES];
     for (const char* end = strchr(path + 1, '/'); end; end = strchr(end + 1, '/')) {
@@ -91,7 +93,7 @@ static int connect_to(const char* directory) {
 
 static bool nobody_listens(void) { return errno == ENOENT || errno == ECONNREFUSED || errno == ECONNRESET; }
 
-// Exchanges the first frames. The runtime checks the versions; the body of its answer is not for this front.
+// Exchanges the first frames. The runtime checks the versions. This front does not need the body of its answer.
 static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final) {
     struct text hello;
     uint8_t* buffer = malloc(MAX_FRAME);
@@ -129,7 +131,7 @@ static bool greet(int fd, struct greeted* greeted, struct text* why, bool* final
 
 // --- starting a runtime ---------------------------------------------------------------------------------------------
 
-// Finds the interpreter as a shell would: execve takes a path.
+// Finds the interpreter as a shell would, because execve takes a path.
 static bool find_python(char path[PATH_BYTES]) {
     const char *chosen = getenv("RSRV_RUNTIME_PYTHON"), *search = getenv("PATH");
     const char* name = chosen && *chosen ? chosen : "python3";
@@ -229,7 +231,8 @@ static bool has_failed(const char* path, uint32_t device, struct text* why) {
     return counts;
 }
 
-// Writes the reason for other fronts and for the control process. The file is replaced, so they never read half a reason.
+// Writes the reason for other fronts and for the control process. The file is replaced as a whole, so they never read a
+// part of a reason.
 static void write_failure(const char* path, const struct text* why) {
     char beside[PATH_BYTES + 32];
     snprintf(beside, sizeof beside, "%s.new", path);

@@ -19,10 +19,10 @@
 // Of prctl: Linux 6.16 and later.
 enum { FUTEX_HASH = 78, SET_SLOTS = 1, FUTEX_SLOTS = 4096 };
 
-// Of all models in this process.
+// Lock of all models in this process.
 static pthread_once_t begun = PTHREAD_ONCE_INIT;
 static int epoll_fd = -1, wake_fd = -1;
-static _Atomic(struct link*) newly_watched;  // the reader takes them all at once
+static _Atomic(struct link*) newly_watched;  // the reader takes all of them at once
 static atomic_bool asleep;
 
 void link_hold(struct link* link) { atomic_fetch_add(&link->users, 1); }

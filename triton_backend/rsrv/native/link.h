@@ -31,7 +31,7 @@ struct link {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct device device;  // its state determines whether the link has a socket; STATE_CONNECTING begins without one
-    bool loading;  // link_load waits for the state, and mends the link itself
+    bool loading;  // link_load waits for the state, and reconnects the link itself
     int fd;
     bool stuck;  // the runtime did not read in time: until it reads again, frames do not wait for it
     struct arena* arena;
@@ -43,19 +43,19 @@ struct link {
     uint64_t execution_ns;  // learned
     struct interface* interface;
     char* failure;  // why the latest attempt failed; NULL: no attempt has failed
-    struct demand demand, told;  // the present demand, and the demand that the runtime knows
-    int64_t due_ns;  // time of the next attempt; does not change while a mender has the link
+    struct demand demand, told;  // the present demand, and the demand that was reported to the runtime
+    int64_t due_ns;  // time of the next attempt; it does not change while a mender has the link
     uint64_t next_id;
     struct pending *first, *last, **buckets;  // buckets: NULL without a connection
     struct { int64_t budget_ns; int64_t then_ns; uint32_t left_out; } logged[STATUSES];
     uint64_t durations[INTERVALS], responses[STATUSES], duration_ns;
-    struct span *first_span, *last_span;  // ended, not reported yet
+    struct span *first_span, *last_span;  // ended spans that are not reported yet
     uint32_t span_count, dropped_spans;
     bool measured, watched;
     int64_t reported_ns;
 };
 
-// `count` links, by device. A link is never replaced, so that no lock is needed; it is missing if there was no memory.
+// `count` links, by device. A link is never replaced, so no lock is needed. It is NULL if there was no memory.
 struct replicas {
     uint8_t digest[16];
     uint32_t count, home;
@@ -74,7 +74,8 @@ struct replicas {
     struct replicas* next_waiting;
 };
 
-// The link that gets a batch, by the placement table and by when its device answers. NULL: no runtime reads.
+// Returns the link that gets a batch, by the placement table and by the expected time of the answer. NULL: no runtime
+// reads.
 struct link* replicas_soonest(struct replicas*);
 void replicas_read_outage(struct replicas*, struct outage*, int64_t now);
 // Starts the model on one device if none serves it and no start is under way.
@@ -83,21 +84,22 @@ void replicas_start(struct replicas*, int64_t now);
 void replicas_tell(struct replicas*, struct demand);
 
 bool resubmission_begin(void);
-// Has a request, which the caller owns, wait for a runtime; or ends it with the reason why it cannot. No lock is held.
+// Lets a request, which the caller owns, wait for a runtime. If it cannot wait, ends it with the reason. No lock is
+// held.
 void resubmission_add(struct link*, struct pending*);
 // Submits a part of a large request on the thread that resubmits requests. Limits of the wait for a runtime do not count.
 void resubmission_add_part(struct link*, struct pending*);
 void resubmission_ended(struct link*, struct pending*);  // the suspect that is under way has its answer
 // Records for a request's inputs how many runtimes died while they executed them. 0: the request was answered.
 void resubmission_record(struct link*, const struct pending*, uint32_t deaths);
-// Fails a request, whose inputs are in its place, if requests with equal inputs have ended too many runtimes.
+// Fails a request if requests with equal inputs have ended too many runtimes. Its inputs must be in its place.
 void resubmission_check(struct link*, struct pending*);
 void resubmission_wake(void);  // a model has a runtime, or cannot have one
 
-// A link that is not used yet; the caller drops it, or closes it once it was loaded or begun. NULL: no memory.
+// Returns a link that is not used yet. The caller drops it, or closes it after loading or connecting. NULL: no memory.
 struct link* link_new(struct replicas*, const char* model, const char* bundle, const char* settings, uint32_t device);
-// Waits until the runtime serves the model, however long compiling takes. If it does not, returns false and the reason `why`;
-// `barred` is then set if no other runtime shall try.
+// Waits until the runtime serves the model, however long compiling takes. If the runtime does not serve it, returns
+// false and the reason `why`. `barred` is then set if no other runtime should try.
 bool link_load(struct link*, struct text* why, bool* barred);
 // Begins an attempt to reach the runtime, without waiting for it, if none was made, or if the model is cold and `asked` for.
 void link_connect(struct link*, bool asked);
@@ -106,38 +108,39 @@ bool link_is_cold(struct link*);
 void link_tell(struct link*, struct demand);
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt, if there is one
 uint32_t link_devices(struct link*);
-// Nanoseconds until its device would have answered a batch that came now; INT64_MAX without a runtime that reads.
+// Returns the nanoseconds until the device would answer a batch that came now; INT64_MAX without a runtime that reads.
 int64_t link_answers_in_ns(struct link*);
-void link_resubmit(struct link*, struct pending*);   // a request that has waited for a runtime
+void link_resubmit(struct link*, struct pending*);   // submits a request that has waited for a runtime
 void link_close(struct link*);
 void link_hold(struct link*);
 void link_drop(struct link*);
-// Under the lock: something waits on the link. The reader looks at it from time to time, until nothing does.
+// Under the lock. Makes the reader check the link from time to time while something waits on it.
 void link_watch(struct link*);
-// Connects to the runtime, unless the link is closed. False: there is none; the next attempt is due after the back-off.
+// Connects to the runtime, unless the link is closed. False: there is no runtime, and the next attempt is due after the
+// back-off.
 bool link_reconnect(struct link*, atomic_bool* fails);
 
 bool mender_begin(uint32_t device);  // false: its thread cannot be started
-void mender_add(struct link*);       // has the device's thread reconnect the link when that is due
+void mender_add(struct link*);       // makes the device's thread reconnect the link when that is due
 bool mender_fails(uint32_t device);  // the last attempt to reach the device's runtime failed
 bool begin_thread(void* (*run)(void*), void* argument);
 void begin_condition(pthread_cond_t*);  // by CLOCK_MONOTONIC
 
-// Under the lock: takes all requests that wait, a list by `next`.
+// Under the lock. Takes all waiting requests, as a list by `next`.
 struct pending* waiting_take_all(struct link*);
-// Under the lock: takes those of a DONE frame, which was checked, with their outcomes.
+// Under the lock. Takes the requests of a DONE frame, with their outcomes. The frame was checked.
 struct pending* waiting_take_done(struct link*, const struct frame*);
-// Under the lock: has the runtime cancel what clients have cancelled, and takes those whose deadline passed long ago.
-// These are copies, because the runtime may write to their memory until it has ended them.
+// Under the lock. Asks the runtime to cancel requests that clients have cancelled. Takes the requests whose deadline
+// passed long ago, as copies, because the runtime may write to their memory until it has ended them.
 struct pending* waiting_check(struct link*, int64_t now);
 bool waiting_is_late(const struct pending*, int64_t now);  // its deadline passed long ago
-// Answers requests, a list by `next`, and gives their memory back.
+// Answers requests, a list by `next`, and frees their memory.
 void waiting_finish(struct link*, struct pending*);
-// Under the lock: sends the figures since the last report. If the runtime does not read now, they wait.
+// Under the lock. Sends the figures since the last report. If the runtime does not read now, they wait.
 void waiting_report(struct link*, int64_t now);
 
 // Ends the span of a traced request, before its answer.
 void trace_end(struct link*, const struct pending*);
-// Under the lock: sends the ended spans. If the runtime does not read now, they wait.
+// Under the lock. Sends the ended spans. If the runtime does not read now, they wait.
 void trace_report(struct link*);
 void trace_forget(struct link*, uint32_t count);

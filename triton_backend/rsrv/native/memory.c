@@ -75,7 +75,7 @@ static struct board* map_new(int fd, const struct stat* found, const char* direc
 const _Atomic uint64_t* board_map(int fd, const char* directory) {
     struct stat found;
     void* memory = NULL;
-    // A file that can shrink would end this process at the next look.
+    // A file that can shrink would end this process when it is read later.
     if (fd >= 0 && fstat(fd, &found) == 0 && found.st_size == BOARD_BYTES && fcntl(fd, F_GET_SEALS) > 0 &&
         (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)) {
         pthread_mutex_lock(&board_lock);
@@ -163,8 +163,8 @@ void arena_close(struct arena* arena) {
 }
 
 // Returns the bytes that the machine, or the container, has left. Pages are allocated when they are touched: if none is
-// left then, the kernel kills this process or another one. Of a container's file cache, what was read once counts as free,
-// and half of what was read again, as in rsrv.limits.
+// left then, the kernel kills this process or another one. Parts of a container's file cache that were read once count
+// as free, and half of the parts that were read again, as in rsrv.limits.
 static uint64_t spare_memory(void) {
     uint64_t spare = UINT64_MAX, kilobytes, limit, used, bytes, cache = 0;
     char line[128];
@@ -264,7 +264,7 @@ struct place arena_cut(struct place* place, uint64_t bytes) {
     return front;
 }
 
-// Without memory for the list of free ranges, the range stays taken.
+// If there is no memory for the list of free ranges, the range stays taken.
 static void give_to(struct segment* segment, uint64_t offset, uint64_t bytes) {
     size_t i = 0;
     while (i < segment->free_count && segment->free[i].offset < offset) i++;

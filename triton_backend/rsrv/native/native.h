@@ -41,7 +41,7 @@ int64_t now_ns(void);
 #define TEXT_BYTES 4096
 #define PATH_BYTES 1024
 
-// A text that is cut rather than too long, and always valid UTF-8 with an end.
+// A text that is always valid UTF-8 and terminated. A text that would be too long is cut.
 struct text {
     char bytes[TEXT_BYTES];
     size_t length;
@@ -50,11 +50,11 @@ struct text {
 void text_clear(struct text*);
 void text_add(struct text*, const char* format, ...) __attribute__((format(printf, 2, 3)));
 void text_add_bytes(struct text*, const char* bytes, size_t length);  // broken UTF-8 becomes U+FFFD
-void text_add_quoted(struct text*, const char*, size_t most);         // as Python's repr, cut to `most` characters
-void text_add_json(struct text*, const char*);                        // a JSON string with its quotes
+void text_add_quoted(struct text*, const char*, size_t most);         // in the form of Python's repr, cut to `most` characters
+void text_add_json(struct text*, const char*);                        // adds a JSON string with its quotes
 bool is_utf8(const char*);
 extern const char OUT_OF_DESCRIPTORS[];
-void digest_bytes(const void*, size_t bytes, uint8_t* digest, size_t length);  // of at most 64 bytes
+void digest_bytes(const void*, size_t bytes, uint8_t* digest, size_t length);  // digest of at most 64 bytes
 uint64_t request_tag(const char* id);
 void log_line(int level, const char* model, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
@@ -62,7 +62,7 @@ void log_line(int level, const char* model, const char* format, ...) __attribute
 
 struct arena;
 
-// A range of an arena's memory; `memory` is where this process has its first byte.
+// A range of an arena's memory. `memory` points to its first byte in this process.
 struct place {
     uint32_t segment;
     uint64_t offset, bytes;
@@ -74,7 +74,7 @@ struct place {
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
 bool arena_lacks_descriptors(const struct arena*);  // the reason of the latest failure of arena_take
-// Cuts `bytes` off the front of a place, which has as many at least; each part is given back for itself.
+// Cuts `bytes` off the front of a place, which must have at least as many. Each part is given back separately.
 struct place arena_cut(struct place*, uint64_t bytes);
 void arena_give(struct place*);
 void arena_close(struct arena*);
@@ -83,11 +83,13 @@ void arena_announced(struct arena*);                          // it does now
 bool arena_dropped(struct arena*, uint32_t* segment);         // one that it still maps; a call of arena_forget follows
 void arena_forget(struct arena*);
 
-// The board of the runtime in a directory, mapped to be read. NULL: the descriptor is no board. Closes the descriptor.
+// Returns the board of the runtime in a directory, mapped for reading. NULL: the descriptor is no board. Closes the
+// descriptor.
 const _Atomic uint64_t* board_map(int fd, const char* directory);
-// Tells whether executions of a model may be what ended the runtime, which is gone, by its black box; without a box, yes.
+// Returns true if executions of a model may have ended the runtime, which is gone, by its black box. Without a box,
+// returns true.
 bool board_blames(const _Atomic uint64_t*, const char* key);
-// Tells whether the runtime, which is gone, has ended so that its device sleeps.
+// Returns true if the runtime has ended so that its device sleeps.
 bool board_sleeps(const _Atomic uint64_t*);
 void board_unmap(const _Atomic uint64_t*);
 
@@ -101,7 +103,7 @@ struct tensor {
     uint32_t item_bytes, rank;
     int32_t batch_axis, padded_axis;  // -1: none
     int64_t dims[MAX_RANK];  // -1 on axes that vary
-    uint64_t row_bytes;  // of one row; of the whole tensor if it has no batch axis
+    uint64_t row_bytes;  // bytes of one row; bytes of the whole tensor if it has no batch axis
 };
 
 struct variant {
@@ -110,14 +112,14 @@ struct variant {
     struct tensor *inputs, *outputs;
 };
 
-// A model as the runtime describes it. Requests hold it while they wait, so that another runtime may describe it anew.
+// A model as the runtime describes it. Waiting requests hold it, so that another runtime may send a new description.
 struct interface {
     atomic_int users;
     bool batched, exact, traced;
     char* key;         // NAME@VERSION
-    uint32_t slot;     // its cell on the runtime's board; 0: it has none
-    uint64_t cost_ns;  // of the shortest execution, as measured
-    int64_t retry_ns;  // that requests wait for a runtime at most
+    uint32_t slot;     // number of its cell on the runtime's board; 0: it has none
+    uint64_t cost_ns;  // duration of the shortest execution, as measured
+    int64_t retry_ns;  // longest time that requests wait for a runtime
     uint32_t input_count, output_count, variant_count;
     struct tensor *client_inputs, *client_outputs;
     struct variant* variants;
@@ -125,7 +127,7 @@ struct interface {
     uint32_t* output_of;  // client's output -> the module's output of that name
 };
 
-struct interface* interface_read(const uint8_t* bytes, size_t length, const char** why);  // NULL: it is wrong
+struct interface* interface_read(const uint8_t* bytes, size_t length, const char** why);  // NULL: the description is wrong
 void interface_hold(struct interface*);
 void interface_drop(struct interface*);
 uint64_t tensor_bytes(const struct tensor*, uint64_t rows, uint64_t length);
@@ -146,9 +148,9 @@ struct completion {
     uint64_t execute_ns;
 };
 
-// 1: a frame; 0: none now; -1: the connection is over, and `why` says why.
+// Returns 1 for a frame, 0 if there is none now, and -1 if the connection is over, with the reason `why`.
 int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame*, const char** why);
-// 1: sent; 0: the runtime did not read in time; -1: the connection is over.
+// Returns 1 if the frame was sent, 0 if the runtime did not read in time, and -1 if the connection is over.
 int frame_send(int fd, const void* frame, size_t length, int descriptor, int patience_ms);
 int frame_send_id(int fd, uint16_t kind, uint64_t id);
 int frame_send_json(int fd, uint16_t kind, const char* json);
@@ -156,7 +158,7 @@ void put_u16(uint8_t*, uint16_t);
 void put_u32(uint8_t*, uint32_t);
 void put_u64(uint8_t*, uint64_t);
 void put_header(uint8_t*, uint16_t kind, uint32_t count);
-// Reads entry `index` of a DONE frame, and where its text is. False: the frame is wrong.
+// Reads entry `index` of a DONE frame, and the place of its text. False: the frame is wrong.
 bool completions_check(const struct frame*);
 struct completion completion_at(const struct frame*, uint32_t index);
 // Reads the body of COLD, a time. False: the frame is wrong.
@@ -169,21 +171,22 @@ bool starting_read(const struct frame*, int64_t* least_ns, int64_t* limit_ns, st
 
 #define MAX_DEVICES 63u
 
-// A socket of a runtime after the first frames, its board's descriptor, and how many devices the server has.
+// A socket of a runtime after the first frames, the descriptor of its board, and the number of the server's devices.
 struct greeted {
     int fd, board;
     uint32_t devices;
 };
 
-// The directory of the runtime of a device. False: its path is too long.
+// Writes the path of the directory of a device's runtime. False: the path is too long.
 bool runtime_directory(uint32_t device, char base[PATH_BYTES], char own[PATH_BYTES]);
-// Connects to the runtime of a device, which is started if there is none. False and a reason: there is none.
-// `final`: trying again is of no use until somebody mends what the reason says.
+// Connects to the runtime of a device, and starts it if there is none. False: that failed, with a reason. `final`:
+// trying again is useless until somebody removes the cause.
 bool runtime_open(const char* settings, uint32_t device, struct greeted*, struct text* why, bool* final);
 
 // --- placement.c --------------------------------------------------------------------------------------------
 
-// Returns the devices of the model whose name has this digest of 16 bytes, bit n for device n. 0: the table does not say.
+// Returns the devices of the model whose name has this digest of 16 bytes, bit n for device n. 0: the table does not
+// name it.
 uint64_t placement_mask(const uint8_t digest[DIGEST_BYTES]);
 uint32_t crc32_of(uint32_t crc, const void* bytes, size_t length);  // zlib's
 
@@ -194,8 +197,8 @@ struct trace {
     uint8_t trace[16], parent[8], id[8];
 };
 
-// Opens the span of a request that is to be traced; NULL: it is not. If both Triton and the client have a context,
-// Triton's counts: its own span is the client's child.
+// Opens the span of a request that is to be traced. NULL: the request is not traced. If both Triton and the client have
+// a context, Triton's is used, because its own span is the client's child.
 struct trace* trace_begin(TRITONBACKEND_Request*);
 void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES]);
 
@@ -204,7 +207,7 @@ void trace_mark(const struct trace*, uint64_t request, uint8_t mark[MARK_BYTES])
 struct link;
 struct large;
 
-// A request of a client, from execute() until its answer; its memory until the runtime has ended it.
+// A client's request, from execute() until its answer. Its memory stays until the runtime has ended the request.
 struct pending {
     struct pending *previous, *next, *same_bucket;
     uint64_t id, tag, run;
@@ -214,45 +217,48 @@ struct pending {
     uint32_t variant, rows, length;  // length along the padded axis; 0: there is none
     uint16_t priority;
     int64_t deadline_ns, begun_ns, sent_ns;
-    uint64_t input_bytes, output_bytes;  // of the blocks in shared memory
+    uint64_t input_bytes, output_bytes;  // bytes of the blocks in shared memory
     struct place place;
     struct trace* trace;  // NULL: not traced
     bool cancelling;
     bool read;  // its parameters are
-    // A part of a large request has these rows of Triton's request, which the large request has.
-    struct large* large;  // NULL: it is no part
+    // A part of a large request has these rows of Triton's request. The large request holds Triton's request.
+    struct large* large;  // NULL: this is no part
     uint32_t first;       // row where the part begins
     uint64_t whole;       // number that the parts have in common
     bool admitted;        // a full queue does not refuse it
-    TRITONBACKEND_Response* response;  // of a large request; NULL: it is not made yet
-    // For resubmission.c. A suspect was executing when a runtime died; `suspect`: it is the one that is under way.
-    struct link* link;  // that it waits on; lives until the answer
+    TRITONBACKEND_Response* response;  // response of a large request; NULL: it is not made yet
+    // For resubmission.c. A suspect was executing when a runtime died. `suspect`: this is the suspect that is under
+    // way.
+    struct link* link;  // link on which the request waits; it lives until the answer
     bool suspect;
-    uint32_t deaths;  // of runtimes that executed it
+    uint32_t deaths;  // number of runtimes that died while they executed it
     uint64_t waiting_bytes;
     int64_t waiting_since_ns, retry_until_ns, checked_ns;  // 0: it has not waited yet
     enum status status;
     struct text* failure;  // NULL: none
 };
 
-// The device of the run that a request says it is a sub-call of; -1: it does not say so.
+// Returns the device of the run of a sub-call. -1: the request names no run.
 int64_t request_run_device(TRITONBACKEND_Request*);
-// Reads the parameters, once: deadlines count from then. False: the request has failed, `status` and `failure` say how.
+// Reads the parameters. Call it once, because deadlines count from then. False: the request has failed, with `status`
+// and `failure`.
 bool request_read_parameters(struct pending*);
-// Makes the request ready for its place, by the description of a model; false: it has failed.
+// Prepares the request for its place, by the description of a model. False: the request has failed.
 bool request_read(struct pending*, struct interface*);
 bool request_is_large(const struct pending*);  // it has more rows than the largest compiled size
-uint64_t request_input_bytes(const struct pending*);  // as far as they can be read
-// Makes the response of a large request, with a buffer for each output that the client wants; false: it has failed.
+uint64_t request_input_bytes(const struct pending*);  // bytes of the inputs, as far as they can be read
+// Makes the response of a large request, with a buffer for each output that the client wants. False: the request has
+// failed.
 bool request_open_response(struct pending*, uint8_t** buffers);
 void request_copy_outputs(const struct pending* part, uint8_t* const* buffers);  // to their rows
 void request_fail(struct pending*, enum status, const char* format, ...) __attribute__((format(printf, 3, 4)));
-void request_write(struct pending*);  // copies the inputs to its place; may fail it
-bool request_launched(const struct pending*);  // false: the runtime never gave it to its device
+void request_write(struct pending*);  // copies the inputs to the request's place; may fail the request
+bool request_launched(const struct pending*);  // false: the runtime never gave the request to its device
 // Computes the digest of the inputs, which are in the request's place.
 void request_digest(const struct pending*, uint8_t digest[DIGEST_BYTES]);
 void request_submission(const struct pending*, uint8_t entry[SUBMISSION_BYTES]);
-// Answers and releases the request, unless that was done: with its outputs, or with its failure.
+// Answers the request with its outputs or its failure, unless it is answered already. Releases it.
 void request_answer(struct pending*, struct link*);
 void request_free(struct pending*);
 const char* status_name(enum status);
@@ -261,15 +267,16 @@ const char* status_name(enum status);
 
 // Submits the first parts of a request that was read. The request is answered when no part is submitted any more.
 void large_begin(struct link*, struct pending*);
-void large_take(struct pending* part, struct link*);  // takes the outcome of a part
-bool large_has_ended(struct large*);                  // its parts are of no use any more
+void large_take(struct pending* part, struct link*);  // handles the outcome of a part
+bool large_has_ended(struct large*);                  // true if the request has ended, so that its other parts are useless
 
 // --- link.c and waiting.c -------------------------------------------------------------------------------------
 
 void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
 const char* link_model(const struct link*);
 void link_measure(struct link*, enum status, int64_t begun_ns);
-// Log lines about requests that fail are few: true if this one is written; `left_out` were not since the last.
+// Limits the log lines about failed requests. True: this line is written. `left_out` is the number of lines left out
+// since the last one.
 bool link_logs(struct link*, enum status, uint32_t* left_out);
 
 // --- replicas.c -----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@
 
 #include "native.h"
 
-// wire/placement_table.py has the format. The file is read, not mapped: one that shrinks must not end this process.
+// wire/placement_table.py has the format. The file is read, not mapped, so that a shrinking file does not end this
+// process.
 #define HEADER_AT_GENERATION 16
 #define MOVED UINT64_MAX  // generation of a file that another one replaced
 
@@ -16,7 +17,7 @@ struct header { char magic[8]; uint32_t capacity, reserved; uint64_t generation;
 struct half { uint64_t generation; uint32_t count, checksum; };
 struct entry { uint8_t digest[16]; uint64_t mask; };
 
-// Of all models in this process: the newest whole table.
+// Guards the newest whole table, which all models in this process share.
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static int file = -1;
 static uint32_t capacity, entry_count;
@@ -66,14 +67,14 @@ static bool open_table(void) {
     return false;
 }
 
-// Takes the table of a generation, if it is there as a whole.
+// Reads the table of a generation, if it is complete.
 static bool take(uint64_t generation) {
     struct half half;
     uint64_t at = TABLE_HEADER_BYTES + generation % 2 * (sizeof half + (uint64_t)capacity * sizeof *entries);
     if (!read_at(&half, sizeof half, at) || half.generation != generation || half.count > capacity) return false;
     size_t bytes = half.count * sizeof *entries;
     struct entry* found = malloc(bytes ? bytes : 1);
-    // What is checked: the generation, the number, and the entries.
+    // Check the generation, the number and the entries.
     if (!found || !read_at(found, bytes, at + sizeof half) ||
         crc32_of(crc32_of(0, &half, sizeof half.generation + sizeof half.count), found, bytes) != half.checksum) {
         free(found);
@@ -90,7 +91,7 @@ static bool read_table(void) {
     uint64_t generation, before;
     if ((!read_generation(&generation) || generation == MOVED) && (!open_table() || !read_generation(&generation)))
         return false;
-    // The writer may overtake this reader twice; otherwise the half is damaged.
+    // The writer may overtake this reader twice. Otherwise, this half of the file is damaged.
     do {
         if (generation == 0 || generation == MOVED) return false;
         if (take(generation)) return true;

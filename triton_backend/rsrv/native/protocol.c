@@ -8,14 +8,15 @@
 
 #include "native.h"
 
-// Descriptors that may come with one frame; more cut the control message, which ends the connection.
+// Maximum number of descriptors with one frame. If there are more, the control message is cut, which ends the
+// connection.
 #define MAX_FDS 4
-// As many as a bundle may have.
+// Maximum number of tensors of a bundle.
 #define MAX_TENSORS 1000u
 #define MAX_VARIANTS 1000u
 #define MAX_SIZES 1000u
 #define MAX_ROWS (1u << 30)
-#define MAX_RETRY_NS (INT64_MAX / 2)  // a time of the clock can be added
+#define MAX_RETRY_NS (INT64_MAX / 2)  // small enough to be added to a time of the clock
 // No tensor of any compiled size is larger, so that sums of a request's bytes stay far below 64 bits.
 #define MAX_TENSOR_BYTES (1ull << 44)
 
@@ -50,7 +51,7 @@ int frame_receive(int fd, uint8_t buffer[MAX_FRAME], struct frame* frame, const 
     struct iovec part = {buffer, MAX_FRAME};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    // The kernel says first, and once, that the runtime left frames unread; what it had sent follows.
+    // The kernel reports once, and first, that the runtime left frames unread. Frames that it had sent follow.
     if (length < 0 && errno == ECONNRESET) length = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (length < 0) {
         *why = strerror(errno);
@@ -166,7 +167,7 @@ static const struct { uint8_t triton, bytes; } TYPES[] = {
 struct cursor {
     const uint8_t* at;
     size_t left;
-    const char* why;  // NULL: all right so far
+    const char* why;  // NULL: no error so far
 };
 
 static const uint8_t* next(struct cursor* from, size_t bytes) {

@@ -4,7 +4,8 @@
 
 #include "link.h"
 
-// Counts the devices of a server whose device 0 has no runtime; 1 if none was ever there. The file is a list of texts.
+// Counts the devices of a server whose device 0 has no runtime. 1: no runtime has ever found them. The file is a list
+// of texts.
 static uint32_t count_devices(void) {
     char base[PATH_BYTES], own[PATH_BYTES], path[PATH_BYTES + 16];
     uint32_t quotes = 0;
@@ -64,7 +65,7 @@ struct replicas* replicas_open(const char* model, const char* bundle, const char
     for (uint32_t device = 0; device < all->count; device++) {
         if (all->links[device]) continue;
         all->links[device] = link_new(all, model, bundle, settings, device);
-        // A cold model is cold on all devices: they have the same settings.
+        // A cold model is cold on all devices, because they have the same settings.
         if (all->links[device] && !is_cold) link_connect(all->links[device], false);
     }
     int64_t until = now_ns() + JOIN_NS;
@@ -80,8 +81,8 @@ void replicas_close(struct replicas* all) {
     free(all);
 }
 
-// Returns the link that answers first among these devices, and sets `least` to its time. If no link is clearly sooner, it is the
-// first one from the model's home on. NULL: none of the devices has a runtime that reads.
+// Returns the link that answers first among these devices, and sets `least` to its time. If no link is clearly sooner,
+// it is the first one from the model's home on. NULL: no device has a runtime that reads.
 static struct link* soonest(struct replicas* all, uint64_t mask, int64_t* least) {
     struct link* chosen = NULL;
     *least = INT64_MAX;
@@ -117,7 +118,7 @@ struct link* replicas_soonest(struct replicas* all) {
     return chosen;
 }
 
-// Also without a runtime: a link has the batch wait for one.
+// Chooses a link even without a runtime, because the link lets the batch wait for one.
 static struct link* choose(struct replicas* all) {
     struct link* chosen = replicas_soonest(all);
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
@@ -130,8 +131,8 @@ void replicas_submit(
         link_submit(all->links[0], instance, requests, count);
         return;
     }
-    // A sub-call goes to the device of its run, whose runtime alone knows the run. If the device has no link, any other
-    // one says so. Most batches are one part.
+    // A sub-call goes to the device of its run, because only that runtime knows the run. If the device has no link, any
+    // other link reports that. Most batches are one part.
     for (uint32_t from = 0, to; from < count; from = to) {
         int64_t device = request_run_device(requests[from]);
         for (to = from + 1; to < count && request_run_device(requests[to]) == device; to++) continue;

@@ -50,7 +50,7 @@ static bool worked(struct pending* one, TRITONSERVER_Error* error) {
 
 // --- parameters -----------------------------------------------------------------------------------------------------
 
-// The shortest digits that read back as the same number, as Python writes them.
+// Adds the shortest digits that read back as the same number, as Python does.
 static void add_double(struct text* text, double value) {
     char digits[40];
     int precision = 1;
@@ -116,7 +116,7 @@ static bool read_parameter(struct pending* one, const char* key, int type, const
     } else if (strcmp(key, "rsrv_deadline_unix_ns") == 0) {
         struct timespec now;
         if (!read_integer(one, key, type, value, "0", "9223372036854775807", INT64_MAX, &number)) return false;
-        // Only here does a deadline depend on the calendar, which may change.
+        // A deadline depends on the calendar only here. The calendar may change later.
         clock_gettime(CLOCK_REALTIME, &now);
         if (number) limit_to(one, (__int128)number - (now.tv_sec * NS_PER_S + now.tv_nsec) + one->begun_ns);
     } else if (strcmp(key, "reactant_timeout_ns") == 0) {
@@ -432,7 +432,7 @@ void request_write(struct pending* one) {
         memset(at + bytes, 0, aligned(bytes) - bytes);  // for request_digest
         at += aligned(bytes);
     }
-    // The runtime sets it when it gives the request to its device.
+    // The runtime sets this byte when it gives the request to its device.
     if (one->output_bytes) one->place.memory[one->input_bytes] = 0;
 }
 
@@ -461,7 +461,7 @@ void request_submission(const struct pending* one, uint8_t entry[SUBMISSION_BYTE
     put_u64(entry + 40, one->place.offset + one->input_bytes);
     put_u64(entry + 48, one->run);
     put_u64(entry + 56, one->tag);
-    put_u64(entry + 64, one->whole);  // stateful models, whose requests have sequences, have a Python front
+    put_u64(entry + 64, one->whole);  // 0: stateful models, whose requests have sequences, have a Python front
     put_u64(entry + 72, one->length);
 }
 
@@ -498,7 +498,7 @@ static uint8_t* add_output(struct pending* one, TRITONBACKEND_Response* response
     memcpy(shape, tensor->dims, rank * sizeof *shape);
     if (tensor->batch_axis >= 0) shape[tensor->batch_axis] = one->rows;
     if (tensor->padded_axis >= 0) shape[tensor->padded_axis] = one->length;
-    if (rank == (one->interface->batched ? 1u : 0u)) shape[rank++] = 1;  // as config.pbtxt has it
+    if (rank == (one->interface->batched ? 1u : 0u)) shape[rank++] = 1;  // the shape that config.pbtxt has
     if (!worked(one, TRITONBACKEND_ResponseOutput(response, &output, tensor->name, tensor->type, shape, rank)) ||
         !worked(one, TRITONBACKEND_OutputBuffer(output, &buffer, bytes, &memory, &memory_id)))
         return NULL;
@@ -511,7 +511,8 @@ static uint8_t* add_output(struct pending* one, TRITONBACKEND_Response* response
     return bytes ? buffer : &nothing;
 }
 
-// Makes the response of a request that the runtime has answered, or only its buffers, by output. NULL: it has failed since.
+// Makes the response of a request that the runtime has answered, or, by output, only its buffers. NULL: the request has
+// failed since.
 static TRITONBACKEND_Response* make_response(struct pending* one, uint8_t** buffers) {
     const struct interface* model = one->interface;
     const struct tensor* tensors = model->variants[one->variant].outputs;
@@ -589,7 +590,7 @@ void request_answer(struct pending* one, struct link* link) {
         if (!worked(NULL, TRITONBACKEND_ResponseNew(&response, one->request))) response = NULL;
     }
     if (one->trace && one->interface) trace_end(link, one);
-    // Before the answer: its client may ask for the figures.
+    // Do this before the answer, because its client may then ask for the figures.
     link_measure(link, one->status, one->begun_ns);
     if (response) worked(NULL, TRITONBACKEND_ResponseSend(response, RESPONSE_FINAL, error));
     if (error) TRITONSERVER_ErrorDelete(error);

@@ -10,8 +10,8 @@
 // Guards what waits, of all models; taken before a link's lock.
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed;
-static struct replicas* models;  // with waiting requests, which keep them loaded
-static struct queue parts;       // of large requests, for the thread that copies their inputs
+static struct replicas* models;  // models with waiting requests, which keep the models loaded
+static struct queue parts;       // parts of large requests, for the thread that copies their inputs
 
 static void append(struct queue* queue, struct pending* one) {
     one->next = NULL;
@@ -83,7 +83,7 @@ void resubmission_add(struct link* link, struct pending* one) {
         append(&all->waiting, one);
         all->waiting_count++;
         all->waiting_bytes += one->waiting_bytes;
-        // This comes before the next attempt of the link that has just lost the request.
+        // Do this before the next attempt of the link that has just lost the request.
         if (add_to_demand(&all->demand, one)) replicas_tell(all, all->demand);
     }
     pthread_mutex_unlock(&lock);
@@ -138,8 +138,8 @@ void resubmission_wake(void) {
     pthread_mutex_unlock(&lock);
 }
 
-// Takes a model's requests that wait no longer: failed ones, and those for a runtime. Suspects go one after another, so that
-// the one that ends the next runtime has no company of the same model. Under the lock.
+// Takes a model's requests that stop waiting: failed ones, and those with a runtime. Suspects are taken one after
+// another, so that a suspect that ends the next runtime is the only one of its model there. Under the lock.
 static void look(struct replicas* all, int64_t now, struct queue* failed, struct queue* ready) {
     struct outage outage;
     struct demand demand = {0};
@@ -165,7 +165,7 @@ static void look(struct replicas* all, int64_t now, struct queue* failed, struct
     replicas_tell(all, demand);
 }
 
-// The model may be unloaded as soon as its last request is answered; the link lives until it is dropped.
+// The model may be unloaded as soon as its last request is answered. The link lives until it is dropped.
 static void answer(struct pending* one) {
     struct link* link = one->link;
     link_hold(link);
@@ -198,7 +198,7 @@ static void each(struct queue* queue, void (*act)(struct pending*)) {
     }
 }
 
-// Submits parts, and ends the wait of requests that have a runtime, or cannot wait longer.
+// Submits parts, and ends the waiting of requests that have a runtime or cannot wait longer.
 static void look_at_all(void) {
     struct queue failed = {0}, ready = {0}, submitted;
     int64_t now = now_ns();

@@ -13,7 +13,8 @@ int64_t now_ns(void) {
     return now.tv_sec * NS_PER_S + now.tv_nsec;
 }
 
-// Returns the bytes of the character at `at`, 0 if it is not UTF-8. Surrogates and overlong forms are not.
+// Returns the bytes of the character at `at`, or 0 if it is not valid UTF-8. Surrogates and overlong forms are not
+// valid.
 static size_t character(const char* at, size_t left) {
     const unsigned char* c = (const unsigned char*)at;
     if (left == 0) return 0;

@@ -18,7 +18,7 @@ struct span {
 
 // --- the context ----------------------------------------------------------------------------------------------------
 
-// Reads lower-case digits. False: there are others, or the bytes are all zero though they must not be.
+// Reads lower-case digits. False: there are other characters, or all bytes are zero although they must not be.
 static bool read_hex(const char* from, uint8_t* to, size_t bytes, bool may_be_zero) {
     static const char DIGITS[] = "0123456789abcdef";
     bool is_zero = true;
@@ -49,7 +49,7 @@ static bool ask_triton(TRITONBACKEND_Request* request, struct trace* trace) {
     TRITONSERVER_Error* error = TRITONBACKEND_RequestTrace(request, &own);
     if (!error && own) error = TRITONSERVER_InferenceTraceContext(own, &context);
     if (error) TRITONSERVER_ErrorDelete(error);
-    // An object of texts; the value follows its name.
+    // The context is a JSON object of texts. The value follows the name.
     const char* at = context ? strstr(context, NAME) : NULL;
     if (error || !at) return false;
     at += sizeof NAME - 1;
@@ -99,7 +99,7 @@ static void add_short(struct text* text, const char* prefix, const char* from, s
     text_clear(&shown);
     text_add(&shown, "%s", prefix);
     size_t room = MAX_SPAN_TEXT - shown.length;
-    // A character that is cut becomes one of three bytes.
+    // A cut character becomes one of three bytes.
     text_add_bytes(&shown, from, length < room ? length : room);
     text_add_json(text, shown.bytes);
 }
@@ -131,7 +131,7 @@ void trace_end(struct link* link, const struct pending* one) {
     }
     if (one->status != OK) text_add(&text, ",\"rsrv.status\":\"%s\"", status_name(one->status));
     text_add(&text, "}]");
-    // A text that was cut is no JSON.
+    // A text that was cut is not valid JSON.
     struct span* span = text.length + 1 < TEXT_BYTES ? malloc(sizeof *span + text.length) : NULL;
     if (span) {
         span->next = NULL;

@@ -148,7 +148,7 @@ void waiting_finish(struct link* link, struct pending* list) {
 }
 
 bool waiting_is_late(const struct pending* one, int64_t now) {
-    // A deadline that had passed before is for the runtime, too.
+    // The runtime also handles deadlines that have passed already.
     int64_t enforced = one->deadline_ns > one->begun_ns ? one->deadline_ns : one->begun_ns;
     return one->deadline_ns && enforced < now - DEADLINE_GRACE_NS;
 }
@@ -183,8 +183,8 @@ struct pending* waiting_check(struct link* link, int64_t now) {
 
 // --- execute() ------------------------------------------------------------------------------------------------------
 
-// Sends a frame; under the lock. A link that cannot send is over, although the runtime may live: the reader ends what
-// waits, and the next connection may work.
+// Sends a frame. Under the lock. A link that cannot send is over, although the runtime may live. The reader then ends
+// the waiting requests, and the next connection may work.
 static int send_one(struct link* link, const void* frame, size_t length, int descriptor, int patience_ms) {
     int sent = frame_send(link->fd, frame, length, descriptor, link->stuck ? 0 : patience_ms);
     link->stuck = sent == 0 && (link->stuck || patience_ms > 0);
@@ -202,8 +202,8 @@ static void send_marks(struct link* link, struct pending** some, uint32_t count)
     if (marked) send_one(link, frame, HEADER_BYTES + marked * MARK_BYTES, -1, 0);
 }
 
-// Tells the runtime of new segments, and submits requests that have their places; under the lock. Returns how many were
-// submitted, which the reader ends, also if the link is over; the others could not be sent.
+// Reports new segments to the runtime, and submits the requests that have their places. Under the lock. Returns the
+// number of submitted requests. The reader ends these, even if the link is over. The others could not be sent.
 static uint32_t send_all(struct link* link, struct pending** ready, uint32_t count) {
     uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * SUBMISSION_BYTES];
     uint32_t segment;
@@ -237,7 +237,7 @@ static uint32_t send_all(struct link* link, struct pending** ready, uint32_t cou
     return count;
 }
 
-// Returns the bytes of a request's place: some, also without rows.
+// Returns the bytes of a request's place. It has some even without rows.
 static uint64_t request_bytes(const struct pending* one) {
     uint64_t bytes = one->input_bytes + one->output_bytes;
     return aligned(bytes ? bytes : 1);
@@ -248,14 +248,14 @@ static void prepend(struct pending** list, struct pending* one) {
     *list = one;
 }
 
-// Sends requests to the runtime that described them so, or fails them.
+// Sends requests to the runtime with this description, or fails them.
 static void submit(struct link* link, struct interface* interface, struct pending** some, uint32_t count) {
     struct pending* failed = NULL;
     struct place all;
     uint64_t bytes = 0;
     uint32_t placed = 0, written = 0;
     for (uint32_t i = 0; i < count; i++) bytes += request_bytes(some[i]);
-    // Side by side: the runtime gathers requests that lie at equal distances in one copy.
+    // Place them side by side: the runtime gathers requests at equal distances in one copy.
     pthread_mutex_lock(&link->lock);
     bool same = link->device.state == STATE_READY && link->interface == interface;
     if (same && arena_take(link->arena, bytes, &all))
@@ -288,7 +288,7 @@ static void submit(struct link* link, struct interface* interface, struct pendin
     int64_t sent_ns = now_ns();
     for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
     pthread_mutex_lock(&link->lock);
-    // The places are of the connection at hand, unless the runtime was lost meanwhile.
+    // The places belong to the present connection, unless the runtime was lost meanwhile.
     same = link->device.state == STATE_READY && link->arena == (written ? some[0]->place.arena : NULL);
     uint32_t sent = same ? send_all(link, some, written) : 0;
     pthread_mutex_unlock(&link->lock);
@@ -335,7 +335,7 @@ void link_submit(
     for (uint32_t i = 0; i < count; i++) {
         struct pending* one = some ? calloc(1, sizeof *one) : NULL;
         if (!one) {
-            // Not even a failure can be kept: Triton alone holds the request.
+            // Not even a failure can be stored, so answer with Triton's request alone.
             struct pending bare = {.request = requests[i], .instance = instance, .begun_ns = now, .status = QUEUE_FULL};
             request_answer(&bare, link);
             continue;

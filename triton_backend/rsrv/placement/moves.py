@@ -22,7 +22,7 @@ from rsrv.placement.fleet import Fleet, Unit
 
 #: moves to one worker that are under way at a time; its link transfers the weights one after the other
 MOVES_AT_ONCE = 2
-#: after this time a move is given up, and an old home is no longer awaited
+#: After this time a move is given up, and an unavailable old home is no longer awaited.
 MOVE_LIMIT_S = 60.0
 #: pause between two prefetch requests for the same weights
 ASK_AGAIN_S = 10.0
@@ -42,7 +42,7 @@ class Moves:
     """Places and targets of all models. Entries are kept while a worker serves the model, or served it before it fell silent."""
 
     def __init__(self) -> None:
-        #: current and target workers of each model, by name
+        #: Current and target workers of each model, by name.
         self.placed: dict[str, tuple[str, ...]] = {}
         self.targets: dict[str, tuple[str, ...]] = {}
         #: time at which the target was set
@@ -55,7 +55,7 @@ class Moves:
         #: time at which a unit's move to a worker began, until it is warm there
         self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
-        #: `advance` had nothing to do, and has nothing to do until the models of the fleet or a target change
+        #: True if `advance` had nothing to do. This holds until the models of the fleet or a target change.
         self.at_rest = False
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
@@ -171,7 +171,8 @@ class Moves:
         if not cold:
             return target
         if not here:
-            # Its home is gone and weights take a while to load: workers that have them serve meanwhile.
+            # Its home is gone, and weights take time to load. Meanwhile, workers that have the weights serve the
+            # model.
             here = [worker for worker in unit.allowed if fleet.warm(unit, worker)][: len(target)]
         return tuple(sorted({*here, *gained} - {*cold})) or target
 
@@ -183,7 +184,7 @@ class Moves:
         # A move whose target has changed takes the link until its weights have arrived.
         self._begun = {key: at for key, at in self._begun.items() if key in keys or _loads(*key, fleet)}
         under_way = Counter(worker for _, worker in self._begun)
-        #: bytes that are requested and that the worker does not count yet
+        #: Bytes of requested weights that the worker does not report yet.
         coming = Counter[str]()
         for unit, worker in absent:
             if (unit.name, worker) in self._begun:
@@ -223,7 +224,7 @@ class Moves:
                     under_way[worker] += 1
             for name, _ in missing:
                 key = name, worker
-                # Weights that are evicted at a home later come back with the next request.
+                # If weights are evicted at a home later, they return with the next request.
                 evicted = key in self._arrived and worker in self.placed.get(name, ())
                 if key not in self._asked or (now - self._asked[key] >= ASK_AGAIN_S and not evicted):
                     self._asked[key] = now
@@ -277,7 +278,7 @@ class Moves:
             leaving.seen, leaving.measurement = seen, view.measurement
             if late or not (still or seen.queued or seen.executing):
                 del self._leaving[name, worker]
-                # Requests that keep coming are another gateway's, which will notice by itself.
+                # If requests still arrive, they come from another gateway, which will notice the move by itself.
                 if not still:
                     steps.append(WeightAction(Act.EVICT, worker, name))
         return steps

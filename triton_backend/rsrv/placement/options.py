@@ -12,7 +12,7 @@ from rsrv.settings_fleet import GatewayMode, PlacedModelSection, PlacementSectio
 
 
 class ModelOptions(PlacedModelSection):
-    """Options of one model; absent keys take the general value."""
+    """Options of one model. For absent keys, the general value applies."""
 
     fill: Literal["least", "rr"] | None = Field(None, description="As `fill`, for this model.")
     fill_factor: float | None = Field(None, gt=0, le=1024, description="As `fill_factor`, for this model.")
@@ -71,7 +71,7 @@ class PlannerOptions(PlacementSection):
 
     @property
     def pins(self) -> dict[str, list[int]]:
-        """Numbers of the devices that a model may use, by model; the others may use any."""
+        """Numbers of the devices that a model may use, by model. Other models may use any device."""
         return {name: own.devices for name, own in self.models.items() if own.devices is not None}
 
     def of_model(self, name: str, key: str) -> Any:

@@ -36,7 +36,7 @@ class WorkerBudget:
     name: str
     #: bytes for weights; None: no limit
     budget_bytes: int | None
-    #: devices that it stands for, which share its load
+    #: Number of the worker's devices, which share its load.
     devices: int = 1
 
 

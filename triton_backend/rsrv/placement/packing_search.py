@@ -61,15 +61,14 @@ class Assignment:
         """
         self.replicas, self.sizes, self.limits = replicas, sizes, list(limits)
         self.workers = range(len(sizes))
-        #: whole numbers by worker: the fewer devices share a load, the larger
+        #: Weight of each worker, as a whole number. The fewer devices share the load, the larger it is.
         self.weight = [lcm(*devices) // count for count in devices]
         #: load by worker, times its weight
         self.load = [0 for _ in sizes]
         self.used = [0 for _ in sizes]
         #: replicas by worker, then by model
         self.inside: list[dict[int, int]] = [{} for _ in sizes]
-        #: bytes of the fullest worker relative to its size, if limits had to be exceeded; 0: all limits are
-        #: kept
+        #: Bytes of the fullest worker relative to its size, if limits had to be exceeded. 0: all limits are kept.
         self.stretch = 0.0
 
     @property
@@ -139,7 +138,7 @@ class Assignment:
         """
         sizes = [replica.bytes for replica in self.replicas]
         busiest = max((replica.load for replica in self.replicas), default=0)
-        # A lower bound of every assignment; a thousandth more is as good.
+        # A lower bound of every assignment. An assignment within a thousandth of it is good enough.
         target = 1.001 * max(busiest * min(self.weight, default=1), self.even)
         unplaced = self.place({})
         largest = {
@@ -185,7 +184,8 @@ class Assignment:
             [index for index in unplaced if replicas[index].load],
             [index for index in unplaced if not replicas[index].load],
         )
-        # Replicas without load would all go to the least busy worker, and would not make it busier.
+        # Without this, all replicas without load would go to the least busy worker, because they do not make it
+        # busier.
         return self.assign_in_order(work, self.busy, self.fits) + self.assign_in_order(
             none, self.full, self.fits
         )
@@ -196,7 +196,7 @@ class Assignment:
         """Place each replica on the first worker of the ranking where it `fits`; return those that fit nowhere."""
         ranked = sorted(map(figures, self.workers))
         left = []
-        # An upper bound of the free bytes on any worker; they only decrease.
+        # An upper bound of the free bytes on any worker. Free bytes only decrease.
         roomiest: float = inf
         for index in order:
             if self.replicas[index].bytes > roomiest:
@@ -399,9 +399,9 @@ class Assignment:
             if any(later.isdisjoint(replicas[index].workers) for index in rest):
                 return False
             rest = [index for index in rest if worker in replicas[index].workers]
-            # Sum of the bytes from each position on.
+            # Sums of the bytes from each position on.
             following = [*accumulate((replicas[index].bytes for index in reversed(rest)), initial=0)][::-1]
-            # Of several equal workers, one must have the largest replica.
+            # If several workers are equal, one of them must have the largest replica.
             alike = anywhere and limits[workers[-1]] == limits[worker]
             models: set[int] = set()
 

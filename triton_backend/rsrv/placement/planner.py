@@ -37,7 +37,7 @@ from rsrv.placement.tables import make_table
 from rsrv.settings_fleet import Replicas
 
 SETTLE_S = 3.0
-#: least share of a model's device seconds for a worker to count as its place
+#: A worker counts as a model's place if it has at least this share of the model's device seconds.
 _PRESENT = 0.1
 
 
@@ -78,11 +78,11 @@ class Planner:
         self._costs = Costs(_halflife(options))
         self._moves = Moves()
         self._replication = Replication()
-        #: last views of the workers while they answered
+        #: Last views of the workers from the time when they answered.
         self._latest: dict[str, WorkerView] = {}
         self._table: dict[str, Routes] = {}
         self._started = False
-        #: workers of `_fleet`; none if it was made by other settings
+        #: Workers of `_fleet`. Empty if it was made with other settings.
         self._surveyed: frozenset[str] = frozenset()
         #: workers allowed for each unit, and the time of its last change; None: the current shape is packed
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
@@ -129,11 +129,11 @@ class Planner:
         self.change(self.options.model_copy(update={"models": {**self.options.models, model: section}}))
 
     def resume(self, placed: Mapping[str, tuple[str, ...]], now: float) -> None:
-        """Begin with the places that an earlier planner chose, by model. To be called before the first look."""
+        """Continue with the places that an earlier planner chose, by model. Call this before the first look."""
         self._moves.resume(placed, now)
 
     def targets(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the workers that each model has or moves to."""
+        """Return the workers that each model has or is moving to."""
         return self._moves.targets
 
     def packed(self, views: Mapping[str, WorkerView], assumed: Mapping[str, float], now: float) -> "Planner":
@@ -153,7 +153,7 @@ class Planner:
         return self._asked
 
     def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
-        """Handle the last views views of all workers, by name, and return the plan from now on.
+        """Return the plan for the latest views of all workers, by name.
 
         `now` is in seconds of a monotonic clock.
         """
@@ -163,7 +163,7 @@ class Planner:
         absent = [view for worker, view in self._latest.items() if worker not in alive]
         before = self._fleet if self._surveyed == self._latest.keys() else None
         fleet = survey(alive, absent, self.options.pins, before)
-        # Thousands of models are looked at again only if something about one of them has changed.
+        # With thousands of models, check them again only if something about a model has changed.
         same = before is not None and fleet.models is before.models
         steps: list[WeightAction] = []
         if self.options.mode == "lpt_packing":
@@ -199,7 +199,7 @@ class Planner:
             if not view.alive:
                 self._latest.setdefault(worker, view)
             elif view.instance is None and before is not None and before.instance is not None:
-                # Only its control service is away: its last figures hold until the next ones.
+                # Only its control service does not answer. Its last figures hold until new ones come.
                 self._latest[worker] = replace(before, alive=True, ready=view.ready, backlog_s=0.0)
             else:
                 self._latest[worker] = view
@@ -216,7 +216,7 @@ class Planner:
     def _trigger(
         self, views: Mapping[str, WorkerView], fleet: Fleet, now: float, *, homes: bool
     ) -> Trigger | None:
-        """Return why to repack now. `homes`: a model may be without one."""
+        """Return why to repack now. `homes`: models without a home may be a reason."""
         if not fleet.units:
             return None
         if not self._started:
@@ -267,7 +267,7 @@ class Planner:
             previous[unit.name] = before
         result = self._packed_onto(fleet, loads, previous)
         if result.oversubscribed and any(load.replicas > 1 for load in loads):
-            # Further replicas are for memory that is left: `_resize` adds them again where it is.
+            # Further replicas only use memory that is left over. `_resize` adds them again where there is some.
             auto = {unit.name for unit in self._automatic(fleet.units)}
             loads = [replace(load, replicas=1) if load.name in auto else load for load in loads]
             result = self._packed_onto(fleet, loads, previous)
@@ -308,8 +308,8 @@ class Planner:
         )
 
     def _resize(self, fleet: Fleet, now: float) -> None:
-        """Give units with automatic replicas more or fewer of them; all other units stay."""
-        # Of thousands, few are hot or have several replicas.
+        """Change the number of replicas of units with automatic replicas. All other units stay."""
+        # With thousands of units, only few are busy or have several replicas.
         demand, targets = self._costs.demand, self._moves.targets
         some = [u for u in fleet.units if len(targets.get(u.name, ())) > 1 or any(map(demand, u.models))]
         units = [unit for unit in self._automatic(some) if self._moves.settled(unit)]
@@ -329,13 +329,13 @@ class Planner:
         return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in wanted))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the unit's place while only others are packed: its earlier home, if that is back, else its home."""
+        """Return the unit's place while only other units are packed: its earlier home if that is back, otherwise its home."""
         before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
         back = before.pop() if len(before) == 1 else ()
         return back if back and set(back) <= set(unit.allowed) else home
 
     def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
-        """Return the workers where the unit counts as being, at most `count`."""
+        """Return the workers that count as the unit's earlier places, at most `count`."""
         target = self._moves.targets.get(unit.name, ())
         kept = [worker for worker in target if worker in unit.allowed]
         if not kept:

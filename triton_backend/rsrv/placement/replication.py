@@ -24,7 +24,7 @@ SHRINK_AT, COOL_S = 0.5, 60.0
 
 
 class Replication:
-    """Decides the replicas of units. Only the time since when a unit has had too many is kept."""
+    """Decides the replicas of units. It stores only since when a unit has had too many."""
 
     def __init__(self) -> None:
         self._quiet: dict[str, float] = {}
@@ -54,7 +54,7 @@ class Replication:
         for unit in units:
             demand = sum(costs.demand(name) for name in unit.models)
             here = list(home(unit))
-            # If each of the unit's workers were one device.
+            # Busyness if each of the unit's workers were one device.
             alone = demand * len(here) / (sum(devices[worker] for worker in here) or 1)
             if alone <= GROW_AT and len(here) == 1:
                 continue

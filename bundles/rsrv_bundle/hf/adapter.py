@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hf.directory import PICKLES, Directory, open_directory, read_documents, weigh
@@ -55,6 +58,8 @@ _KNOWN: Final = (
 )
 #: Ways to begin a training that leave the weights of the base as they are.
 _BEGINNINGS: Final = (None, True, False, "gaussian", "orthogonal")
+#: Ranks of peft's adapters without the entry r, and the largest lora_alpha.
+_RANK, _MOST_ALPHA = 8, 1e9
 
 
 def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
@@ -69,9 +74,12 @@ def merged(base: Directory, adapter: Path, folder: Path) -> Directory:
     if not weights.is_file():
         raise BundleError(f"{adapter}: has no {_WEIGHTS}; save the adapter with save_pretrained")
     weigh(_WEIGHTS, weights)
+    try:
+        stored = load_file(weights)
+    except SafetensorError as e:
+        raise BundleError(f"{_WEIGHTS}: cannot be read: {e}") from None
     tensors = {
-        name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor
-        for name, tensor in load_file(weights).items()
+        name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor for name, tensor in stored.items()
     }
     model = load_model(_class(base, config), base, unused="pooler", given=tensors)
     _merge(model, tensors, config)
@@ -109,7 +117,7 @@ def _class(base: Directory, config: Mapping[str, Any]) -> Any:
     import transformers
 
     kind = config.get("task_type")
-    if kind is not None and kind not in _CLASSES:
+    if kind is not None and (not isinstance(kind, str) or kind not in _CLASSES):
         raise BundleError(f"{_CONFIG}: task_type: {kind!r:.40} is none of {', '.join(_CLASSES)}")
     found = getattr(transformers, _CLASSES[kind] if kind else base.architecture, None)
     if kind is None and not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
@@ -124,10 +132,13 @@ def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str,
 
     Replace the weights that the adapter stores whole.
     """
-    parameters = dict(model.named_parameters())
-    alpha = config.get("lora_alpha", 8)
-    if not isinstance(alpha, int | float):
-        raise BundleError(f"{_CONFIG}: lora_alpha: {alpha!r:.40} is no number")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(map(id, parameters.values()))
+    alpha = config.get("lora_alpha", _RANK)
+    if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
+        raise BundleError(f"{_CONFIG}: lora_alpha: {alpha!r:.40} is no number below {_MOST_ALPHA:.0e}")
+    if not any(".lora_" in name for name in tensors):
+        raise BundleError(f"{_WEIGHTS}: has no matrices of LoRA; save the adapter with save_pretrained")
     for name, tensor in tensors.items():
         path, _, part = name.partition(".lora_")
         target = parameters.get(f"{path}.weight" if part else name)
@@ -136,20 +147,43 @@ def _merge(model: Any, tensors: Mapping[str, torch.Tensor], config: Mapping[str,
             raise BundleError(
                 f"{_WEIGHTS}: {name:.200}: the base has no weight for it; name the adapter's own base"
             )
+        if uses[id(target)] > 1:
+            raise BundleError(
+                f"{_WEIGHTS}: {name:.200}: is for a weight that the base uses in several places; merge the adapter with peft first"
+            )
         if part == "B.weight":
             continue
-        change = tensor.float()
-        if other is not None:
-            rank = len(tensor)
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            if other.ndim != 2 or tensor.ndim != 2 or other.shape[1] != rank:
-                raise BundleError(f"{_WEIGHTS}: {name:.200}: only matrices of linear layers can be merged")
-            change = scale * (other.float() @ change)
-            change = change.T if config.get("fan_in_fan_out") else change
-        if change.shape != target.shape:
+        pair = None if other is None else _checked(name, model.get_submodule(path), tensor, other, config)
+        shape = list(tensor.shape) if pair is None else [len(pair[0]), pair[1].shape[1]]
+        if shape != list(target.shape):
             raise BundleError(
-                f"{_WEIGHTS}: {name:.200}: has the shape {list(change.shape)}, and the base's weight {list(target.shape)}; name the"
+                f"{_WEIGHTS}: {name:.200}: has the shape {shape}, and the base's weight {list(target.shape)}; name the"
                 " adapter's own base, with the labels of the adapter in its config.json"
             )
+        rank = len(tensor) if pair else 1
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         with torch.no_grad():
-            target.copy_(target + change if part else change)
+            target.copy_(tensor if pair is None else target + scale * (pair[0] @ pair[1]))
+
+
+def _checked(
+    name: str, layer: nn.Module, inner: torch.Tensor, outer: torch.Tensor, config: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices whose product has the shape of the layer's weight. Raises BundleError."""
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(layer, nn.Linear | Conv1D) or outer.ndim != 2 or inner.ndim != 2:
+        raise BundleError(f"{_WEIGHTS}: {name:.200}: only matrices of linear layers can be merged")
+    rank = len(inner)
+    if (
+        not rank
+        or outer.shape[1] != rank
+        or not (config.get("rank_pattern") or rank == config.get("r", _RANK))
+    ):
+        raise BundleError(
+            f"{_WEIGHTS}: {name:.200}: has the rank {rank}, which is not that of its other matrix and of r in {_CONFIG}"
+        )
+    # Like peft, which corrects the entry fan_in_fan_out by the layer's class.
+    if isinstance(layer, Conv1D):
+        return inner.float().T, outer.float().T
+    return outer.float(), inner.float()

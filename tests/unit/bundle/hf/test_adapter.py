@@ -86,11 +86,12 @@ def test_a_merged_model_answers_as_its_base_with_the_adapter_apart(stable: bool,
     assert found.has("tokenizer.json")
 
 
-def test_layers_with_turned_weights_are_merged(tmp_path: Path) -> None:
-    """The weights of GPT-2's layers have the inputs first."""
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_layers_with_turned_weights_are_merged(fan_in_fan_out: bool, tmp_path: Path) -> None:
+    """The weights of GPT-2's layers have the inputs first, also if the configuration of the adapter does not say so."""
     folder = directories.gpt2(tmp_path / "base", ("a", "b"))
-    tensors = pair("transformer.h.0.attn.c_attn", 32, 96)
-    made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True)
+    tensors = pair("transformer.h.0.attn.c_attn", 32, 96) | pair("transformer.h.0.attn.c_proj", 32, 32)
+    made = adapter(tmp_path / "adapter", tensors, fan_in_fan_out=fan_in_fan_out)
     network: Any = transformers.GPT2ForSequenceClassification
     expected = apart(network.from_pretrained(folder), tensors, 6 / RANK)
     found = merged(open_directory(folder), made, tmp_path / "merged")
@@ -109,10 +110,17 @@ def test_a_directory_is_exported_with_an_adapter(tmp_path: Path) -> None:
         ServedBundle(export_hf(folder, out_dir=tmp_path / name, options=chosen))(text)["scores"]
         for name, chosen in (
             ("alone", options),
-            ("both", HubOptions(lengths=(64,), batch_sizes=(2,), adapter=made)),
+            ("merged", HubOptions(lengths=(64,), batch_sizes=(2,), adapter=made)),
         )
     )
     assert abs(alone - both).max() > 1e-3
+
+
+def matrices(
+    inner: torch.Tensor, outer: torch.Tensor, path: str = "bert.encoder.layer.0.attention.self.query"
+) -> Tensors:
+    """Return the tensors of a layer as they are."""
+    return {f"base_model.model.{path}.lora_{name}.weight": one for name, one in (("A", inner), ("B", outer))}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
@@ -140,6 +148,23 @@ REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
         {"base_model.model.bert.encoder.layer.0.output.dense.lora_A.weight": torch.ones(4, 48)},
         "the base has no weight for it",
     ),
+    "a task that is no text": ({"task_type": {}}, {}, "task_type: {} is none of"),
+    "a scale that is not finite": ({"lora_alpha": float("nan")}, {}, "lora_alpha: nan is no number"),
+    "a scale beyond floats": ({"lora_alpha": 10**400}, {}, "lora_alpha: 1000.* is no number"),
+    "nothing": ({}, {}, "has no matrices of LoRA"),
+    "no rank": ({}, matrices(torch.ones(0, 32), torch.ones(32, 0)), "has the rank 0"),
+    "another rank": ({"r": 8}, matrices(torch.ones(4, 32), torch.ones(32, 4)), "has the rank 4"),
+    "a number as a matrix": ({}, matrices(torch.tensor(1.0), torch.ones(32, 4)), "only matrices of linear"),
+    "a product beyond any memory": (
+        {"r": 1},
+        matrices(torch.ones(1, 10**6), torch.ones(10**6, 1)),
+        "has the shape",
+    ),
+    "no linear layer": (
+        {},
+        matrices(torch.ones(4, 32), torch.ones(400, 4), "bert.embeddings.word_embeddings"),
+        "only matrices of linear",
+    ),
 }
 
 
@@ -150,6 +175,25 @@ def test_an_adapter_that_would_be_merged_wrongly_is_refused(
     """Errors name the entry or the tensor."""
     made = adapter(tmp_path / "adapter", tensors, **config)
     with pytest.raises(BundleError, match=reason):
+        merged(open_directory(base(tmp_path / "base")), made, tmp_path / "merged")
+
+
+def test_a_weight_that_the_base_uses_twice_is_refused(tmp_path: Path) -> None:
+    """Training changes the embeddings, and not the head of the base that shares them."""
+    folder = directories.bert(tmp_path / "base", "BertForMaskedLM")
+    name = "base_model.model.bert.embeddings.word_embeddings.weight"
+    tensors = pair("bert.encoder.layer.0.attention.self.query", 32, 32) | {name: torch.ones(400, 32)}
+    made = adapter(tmp_path / "adapter", tensors, task_type=None)
+    with pytest.raises(BundleError, match="uses in several places"):
+        merged(open_directory(folder), made, tmp_path / "merged")
+
+
+def test_weights_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
+    """The library names the fault of the file."""
+    made = adapter(tmp_path / "adapter", {})
+    header = json.dumps({"a": {"dtype": "X1", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (made / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(BundleError, match=r"adapter_model\.safetensors: cannot be read"):
         merged(open_directory(base(tmp_path / "base")), made, tmp_path / "merged")
 
 

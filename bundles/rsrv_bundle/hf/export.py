@@ -86,7 +86,8 @@ def export_hf(
     limit = {**TOLERANCE, **(tolerance or {})}["f32"]
     with offline(), writer.scratch_beside(target) as scratch:
         if options.adapter is not None:
-            checked = merged(checked, options.adapter, Path(scratch, "merged", checked.path.name))
+            # No bundle's name begins with a dot.
+            checked = merged(checked, options.adapter, Path(scratch, ".merged", checked.path.name))
         task = options.task or task_of(checked)
         others = {
             "description": description or f"{checked.architecture or 'A model'}: {task}.",
@@ -100,7 +101,7 @@ def export_hf(
         else:
             errors = _export_recipe(recipe_of(checked, task, options), options, work, limit, others)
         writer.store_numerics(work / "manifest.yaml", {"answers": errors})
-        writer.put_in_place(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)
 
 

@@ -160,7 +160,7 @@ def inside(calls: Iterable[Call], function: str) -> Iterator[tuple[Call, ...]]:
 
 
 def changes(sequences: Iterable[Iterable[Call]]) -> int:
-    """Count the calls into another module than the one before."""
+    """Count the calls that enter another module than the previous call."""
     return sum(one.module != two.module for calls in sequences for one, two in pairwise(calls))
 
 

@@ -1,4 +1,4 @@
-"""Aliases of rsrv.yaml as models of the repository: who they lead to, and what is wrong with them. Writes nothing."""
+"""Aliases of rsrv.yaml as models of the repository: their targets, and the errors in them. Writes nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _ALIAS_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.alias")
 class AliasRecipe:
     """Everything that decides the contents of an alias's directory: a model that hands its requests to others.
 
-    The directory has the bundles of its targets, as a meta model's has those of its callees: a change of a target makes
-    Triton load the alias again, too.
+    The directory contains the bundles of its targets, so that a change of a target also makes Triton load the alias
+    again.
     """
 
     name: str
@@ -109,7 +109,7 @@ def _wrong(
     good: Mapping[str, SourceBundle],
     broken: Collection[str],
 ) -> str:
-    """Return why a model cannot be behind an alias; empty: it can."""
+    """Return why a model cannot be behind an alias. Empty: it can."""
     if target in broken:
         return f"'{target}', whose bundle is broken: fix it first"
     if target not in good:

@@ -37,8 +37,8 @@ CHOICE = "# Chosen by rsrv-gen: "
 #: Triton looks for the library libtriton_rsrv.so beside the model.
 NATIVE_BACKEND = "rsrv"
 
-#: Sequences of a model that Triton hands to the stub; further ones wait in Triton. So many that the runtime, which knows
-#: the slots, decides what a further one does; Triton takes 10 MB for them.
+#: Maximum number of a model's sequences that Triton gives to the stub. Further ones wait in Triton. It is so large
+#: that the runtime, which knows the slots, decides about them. Triton takes 10 MB for them.
 CANDIDATES = 16_384
 
 #: `max_batch_size` of a model with state, whose requests have one row each. If a request claims more rows than this, Triton's
@@ -131,7 +131,7 @@ def _render(name: str, config: Any, choice: str = "") -> bytes:
     config.ClearField("name")
     head = f"{MARK}\n{CHOICE}{choice}\n" if choice else f"{MARK}\n"
     text = f'{head}name: "{name}"\n{_text(config.SerializeToString(deterministic=True))}'
-    # The choice may name a path.
+    # The text of the choice may contain a path.
     return text.encode(errors="backslashreplace")
 
 
@@ -170,7 +170,7 @@ def render_alias(
 
 
 def _difference(one: Any, other: Any) -> str:
-    """Return what differs in the interfaces of two configurations; empty: nothing."""
+    """Return the differences between the interfaces of two configurations. Empty: there are none."""
     if one.model_transaction_policy != other.model_transaction_policy:
         return "only one of them answers with a stream"
     if (one.max_batch_size > 0) != (other.max_batch_size > 0):
@@ -185,7 +185,10 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _other_sizes(one: Bundle, other: Bundle) -> str:
-    """Return how the sizes differ that two bundles accept along their variable axes; empty: not at all, or hooks decide."""
+    """Return how the sizes differ that two bundles accept along their variable axes.
+
+    Empty: they are equal, or hooks decide.
+    """
     sizes = [_sizes(bundle.manifest) for bundle in (one, other)]
     return "" if sizes[0] == sizes[1] or "" in sizes else f"requests may have {' and '.join(sizes)}"
 

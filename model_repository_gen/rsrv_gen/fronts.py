@@ -1,4 +1,4 @@
-"""What speaks against the native front on this machine: the library does not load, or Triton is not a tested one."""
+"""Obstacles to the native front on this machine: the library does not load, or Triton is not a tested version."""
 
 import ctypes
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 #: Versions of Triton's backend API that the native front was tested with. Releases 24.10 and 26.09 both have 1.19.
 TESTED_API = frozenset({"1.19"})
 
-#: A process of its own, because Triton's library brings CUDA's libraries along.
+#: Ask in a separate process, because Triton's library loads CUDA's libraries.
 _ASK = """
 import ctypes, sys
 major, minor = ctypes.c_uint32(), ctypes.c_uint32()

@@ -74,7 +74,7 @@ class Known:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
             settled = False
-        # Signed again: a link may have led to another bundle while it was read, and may lead back later.
+        # Sign again: a link may have led to another bundle while it was read, and may lead back later.
         if signed is None or not settled or self.sign(bundle) != signed:
             return None
         self._notes.bundles[str(bundle)] = _device(bundle), signed, facts
@@ -104,7 +104,7 @@ class Known:
     def save(self, bundles: Mapping[str, Path]) -> None:
         """Write the file if there is news, and forget all but these bundles, and the places of the repository's models.
 
-        An error costs the next run time, and is none of this one's.
+        An error only costs the next run time. This run does not fail.
         """
         if self._repository is None:
             return
@@ -118,9 +118,10 @@ class Known:
         notes.bundles = {path: found for path, found in notes.bundles.items() if path in paths}
         notes.models = {name: found for name, found in notes.models.items() if name in bundles}
         file = _file(self._repository)
-        with suppress(OSError, ValueError):  # the latter for paths that are no text
+        with suppress(OSError, ValueError):  # ValueError: a path is not valid text
             content = _FORMAT.dump_json(notes)
-            # Others may write to the folder: a name that they can guess could be a link to a file of ours.
+            # Use a random name, because others may write to the folder: a name that they can guess could be a link to
+            # a file of ours.
             handle, new = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
             try:
                 with open(handle, "wb") as out:

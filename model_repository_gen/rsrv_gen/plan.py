@@ -29,7 +29,7 @@ MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 """
-#: empty file of a model with the native front: its time tells Triton to load the model again
+#: Empty file of a model with the native front. Its time makes Triton load the model again.
 NATIVE_MARK = f"{VERSION}/native"
 META_MODEL_PY = MODEL_PY.replace(b"rsrv.stub.model", b"rsrv.stub.meta_model")
 
@@ -59,15 +59,18 @@ ModelPlan = Mapping[PurePosixPath, Content]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceBundle:
-    """Valid bundle on disk, as one look found it: no later one equals it, so that what was read of it ends with it."""
+    """Valid bundle on disk in one look.
+
+    Bundles of later looks are never equal to it, so its cached content is not reused for them.
+    """
 
     path: Path
-    #: of its files before they were read; None if they changed a moment before
+    #: Signature of the files before they were read. None: they changed only a moment before.
     signature: Signature
     facts: BundleFacts
-    #: what was read with this signature; None: it is read again
+    #: Bundle that was read with this signature. None: it must be read again.
     checked: Bundle | None = field(default=None, repr=False)
-    #: as in `sign`, for the signature
+    #: Argument `linked` of `sign`, for the signature.
     linked: bool = True
 
     def read(self) -> Bundle:
@@ -80,9 +83,9 @@ def _read_once(source: SourceBundle) -> Bundle:
     """Read a bundle for its plan and for its verification, which follows."""
     if source.checked is not None and sign(source.path, linked=source.linked) == source.signature:
         return source.checked
-    # No digest: it would read every weight.
+    # Do not compute a digest, because that reads every weight.
     bundle = read_bundle(source.path, digest=False)
-    if BundleFacts.of(bundle) != source.facts:  # by which the front, the callers and the callees were chosen
+    if BundleFacts.of(bundle) != source.facts:  # the plan was made with these facts
         raise BundleError(f"{bundle.name}: its kind, its hooks or its calls have changed; try again")
     return bundle
 
@@ -92,11 +95,11 @@ class Recipe:
     """Everything that decides the contents of a model's directory."""
 
     source: SourceBundle
-    #: of a meta model, which carries its callees for both transports: a change of a callee then changes the meta model's
-    #: directory, and Triton loads it again
+    #: Callees of a meta model. It carries them for both transports, so a change of a callee changes the meta model's
+    #: directory, and Triton loads it again.
     callees: Sequence[SourceBundle] = ()
     mode: LinkMode = "hard"
-    #: only metas call it
+    #: True if only meta models call it.
     internal: bool = False
     limits: config.RowLimits = field(default_factory=config.RowLimits)
     native: bool = False
@@ -147,7 +150,7 @@ class Recipe:
 class RepositoryPlan:
     """Contents of a repository."""
 
-    #: model name -> how its directory is made; models come before the metas that may call them
+    #: Recipes of the models' directories, by name. Models come before the meta models that may call them.
     models: Mapping[str, Recipe]
     #: model that clients cannot address -> the metas that call it; it may have a directory or none
     internal: Mapping[str, tuple[str, ...]]

@@ -85,7 +85,7 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
             done = _Generator(options.output, options, writer, look, actions)
             done.models(sources, settings, known)
             served = not sources.good.keys() <= done.failed
-            # Of a run that made no model, nothing stays: a wrong path must not become a watched folder.
+            # If the run made no model, remove everything: a wrong path must not become a watched folder.
             if served:
                 done.settings(settings)
                 if writer is not None:
@@ -101,9 +101,9 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
 
 
 def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
-    """Run a module as a program with the runtime's interpreter, the only one that must have jax.
+    """Run a module as a program with the runtime's interpreter, because only that one must have jax.
 
-    `quiet`: its output goes to stderr. Returns the exit status.
+    `quiet`: write its output to stderr. Return the exit status.
     """
     python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
     command = [python, "-P", "-m", module, *map(str, arguments)]
@@ -146,7 +146,7 @@ def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
 
 
 def recorded(file: Path) -> LifecycleSection:
-    """Return what a repository's settings say of its bundles; the environment does not count.
+    """Return the settings of a repository about its bundles, without the environment.
 
     Without the file, or with a damaged one, return the defaults.
     """
@@ -184,7 +184,7 @@ class _Generator:
         self.changes = 0
         #: for --json
         self._actions = actions
-        #: a given path or bundle is unusable
+        #: True if a given path or bundle is unusable.
         self.refused = False
         #: models that could not be written
         self.failed: set[str] = set()
@@ -204,7 +204,7 @@ class _Generator:
             stays=stays,
             known=known,
         )
-        # Each has an action.
+        # Each of these models has an action.
         names = our_models(self._repository) | sources.good.keys() | settings.aliases.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
@@ -217,7 +217,7 @@ class _Generator:
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
         name = step.name
-        if step.targets:  # which were verified before, each by itself
+        if step.targets:  # targets were verified before, each by itself
             if wrong := self.failed.intersection(step.targets):
                 self.failed.add(name)
                 _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")

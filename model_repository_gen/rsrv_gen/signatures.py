@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rsrv.native import GUARD, LIBRARY
 
-#: Bytes; smaller files are always copied: a manifest that is edited in place must not change the served model.
+#: Files with fewer bytes are always copied: a manifest that is edited in place must not change the served model.
 LINK_BYTES = 2**20
 #: Errors of a file that last until it is changed: the bundle is broken.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
-#: Differs if the files of a directory do; None: the directory could not be read as a whole.
+#: Differs if the files of a directory differ. None: the directory could not be read completely.
 Signature = str | None
 
 
@@ -23,7 +23,7 @@ def sign(folder: str | os.PathLike[str], *, linked: bool) -> Signature:
     """Return the signature of a directory; None if it cannot be read. `linked`: rsrv-gen makes hard links of large files."""
     try:
         return signature(_files(os.fspath(folder), "", linked))
-    except (OSError, RecursionError):  # the latter for directories a thousand deep
+    except (OSError, RecursionError):  # RecursionError: the directory is nested a thousand deep
         return None
 
 
@@ -55,7 +55,7 @@ def _files(folder: str, prefix: str, linked: bool) -> Iterator[tuple[str, int, i
                     raise
                 yield name, -1, 0, 0, 0
                 continue
-            # A hard link changes the ctime of a file; those of rsrv-gen are no changes.
+            # A hard link changes the ctime of a file. Ignore such changes by rsrv-gen itself.
             shared = linked and (status.st_size >= LINK_BYTES or entry.name in (LIBRARY.name, GUARD))
             ctime = 0 if shared else status.st_ctime_ns
             yield name, status.st_size, status.st_mtime_ns, ctime, status.st_ino

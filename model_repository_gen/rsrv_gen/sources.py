@@ -23,7 +23,8 @@ from rsrv_gen.plan import SourceBundle
 
 #: file with the settings beside the models
 SETTINGS_FILE = "rsrv.yaml"
-#: new bundles that are kept from their check to their plan; one takes some 30 kB, and each hundred of its weights as much
+#: Number of new bundles that are kept from their check to their plan. A bundle takes some 30 kB, and as much for each
+#: hundred of its weights.
 _KEPT = 2000
 
 
@@ -52,7 +53,8 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
     sources = Sources(given=[*paths])
     places: dict[str, list[Path]] = {}
     for path in sources.given:
-        # Absolute, but links stay: the directory's name is the model's name, even if it is a link.
+        # Make the path absolute, but do not resolve links: the directory's name is the model's name, even if it is a
+        # link.
         place = Path(os.path.abspath(path))
         try:
             is_bundle = (place / "manifest.yaml").is_file()
@@ -98,7 +100,7 @@ def _read(name: str, places: Sequence[Path], known: Known, room: int) -> SourceB
 
 
 def _check(path: Path) -> tuple[Bundle, BundleFacts]:
-    """Read a bundle whole, but for its weights and modules. Raises BundleError, ConfigError, OSError."""
+    """Read a bundle completely, except its weights and modules. Raises BundleError, ConfigError, OSError."""
     bundle = read_bundle(path, digest=False)
     if bundle.hooks is not None:
         check_hooks(bundle.hooks, bundle.manifest.kind)

@@ -126,7 +126,7 @@ class SwapFolder:
             new.rename(target)
 
     def remove(self) -> None:
-        # First: with the record, the part that a crash leaves would count as a model.
+        # Remove the record first. With it, a partly removed version would count as a model after a crash.
         with suppress(OSError):
             (self.path / _RECORD).unlink()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -137,9 +137,9 @@ class SwapFolder:
 
 
 def place_beside(repository: Path) -> Path:
-    """Return the folder for what belongs to a repository and is no part of it."""
+    """Return the folder for files that belong to a repository but are not part of it."""
     # A mount point's parent is another file system, and a rename does not cross it; another user's parent takes no
-    # folder. Then a hidden folder inside must do, though a polling Triton logs an error while it exists.
+    # folder. In these cases, use a hidden folder inside, although a polling Triton logs an error while it exists.
     foreign = repository.parent.stat().st_dev != repository.stat().st_dev
     inside = foreign or not os.access(repository.parent, os.W_OK)
     return repository if inside else repository.parent
@@ -175,7 +175,7 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
     lost = []
     for put in puts:
         if place_beside(repository) == repository:
-            # No server would start: it would take the kept version for a model that cannot be loaded.
+            # Otherwise no server would start: it would take the kept version for a model that cannot be loaded.
             put.forget()
             lost.append(put.name)
         else:
@@ -184,7 +184,10 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
 
 
 def _recorded(aside: Path) -> tuple[str, tuple[int, int] | None]:
-    """Return the model that replaced this folder's, and its version; None as version if it is incomplete."""
+    """Return the model that replaced the version in this folder, and the model's version.
+
+    The version is None if it is incomplete.
+    """
     try:
         name, (inode, changed) = json.loads((aside / _RECORD).read_text())
     except (OSError, ValueError, TypeError):

@@ -179,7 +179,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
 
 
 def _note(source: SourceBundle, metas: Sequence[str]) -> str:
-    """Return the text behind a model's name: the callees that it carries, or the metas that alone call it."""
+    """Return the text after a model's name: the callees that it carries, or the meta models that alone call it."""
     if source.facts.calls:
         return f" (carries {', '.join(source.facts.calls)})"
     return f" (internal: called by {', '.join(metas)})" if metas else ""
@@ -202,7 +202,7 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The model has no bundle. It is to be removed once the meta models `carriers`, which carry it, are in place."""
+    """The model has no bundle. It is removed once the meta models `carriers`, which carry it, are in place."""
 
     carriers: tuple[str, ...] = ()
 

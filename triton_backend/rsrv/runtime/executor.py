@@ -23,7 +23,8 @@ log = logging.getLogger("rsrv.executor")
 
 #: seconds of wall time above which an execution on the loop is slow: forty times the longest that is expected there
 SLOW_S = 0.02
-#: seconds that a model's slow executions may take together within WINDOW_S seconds; more ban it for BAN_S seconds
+#: A model is banned for BAN_S seconds if its slow executions take more than this many seconds within WINDOW_S
+#: seconds.
 BLOCKED_S = 0.1
 WINDOW_S = 10.0
 BAN_S = 60.0

@@ -16,7 +16,7 @@ from rsrv.sim.schema import Bursts, Poisson, RequestKeys, Zipf
 
 
 class Arrival(NamedTuple):
-    """A request that is about to arrive at `t`; times in seconds, `deadline_s` from then on."""
+    """A request that arrives at `t`. Times are in seconds. `deadline_s` counts from `t`."""
 
     t: float
     model: str

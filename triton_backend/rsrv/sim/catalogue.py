@@ -38,7 +38,7 @@ class TensorMemory:
 
     def __init__(self, history: list[tuple[float, int]]) -> None:
         self._holders: Counter[Any] = Counter()
-        #: (time, bytes from then on)
+        #: Times, with the bytes from then on.
         self._history = history
         self.nbytes = 0
 
@@ -60,7 +60,7 @@ class TensorMemory:
 
 
 def _nothing() -> None:
-    """Stand for the work of a step, which takes virtual time alone."""
+    """Do nothing, in place of a step's work, which only takes virtual time."""
 
 
 def _tensors(program: Program) -> Mapping[Any, int]:
@@ -85,7 +85,7 @@ class Catalogue:
         self._limit = scenario.host_memory_bytes
         self._starts = record.starts
         self._loading = loading
-        #: models that the runtime has: the scheduler knows them.
+        #: Models that the scheduler knows.
         self.started: set[str] = set()
         self._queue = StartQueue()
         #: models that start.
@@ -97,22 +97,25 @@ class Catalogue:
         #: requests for models that start.
         self._waiting: dict[str, dict[int, Request]] = {}
         self._host = TensorMemory(record.host)
-        #: models with a host copy, and those that got or lost one (a dictionary for its order); the device takes them out.
+        #: Models with a host copy.
         self._copies: set[str] = set()
+        #: Models that got or lost a copy (a dictionary for its order). The device removes them.
         self.changed: dict[str, None] = {}
-        #: requests of each model that have not ended, and when the last one ended.
+        #: Number of unended requests of each model.
         self._unended: Counter[str] = Counter()
+        #: Time when a model's last request ended.
         self._used: dict[str, float] = {}
-        #: coming times: (time, sequence, model that may fall back, or end of a request that still waits then).
+        #: Coming times: (time, sequence, and the model that may fall back, or the request that ends if it still waits
+        #: then).
         self._times: list[tuple[float, int, str | tuple[Request, Outcome]]] = []
         self._sequence = count()
-        #: when each model falls back next: entries of `_times` with another time are stale.
+        #: Time when each model falls back next. Entries of `_times` with another time are stale.
         self._looks: dict[str, float] = {}
 
     # --- events of the device --------------------------------------------------------------------------
 
     def add(self, model: str, now: float) -> None:
-        """Count a model as started, with a host copy if no other has to leave for it."""
+        """Count a model as started. It gets a host copy if no other copy must be dropped for it."""
         self.started.add(model)
         self._used[model] = now
         self._copy(model, now)
@@ -158,7 +161,7 @@ class Catalogue:
         return min(built, self._times[0][0]) if self._times else built
 
     def step(self, now: float) -> list[Event | Finish]:
-        """Carry out the first change that is due; return what the scheduler is told, and requests that end."""
+        """Carry out the first change that is due. Return the events for the scheduler, and the requests that end."""
         if self._building is not None and self._building.ended == now:
             return self._started(self._building, now)
         at, _, what = heappop(self._times)
@@ -200,7 +203,7 @@ class Catalogue:
         return Demand(Urgency.REQUESTED, min(deadlines, default=inf), self._programs[model].weight)
 
     def _drop_start(self, model: str) -> None:
-        """Start a model no more, unless its start has begun."""
+        """Cancel a model's start, unless it has begun."""
         if self._queue.drop(model):
             self._asked.remove(model)
 
@@ -232,7 +235,7 @@ class Catalogue:
     # --- idleness ---------------------------------------------------------------------------------------------
 
     def _watch(self, model: str, now: float) -> None:
-        """Look at an idle model when its next limit is over; `now` if that was before."""
+        """Check an idle model when its next limit is reached, or `now` if that time has passed."""
         limit = min(self._lives[model].idle.host, self._lives[model].idle.executable)
         if limit < inf and not self._unended[model]:
             self._look(model, max(now, instant(self._used[model] + limit)))
@@ -243,9 +246,9 @@ class Catalogue:
             self._push(at, model)
 
     def _fall_back(self, model: str, now: float) -> list[Event | Finish]:
-        """Let go of what a model has had for too long without a request."""
+        """Drop everything that a model has had for too long without a request."""
         if self._unended[model] or model not in self.started:
-            return []  # the end of its last request, or its next start, sets the next look
+            return []  # the end of its last request, or its next start, sets the next check
         idle, used = self._lives[model].idle, self._used[model]
         host, cold = instant(used + idle.host), instant(used + idle.executable)
         if coming := [at for at in (host, cold) if now < at < inf]:

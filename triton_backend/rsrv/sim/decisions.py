@@ -41,7 +41,7 @@ def fleet_decision_lines(record: FleetRecord) -> Iterator[str]:
         for name, one in record.devices.items()
     ]
     asked = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
-    # Ties: commands first, then the devices in their order.
+    # If times are equal, commands come first, then the devices in their order.
     for t, line in merge(asked, *told, key=lambda line: line[0]):
         yield f"t={t:.6f} {line}"
 

@@ -39,9 +39,9 @@ from rsrv.sim.naive import NAIVE
 from rsrv.sim.record import ExecutionRecord, LoadRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
 
-#: seconds of the shortest execution or pause, so that time goes on.
+#: Shortest execution or pause in seconds, so that time always advances.
 SHORTEST = 1e-9
-#: share of its cost that an execution takes at least, however its jitter falls.
+#: Smallest share of its cost that an execution takes, whatever its jitter is.
 _MIN_COST_SHARE = 0.1
 
 # Kinds of events at one instant, in order; ticks come last and are not in the heap.
@@ -71,9 +71,11 @@ class SimulatedDevice:
         self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
         self._random = random
         self._ended = ended
-        #: models whose weights are on the device, and the load and the read that run.
+        #: Models whose weights are on the device.
         self.resident: set[str] = set()
+        #: The load that runs.
         self.loading: LoadWeights | None = None
+        #: The read that runs.
         self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
             self.record, lambda model: any(one and one.model == model for one in (self.loading, self.reading))
@@ -87,8 +89,9 @@ class SimulatedDevice:
         self._claimed: int | None = None
         #: bytes that were read from the disk for the next load of each model.
         self._read_bytes: dict[str, int] = {}
-        #: until when the device and the link are taken.
+        #: Time until which the device is busy.
         self._device_free = 0.0
+        #: Time until which the link is busy.
         self._link_free = 0.0
         budget = scenario.settings.weight_budget_bytes
         #: bytes that the budget leaves for weights that are on the device from the start.
@@ -112,7 +115,7 @@ class SimulatedDevice:
             self._add(self.scenario.programs[model], False, now)
 
     def answers_in_s(self, model: str, now: float) -> float:
-        """Return the seconds until a batch that came now would be answered, as a stub expects by the runtime's board."""
+        """Return the seconds until the device would answer a batch that came now, as a stub expects by the runtime's board."""
         program = self.scenario.programs[model]
         known = model in self.catalogue.started
         load_s = self.scheduler.load_seconds(model) if known else program.load_seconds
@@ -123,7 +126,7 @@ class SimulatedDevice:
         t = min(self._heap[0][0] if self._heap else inf, self.catalogue.due())
         wakeup = self.scheduler.next_wakeup()
         if wakeup is not None and wakeup < t:
-            # Not before it is due: an early tick would do nothing.
+            # Do not tick before it is due, because an early tick would do nothing.
             t = min(t, max(now, _not_before(wakeup)))
         return t
 
@@ -219,7 +222,7 @@ class SimulatedDevice:
         self._tell_copies(now)
 
     def _tell_copies(self, now: float) -> None:
-        """Have the scheduler told which host copies have come or gone, after what it is told now."""
+        """Report to the scheduler which host copies have come or gone, after the present event."""
         changed, self.catalogue.changed = self.catalogue.changed, {}
         for model in changed:
             self._push(now, _LOADED, CopyChanged(model, self.catalogue.has_copy(model)))

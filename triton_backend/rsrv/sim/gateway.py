@@ -43,8 +43,9 @@ class SimulatedGateway:
         #: time of the next look at the devices; the first one is before all other events.
         self.next_look = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
-        #: whole repacks by trigger, and changes of a packed model's home.
+        #: Whole repacks by trigger.
         self.repacks: dict[str, int] = {}
+        #: Changes of a packed model's home.
         self.moves = 0
         self._looks = 0
         self._pause = options.probe_s
@@ -102,7 +103,7 @@ class SimulatedGateway:
         self._router.release(self._choices.pop(request))
 
     def look(self, now: float) -> list[tuple[int, Event]]:
-        """Look at all devices, take over the planner's table, and return the events for devices."""
+        """Read all devices, apply the planner's table, and return the events for devices."""
         self._looks += 1
         plan = self._planner.look(self._views(now), now)
         if plan.table is not self._table:
@@ -169,7 +170,7 @@ class SimulatedGateway:
 
 
 class _Models(Mapping[str, ModelView]):
-    """All models of a worker. Iteration yields only the ones with a request; the others all look alike."""
+    """All models of a worker. Iteration yields only models with a request. All other models look alike."""
 
     __slots__ = ("_seen", "_unseen")
 

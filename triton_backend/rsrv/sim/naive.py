@@ -11,7 +11,7 @@ from rsrv.scheduler.ranking import Rank
 
 
 class StaticPriority(Fifo):
-    """The model with work and the greatest weight goes, equal ones by arrival. The others starve."""
+    """The model with work and the greatest weight executes, equal ones by arrival. The others starve."""
 
     __slots__ = ()
 

@@ -28,13 +28,14 @@ MOST_REQUESTS = 20_000
 _MOST_COPIES, _MOST_CARDS = 16, 16
 #: Type that `rsrv-bundle narrow` stores f32 weights in -> how many times fewer bytes they take.
 _NARROWER = {"bf16": 2, "i8": 4}
-#: share of the budget that a search does not tell apart
+#: A search does not distinguish budgets that differ by less than this share.
 _BUDGET_STEP = 0.02
-#: share of a model's executions from which a size is worth a place, and of its device time from which sizes are named
+#: A size is worth compiling from this share of a model's executions. Sizes are named from this share of its device
+#: time.
 _USED, _WORTH = 0.05, 0.05
-#: models whose sizes are named: those that gain most
+#: Number of models whose sizes are named: those that gain most.
 _NAMED = 10
-#: later begin of each copy's traffic, as a share of the time: any number of copies are spread evenly
+#: Shift of the beginning of each copy's traffic, as a share of the time. It spreads any number of copies evenly.
 _GOLDEN = 0.618034
 
 
@@ -42,7 +43,7 @@ _GOLDEN = 0.618034
 class Simulated:
     """A simulated scenario."""
 
-    #: with requests that ended without an answer as infinitely slow; None: there are no requests.
+    #: Requests that ended without an answer count as infinitely slow. None: there are no requests.
     p99_s: float | None
     in_time: float | None
     records: Sequence[Record]
@@ -143,7 +144,7 @@ def _more_models(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
 def with_copies(scenario: Scenario, count: int) -> Scenario:
     """Return a scenario with so many more models: copies of those that are asked, in turn, with traffic of their own."""
     names = _asked(scenario)
-    # Any first few of them are as the whole.
+    # After this, the first few names represent all of them.
     Random(0).shuffle(names)
     length = _length(scenario)
     by_model: dict[str, list[RequestKeys]] = defaultdict(list)
@@ -168,7 +169,7 @@ def with_copies(scenario: Scenario, count: int) -> Scenario:
 def _copied(program: Program, name: str, copy: str) -> Program:
     tensors = program.tensors
     if tensors is not None:
-        # What the model shares with others, its copy does, too.
+        # A copy shares the same tensors as its model.
         tensors = {
             f"own of {copy}" if key == f"own of {name}" else key: size for key, size in tensors.items()
         }
@@ -198,7 +199,7 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     if not good(0):
         return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
     step = last_good(good, ceil((1 - least / whole) / _BUDGET_STEP))
-    # In bytes as well: the rounded figure may be too small for the largest model.
+    # Also show bytes, because the rounded figure may be too small for the largest model.
     found = f"{budget(step)} bytes ({amount(budget(step))})"
     return Answer(question, f"{found}; all weights are {amount(whole)}", trials[step])
 
@@ -210,7 +211,7 @@ def _tensor_bytes(scenario: Scenario) -> int:
 
 
 def with_narrow_weights(scenario: Scenario, divisor: int) -> Scenario:
-    """Return a scenario whose models have so many times fewer bytes of weights."""
+    """Return a scenario in which the weights of all models have this many times fewer bytes."""
 
     def narrow(program: Program) -> Program:
         tensors = program.tensors
@@ -286,7 +287,7 @@ def _listed(keys: Sequence[tuple[int, int]]) -> str:
 
 
 def _keeps(key: tuple[int, int], program: Program, used: Counter[tuple[int, int]]) -> bool:
-    # Requests as large as the largest size need it, and variants that hardly came stay as they are.
+    # Requests as large as the largest size need it. Variants with few requests keep their sizes.
     largest = max(size for variant, size in program.costs if variant == key[0])
     of_variant = sum(count for (variant, _), count in used.items() if variant == key[0])
     if key[1] == largest or not of_variant:
@@ -385,7 +386,7 @@ def _length(scenario: Scenario) -> float:
 def page(answers: Sequence[Answer]) -> str:
     """Return a table: a row for each answer."""
     head = ("", "p99", "in time", "answer")
-    # Texts last: the table aligns figures to the right.
+    # Put texts last, because the table aligns figures to the right.
     lines = aligned([head[:3], *((one.question, *_cells(one.trial)) for one in answers)]).splitlines()
     return "\n".join(
         f"{line}  {text}"

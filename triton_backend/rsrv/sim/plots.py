@@ -215,7 +215,7 @@ def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
 
 
 def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: np.ndarray) -> np.ndarray:
-    """Share of each window in which the model (None: all without a colour) had the device."""
+    """Return the share of each window in which the device executed the model (None: all models without a colour)."""
     mine = [
         (one.started, one.ended)
         for one in record.executions

@@ -24,11 +24,11 @@ class RequestRecord:
     started: float | None = None
     ended: float = inf
     outcome: Outcome | None = None
-    #: index of the device that it went to.
+    #: Index of the device that executed it.
     device: int = 0
     #: True if its model had not started when it arrived.
     cold: bool = False
-    #: along its model's padded axis; 0: the model has none.
+    #: Length along the model's padded axis. 0: the model has none.
     length: int = 0
 
 
@@ -39,7 +39,7 @@ class ExecutionRecord:
     execute: Execute
     started: float
     ended: float
-    #: the rows of its requests and its size; with a padded axis each row times its length.
+    #: Rows of the requests, and the compiled size. With a padded axis, each row counts times its length.
     useful: int
     size: int
 

@@ -29,7 +29,7 @@ _LINE_S = 10.0
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit status, as `cli.main`."""
     collecting = gc.isenabled()
-    # A simulation makes no garbage before its end, and searching a million requests for some takes long.
+    # A simulation makes no garbage before its end, and a collection over a million requests takes long.
     gc.disable()
     try:
         return _run(options)
@@ -54,7 +54,7 @@ def run_plan(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not answers:
             raise
-        status = 130  # the answers so far are true
+        status = 130  # the answers so far are valid
     if options.json:
         print(json.dumps(plan.to_json(answers), indent=2))
         return status
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
                 f"the costs of {model} are estimates for {card} by its data sheet, to compare, not to rely on"
             )
         if options.out is not None:
-            # Before the simulation, which may take minutes.
+            # Do this before the simulation, which may take minutes.
             options.out.mkdir(parents=True, exist_ok=True)
         if options.idle is not None:
             lines, text = _run_sweep(scenario, options)

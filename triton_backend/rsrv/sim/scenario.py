@@ -49,7 +49,7 @@ class Scenario:
     lives: Mapping[str, "Life"]
     #: model -> relative standard deviation of its real executions from their cost.
     jitter: Mapping[str, float]
-    #: whether models start with their weights on the device, as far as the budget goes.
+    #: True if models start with their weights on the device, as far as the budget allows.
     warm: bool
     start_timeout_s: float
     #: None: no limit
@@ -64,14 +64,14 @@ class Scenario:
     closed: Sequence[ClosedLoop]
     #: model -> length of each variant, of the models with a padded axis.
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: seconds that an answer takes beside the runtime
+    #: Seconds that an answer takes outside the runtime.
     front_s: float = 0.0
     devices: int = 1
-    #: as many devices belong to each
+    #: Number of servers, which have equally many devices.
     servers: int = 1
     #: None: one device, and nothing to choose. Its `models` name single models.
     gateway: GatewayKeys | None = None
-    #: model, or group of equal ones, whose costs are estimates -> the card that they are for
+    #: For models, or groups of equal ones, with estimated costs: the card of the estimates.
     estimated: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -174,7 +174,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
     ]
     names = _Names(groups, programs, problems)
     section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
-    # The simulated device gets its next execution at the moment one ends, so a greater depth gains nothing.
+    # The simulated device gets its next execution at the moment when one ends, so a greater depth gains nothing.
     section |= {"discipline": discipline, "depth": file.settings.depth or 1}
     return Scenario(
         discipline=discipline,
@@ -304,7 +304,7 @@ class _Estimates(NamedTuple):
 
 
 def _estimates(group: str, path: Path, problems: list[str]) -> _Estimates:
-    """Return the costs of a model by a file of executables, of which none is read; report what is missing there."""
+    """Return the estimated costs of a model from a file of executables, which are not read. Report missing ones."""
     about = f"models.{group}.compiled"
     try:
         with StoredExecutables(path) as stored:

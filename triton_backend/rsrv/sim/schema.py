@@ -276,8 +276,8 @@ class Bursts(_OpenLoop):
 class ClosedLoop(_SourceKeys):
     """Clients that send their next request when the last one has ended.
 
-    One that was turned away at once is sent again after the time that the refusal names, or 1 ms; each
-    attempt counts as a request.
+    A request that is refused at once is sent again after the time that the refusal names, or after 1 ms. Each attempt
+    counts as a request.
     """
 
     models: list[str] | None = Field(None, min_length=1, description="The models; absent: all.")

@@ -20,7 +20,7 @@ from rsrv.sim.record import FleetRecord, Record, RequestRecord, SimulationError
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.schema import ClosedLoop
 
-#: seconds until a closed-loop client retries a refused request, if the refusal names no time.
+#: If a refusal names no time, a closed-loop client retries after this many seconds.
 _RETRY_S = 0.001
 
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.requests: list[RequestRecord] = []
-        # One stream for each model, wherever it executes.
+        # Use one stream for each model, on whichever device it executes.
         random = {
             name: Random(f"{scenario.seed}/cost/{name}") for name, jitter in scenario.jitter.items() if jitter
         }
@@ -93,7 +93,7 @@ class _Simulation:
 
     def run(self) -> "_Simulation":
         for index, program in enumerate(self.scenario.programs.values()):
-            # Pinned weights start on every device, others on one.
+            # Pinned weights start on every device, other weights on one.
             home = index % len(self.devices)
             for device in self.devices if program.pinned else self.devices[home : home + 1]:
                 device.start(program)

@@ -167,7 +167,7 @@ class DirectRun:
         self._numbers = itertools.count()
         #: numbers of device tensors that were garbage-collected
         self.released: deque[int] = deque()
-        #: True if the connection must not be used any more. `down`: because the runtime is gone.
+        #: `broken`: the connection must not be used any more. `down`: it is broken because the runtime is gone.
         self.broken = self.down = False
         #: True if the device had a call that failed because the runtime is gone.
         self.suspect = False

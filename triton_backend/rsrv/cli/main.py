@@ -278,7 +278,7 @@ def parser() -> CommandParser:
     )
     sleep = command("sleep", "free the devices' memory for other programs; the next request wakes them")
     for one, force in (
-        (restart, "if the limit is reached, restart and have them begin again"),
+        (restart, "at the limit, restart all the same: unfinished work begins again"),
         (sleep, "the same, and sleep although requests wait, which wake the device at once"),
     ):
         _add_device(one, "all, one after another")
@@ -290,7 +290,7 @@ def parser() -> CommandParser:
             help="limit of executions and runs of meta models in progress; default: %(default)g",
         )
         one.add_argument("--force", action="store_true", help=force)
-    _add_device(command("wake", "have devices that sleep serve again"), "all")
+    _add_device(command("wake", "start sleeping devices again"), "all")
     profile = command("profile", "record a profile of the runtime and its device")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")

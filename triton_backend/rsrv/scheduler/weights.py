@@ -26,7 +26,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.history import History
 from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
 
-#: share of the latest pause in the usual one.
+#: Weight of the latest pause in the average that counts as the usual pause.
 _PAUSE_ALPHA = 0.3
 #: seconds for which a failed load is not retried; doubled from the first to the longest.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0

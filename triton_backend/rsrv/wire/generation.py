@@ -19,7 +19,7 @@ _MAX_TOKENS = (MAX_FRAME - HEADER.size) // _TOKEN.size
 class Generate(NamedTuple):
     """One generation. Sampling values have the meaning of the manifest's `sampling` tensor."""
 
-    request: int  # unique on this connection, as a submission's
+    request: int  # unique on this connection, like the number of a submission
     prompt: Sequence[int]
     max_tokens: int | None = None  # None: the model's
     temperature: float = 0.0  # 0: greedy

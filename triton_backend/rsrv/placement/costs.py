@@ -89,7 +89,7 @@ class Costs:
         self._expected: dict[str, float] = {}
 
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
-        """Handle all workers' current current views. Return the device seconds consumed since the last ones.
+        """Handle all workers' current views. Return the device seconds consumed since the last ones.
 
         A view that comes sooner than SAMPLE_S, or has the last one's measurement, is skipped. A worker that is not
         in `views` is forgotten.

@@ -299,7 +299,7 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
     for index, array in flight.gathered.items():
         outputs[index] = array
     flight.dispatch.scatter(outputs, flight.in_place)
-    # After a failure, keep the block, because the device may still read it.
+    # Not after a failure: the device may still use the block, so no other execution may get it.
     if flight.staged is not None:
         staging.give(flight.staged)
     return seconds

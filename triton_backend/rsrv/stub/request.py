@@ -143,13 +143,13 @@ class ClientRequest:
             self.nbytes = sum(size_of(tensor.as_numpy()) for tensor in self.triton.inputs())
 
     def open_reply(self, responses: Responses) -> Reply:
-        """Have the request answered after execute() returned, by the reply that this returns."""
+        """Make the request one that is answered after execute() returned, and return its reply."""
         sender = self.triton.get_response_sender()
         self.reply = reply = Reply(sender, responses, self.params.deadline_ns, self.id)
         return reply
 
     def failure_for(self, error: Exception) -> RequestFailure:
-        """Make the request one that is answered after execute() returned, and return its reply."""
+        """Return the request's failure for an error of handling it. Call this while `error` is handled."""
         if isinstance(error, RequestFailure):
             return error.copy()  # a traceback would keep the whole batch alive
         log.exception("%s: handling failed", request_name(self.id), extra=of_request(self.id))

@@ -217,14 +217,35 @@ def test_a_spare_whose_turn_does_not_come_is_replaced(tmp_path: Path) -> None:
 
         keeper.withdraw()
 
-        assert not prepared.is_running()
+        wait_until(lambda: not prepared.is_running())
         (other,) = wait_until(lambda: set(mine.children()) - before)
         keeper.withdraw()
         assert other.is_running()
         assert keeper._spare is not None
+        assert keeper._spare.problem() == ""
         keeper._spare.sock.shutdown(socket.SHUT_RDWR)
         keeping.join(20)
         assert not keeping.is_alive()
+
+
+def test_a_withdrawal_does_not_wait_for_the_end_of_the_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop withdraws the spare, and requests would wait while the driver ends the spare's context."""
+    waiting = Queue[threading.Thread]()
+    with socket.socket() as listener:
+        command = [sys.executable, "-c", _READY_UNTIL_CLOSED, READY]
+        keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
+        assert renewed(keeper) == ""
+        assert keeper._spare is not None
+        process = keeper._spare.process
+        wait = process.wait
+        monkeypatch.setattr(process, "wait", lambda: waiting.put(threading.current_thread()))
+
+        keeper.withdraw()
+
+        assert waiting.get(timeout=PATIENCE_S) is not threading.current_thread()
+        assert wait(PATIENCE_S) == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -304,9 +325,9 @@ def test_a_spare_for_a_planned_end_is_withdrawn_with_it(tmp_path: Path) -> None:
         keeper = SpareKeeper(command, os.environ, listener.fileno(), tmp_path, lambda: False)
         for fresh in (False, True, False):
             assert renewed(keeper, fresh=fresh) == ""
-            (spare,) = set(mine.children()) - before
+            assert len(set(mine.children()) - before) == 1
             keeper.withdraw()
-            assert not spare.is_running()
+            wait_until(lambda: set(mine.children()) == before)
     keeper.stay_back(b"record")
     assert (tmp_path / LAST_RECORD).read_bytes() == b"record"
     assert asleep_since(tmp_path) == pytest.approx(time.time(), abs=60)

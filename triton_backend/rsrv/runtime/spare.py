@@ -155,7 +155,10 @@ class SpareKeeper(Successor):
             if self._spare is None or (self._keeps and self._spare is not self._prepared):
                 return
             spare, self._spare = self._spare, None
-        spare.end()
+        spare.process.kill()
+        # The loop does not wait for the end: a GPU's driver takes a while to end a context.
+        with suppress(RuntimeError):  # the system has no thread left, so the process stays a zombie
+            threading.Thread(target=spare.end, name="withdrawal", daemon=True).start()
 
     def stay_back(self, record: bytes) -> None:
         """Let the spare wait for a connection when its turn has come. Raises OSError."""

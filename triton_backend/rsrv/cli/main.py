@@ -279,7 +279,7 @@ def parser() -> CommandParser:
     sleep = command("sleep", "free the devices' memory for other programs; the next request wakes them")
     for one, force in (
         (restart, "at the limit, restart all the same: unfinished work begins again"),
-        (sleep, "the same, and sleep although requests wait, which wake the device at once"),
+        (sleep, "at the limit, sleep all the same, even if requests wait, which wake the device at once"),
     ):
         _add_device(one, "all, one after another")
         one.add_argument(

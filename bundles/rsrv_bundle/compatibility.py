@@ -96,7 +96,7 @@ REFUSED: Final = (
     Rule((_F.NARROW, _F.HALF), _METAS, "has no modules of its own; narrow the bundles that it calls"),
     Rule((_F.CALLED,), _METAS, "which is a meta model; list the models that it calls"),
     Rule((_F.CALLED,), _STATEFUL, "which keeps state for the sequences of clients, and a call belongs to none"),
-    Rule((_F.CALLED,), (_F.PADDING,), "which has a padded axis; only clients can call such a model, so export it without pad"),
+    Rule((_F.CALLED,), (_F.PADDING,), "which has a padded axis; only clients can call such a model, so export it without pad, and a directory of Hugging Face with a single length"),
     Rule(_ALIASES, _METAS, "which is a meta model: name a model"),
     Rule(_ALIASES, (_F.INTERNAL,), "which only meta models may call: its manifest says `internal: true`"),
     Rule(_ALIASES, (_F.STATE,), "which keeps state: a sequence must go to its model by name"),

@@ -257,7 +257,7 @@ def export_bundle(
             if narrow:
                 wide, work = run, Path(scratch, "narrowed", target.name)
                 narrow_into(wide, work, weights or KEEP, compute, examples=arrays, tolerance=tolerance or {})
-        writer.put_in_place(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)
 
 

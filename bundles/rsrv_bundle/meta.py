@@ -55,5 +55,5 @@ def write_meta_bundle(
         writer.write_manifest(work / manifest.FILE, document)
         check_hooks(work / HOOKS_FILE, "meta")
         read_bundle(work, digest=False)
-        writer.put_in_place(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)

@@ -116,7 +116,7 @@ def narrow_bundle(
             tolerance=tolerance,
             look=look,
         )
-        writer.put_in_place(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return replace(report, bundle=read_bundle(target))
 
 

@@ -56,7 +56,7 @@ def convert(
         new = read_bundle(work, digest=False)
         if before is not None:
             _check_equal(before, ModuleRunner(new, look))
-        writer.put_in_place(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)
 
 

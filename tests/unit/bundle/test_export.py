@@ -399,15 +399,16 @@ def test_a_foreign_platform_is_lowered_for_but_not_run(tmp_path: Path) -> None:
 
 
 def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
-    """An existing bundle is replaced only with `overwrite`, and then as a whole."""
-    export(tmp_path / "m", batch_sizes=[1, 8])
+    """An existing bundle of any name is replaced only with `overwrite`, and then as a whole."""
+    target = tmp_path / "replaced"
+    export(target, batch_sizes=[1, 8])
     with pytest.raises(FileExistsError, match="exists; pass overwrite=True to replace it"):
-        export(tmp_path / "m")
-    assert set(export(tmp_path / "m", overwrite=True).modules) == {(0, 1), (0, 4)}
-    shutil.rmtree(tmp_path / "m")
-    (tmp_path / "m").touch()
+        export(target)
+    assert set(export(target, overwrite=True).modules) == {(0, 1), (0, 4)}
+    shutil.rmtree(target)
+    target.touch()
     with pytest.raises(TargetError, match="is no directory"):
-        export(tmp_path / "m", untraced, overwrite=True)
+        export(target, untraced, overwrite=True)
 
 
 def untraced(params: Any, x: Any) -> Any:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rsrv.openai.bodies import ApiBody, ChatBody, CompletionsBody, EmbeddingsBody, RerankBody
+from rsrv.openai.bodies import (
+    MAX_TOKENS,
+    ApiBody,
+    ChatBody,
+    CompletionsBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+)
 from rsrv.openai.errors import ApiError, from_status
 
 
@@ -47,6 +55,12 @@ CHAT = '{"model": "m", "messages": [{"role": "user", "content": %s}]%s}'
         (EmbeddingsBody, "[" * 100_000, "the body is not JSON", None),
         (EmbeddingsBody, "[]", "the body must be a JSON object", None),
         (EmbeddingsBody, '{"input": "a"}', "`model` is missing", "model"),
+        (
+            DetokenizeBody,
+            '{"model": "m", "tokens": [%s1]}' % ("1," * MAX_TOKENS),
+            "at most 1048576 items",
+            "tokens",
+        ),
         (EmbeddingsBody, EMBED % "[]", "at least 1 item", "input"),
         (EmbeddingsBody, EMBED % ("[" + ",".join(['""'] * 2049) + "]"), "at most 2048 items", "input"),
         (EmbeddingsBody, EMBED % '["a", 5]', "must be a valid string", "input.1"),

@@ -9,6 +9,8 @@ from rsrv.openai.errors import from_validation
 
 #: Maximum number of texts, pairs or documents in one call.
 MAX_ITEMS: Final = 2048
+#: Maximum number of token ids of one text.
+MAX_TOKENS: Final = 1 << 20
 #: Messages of a chat; stop texts, and the characters of one.
 MAX_MESSAGES, MAX_STOPS, MAX_STOP = 1024, 16, 256
 #: Characters of a model's name.
@@ -66,7 +68,10 @@ def _listed(value: Any) -> Any:
 # All lists fail at their first wrong element: millions of errors would take gigabytes.
 Items = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 Texts = Annotated[list[str], Items, BeforeValidator(_listed)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]],
+    Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True),
+]
 
 
 class EmbeddingsBody(ApiBody):

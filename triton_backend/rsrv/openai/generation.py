@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from rsrv.hooks.text import TextStream
 from rsrv.openai.bodies import ChatBody, CompletionsBody, DetokenizeBody, GenerationBody, TokenizeBody
 from rsrv.openai.errors import ApiError, invalid
@@ -169,7 +171,7 @@ async def tokenize(call: ModelCall[TokenizeBody]) -> dict[str, Any]:
 
 async def detokenize(call: ModelCall[DetokenizeBody]) -> dict[str, Any]:
     """Answer /detokenize: the text of tokens. Raises ApiError."""
-    value = json.dumps(call.body.tokens).encode()
+    value = to_json(call.body.tokens)
     return {"prompt": await _converted(call, value, {"detokenize": True})}
 
 

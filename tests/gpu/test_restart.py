@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.gpu.conftest import StartServed
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu
 from tests.runtime_commands import command
 from tests.status import read_status
+from tests.waiting import wait_until
 
 #: Seconds that a request waits for a runtime: a busy machine may take as long to start one.
 PATIENCE_S = 80
@@ -70,3 +72,31 @@ def test_a_card_without_room_for_a_second_context_is_restarted_all_the_same(
     after = read_status(os.getpid(), "0")
     assert after["pid"] != before["pid"]
     assert after["memory"]["limit_bytes"] == 72 * GIB
+
+
+def test_settings_that_change_after_the_preparation_wait_for_the_next_restart(
+    gpu: FakeGpu, serve: StartServed, doubling: Path, tmp_path: Path
+) -> None:
+    """None of them applies before: jax's client, which the process has made, keeps its share of the card."""
+    gpu.settings.context_bytes = 500 * MIB
+    shares = "memory_fraction: 0.25, weight_budget_bytes: 1000000"
+    runtime = f"{{platform: cuda, compilation_cache_dir: null, {shares}}}{PATIENT}"
+    engine = serve(doubling, "doubling", runtime)
+    ask(engine)
+    before = read_status(os.getpid(), "0")
+    restart = threading.Thread(
+        target=command, args=(os.getpid(), {"command": "restart", "drain_s": 10.0}, "0", PATIENCE_S)
+    )
+
+    restart.start()
+    wait_until(lambda: any(call.pid != before["pid"] for call in gpu.calls("context")))
+    settings = tmp_path / "rsrv.yaml"
+    changed = settings.read_text().replace(shares, "memory_fraction: 0.5, weight_budget_bytes: 2000000")
+    settings.write_text(changed)
+    restart.join(PATIENCE_S)
+    ask(engine)
+
+    after = read_status(os.getpid(), "0")
+    assert after["pid"] != before["pid"]
+    assert after["memory"]["limit_bytes"] == 20 * GIB
+    assert after["memory"]["budget_bytes"] == 1_000_000

@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         # It imports the heavy modules: an error of the installation is reported to the stub that waits.
         from rsrv.runtime.process import DeviceProcess, read_settings
 
-        settings = read_settings(options)
+        # The device was prepared with its settings, and jax makes a GPU's client once per process.
+        settings = read_settings(options) if prepared is None else prepared.settings
         logs.setup(settings.logs.format)
         if not spare:
             check_xla_flags(environment)

@@ -30,8 +30,9 @@ _MAX_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A device with executables, for as long as the settings stay as they were."""
+    """A device with executables."""
 
+    #: Settings of the device, and of the runtime that this process becomes.
     settings: Settings
     device: JaxDevice
     #: The device forgets executables that have no user.

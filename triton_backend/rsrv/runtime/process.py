@@ -198,7 +198,7 @@ class DeviceProcess:
 
     def _take_prepared(self) -> JaxDevice | None:
         prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.settings != self._settings:
+        if prepared is None:
             return None
         # Models that have not registered by then do not return.
         threading.Timer(_FORGET_S, prepared.executables.clear).start()

@@ -13,6 +13,7 @@ import pytest
 from onnx import helper
 
 from rsrv_bundle import BundleError
+from rsrv_bundle.from_onnx import session_options
 from rsrv_bundle.onnx_import.evaluate import Evaluator
 from rsrv_bundle.onnx_import.model import read_model
 from tests.onnx_files import compare, evaluated, graph, node, write
@@ -282,9 +283,9 @@ def test_a_score_far_below_zero_is_zero(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = write(tmp_path / "m.onnx", graph(nodes, {"x": (F, [4, 1])}, {"y": (F, [4, 3])}))
     x = np.array([[-40], [-20], [-5], [3]], F)
-    [expected] = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(
-        None, {"x": x}
-    )
+    [expected] = onnxruntime.InferenceSession(
+        str(path), session_options(), providers=["CPUExecutionProvider"]
+    ).run(None, {"x": x})
     with jax.enable_x64(True):
         found = evaluated(Evaluator(read_model(path)), {"x": x})["y"]
     compare(np.asarray(found), expected, 1e-4, 1e-5)
@@ -309,7 +310,7 @@ def test_the_result_is_onnxruntimes(name: str, tmp_path: Path) -> None:
     proto = graph([made], {key: (array.dtype, array.shape) for key, array in given.items()}, {}, constants)
     proto.output.extend(onnx.ValueInfoProto(name=output) for output in made.output if output)
     path = write(tmp_path / "case.onnx", proto, opset=11 if name.endswith("opset_11") else 18)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(path), session_options(), providers=["CPUExecutionProvider"])
     with jax.enable_x64(True):
         found = evaluated(Evaluator(read_model(path)), given)
     for output, expected in zip(session.get_outputs(), session.run(None, given), strict=True):

@@ -446,6 +446,7 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
                 "generations",
                 "generated",
                 "bundle",
+                "front",
                 "task",
             ),
             "devices",

@@ -7,7 +7,7 @@ as well. So a new feature is refused together with every other one until an end-
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from functools import cache
 from itertools import combinations
@@ -189,9 +189,9 @@ UNTESTED: Final = (
 )
 
 
-def cell(one: Feature, other: Feature, front: Front = "python") -> Cell:
+def cell(first: Feature, second: Feature, front: Front = "python") -> Cell:
     """Return what happens to two features together."""
-    pair = frozenset((one, other))
+    pair = frozenset((first, second))
     if text := _rules(REFUSED).get(pair):
         return Cell("refused", text[1])
     if text := _rules(ABSENT).get(pair):
@@ -202,22 +202,23 @@ def cell(one: Feature, other: Feature, front: Front = "python") -> Cell:
         return Cell("served", test)
     if pair & _LATER or pair in _rules(UNTESTED):
         return Cell("untested", "")
-    return Cell("refused", f"no test shows that '{one}' and '{other}' work together; leave one of them out")
+    return Cell(
+        "refused", f"no test shows that '{first}' and '{second}' work together; leave one of them out"
+    )
 
 
 def refusals(features: Collection[Feature]) -> Iterator[tuple[str, str]]:
     """Return the manifest's key and the text of each refused pair of a bundle's features."""
-    for one, other in combinations(sorted(features, key=list(Feature).index), 2):
-        found = cell(one, other)
-        if found.kind == "refused":
-            first, _ = _rules(REFUSED).get(frozenset((one, other)), (one, ""))
-            yield _KEYS.get(first, ""), found.text
+    for pair in combinations(sorted(features, key=list(Feature).index), 2):
+        result = cell(*pair)
+        if result.kind == "refused":
+            named, _ = _rules(REFUSED).get(frozenset(pair), (pair[0], ""))
+            yield _KEYS.get(named, ""), result.text
 
 
-def refusal(role: Feature, features: Collection[Feature], *, front: Front = "python") -> str:
+def refusal(role: Feature, features: Collection[Feature]) -> str:
     """Return why a model with these features cannot have a role, such as a target of an alias; empty if it can."""
-    cells = (cell(role, feature, front) for feature in features)
-    return next((found.text for found in cells if found.kind == "refused"), "")
+    return _first_refusal(cell(role, feature) for feature in features)
 
 
 def native_obstacle(features: Collection[Feature]) -> str:
@@ -225,23 +226,20 @@ def native_obstacle(features: Collection[Feature]) -> str:
     for feature, why in PYTHON_ONLY.items():
         if feature in features:
             return why
-    return next(
-        (
-            found.text
-            for one, other in combinations(features, 2)
-            if (found := cell(one, other, "native")).kind == "refused"
-        ),
-        "",
-    )
+    return _first_refusal(cell(*pair, "native") for pair in combinations(features, 2))
+
+
+def _first_refusal(cells: Iterable[Cell]) -> str:
+    return next((result.text for result in cells if result.kind == "refused"), "")
 
 
 @cache
 def _rules(rules: tuple[Rule, ...]) -> Mapping[Pair, tuple[Feature, str]]:
     """Return the first feature and the text of each pair."""
     return {
-        frozenset((one, other)): (one, rule.text)
+        frozenset((feature, other)): (feature, rule.text)
         for rule in rules
-        for one in rule.features
+        for feature in rule.features
         for other in rule.others
     }
 

@@ -32,8 +32,8 @@ class Results:
         if isinstance(result, cls):
             return result
         parts = _parts(result)
-        found = list(_leaves("output", result) if parts is None else _inner(parts, ""))
-        return cls(tuple(name for name, _ in found), tuple(value for _, value in found), parts is None)
+        leaves = list(_leaves("output", result) if parts is None else _inner(parts, ""))
+        return cls(tuple(name for name, _ in leaves), tuple(value for _, value in leaves), parts is None)
 
     def convert(self, convert: Callable[[str, Any], Any]) -> Results:
         """Return the results with converted values; `convert` gets the value's name for errors, and the value."""
@@ -42,11 +42,11 @@ class Results:
 
     def only(self, keep: Callable[[Any], bool]) -> Results:
         """Return the results whose values `keep` accepts. Raises BundleError if there are none."""
-        kept = [(name, value) for name, value in zip(self.names, self.values, strict=True) if keep(value)]
-        if not kept:
-            found = ", ".join(sorted({type(value).__name__ for value in self.values})) or "nothing"
-            raise BundleError(f"outputs: the model returns no tensor ({found}); return tensors")
-        names, values = zip(*kept, strict=True)
+        accepted = [(name, value) for name, value in zip(self.names, self.values, strict=True) if keep(value)]
+        if not accepted:
+            types = ", ".join(sorted({type(value).__name__ for value in self.values})) or "nothing"
+            raise BundleError(f"outputs: the model returns no tensor ({types}); return tensors")
+        names, values = zip(*accepted, strict=True)
         return Results(names, values, self.positional)
 
     def named(self, given: Sequence[str] | None, keep: Sequence[str] | None = None) -> dict[str, Any]:
@@ -69,10 +69,10 @@ class Results:
             raise BundleError(
                 f"outputs: the model returns {sorted(names)}, output_names says {sorted(given)}"
             )
-        found = dict(zip(names, self.values, strict=True))
-        if unknown := [name for name in keep or () if name not in found]:
-            raise BundleError(f"outputs: {unknown[0]}: the model returns {', '.join(found)}")
-        return {name: found[name] for name in keep or given or names}
+        values = dict(zip(names, self.values, strict=True))
+        if unknown := [name for name in keep or () if name not in values]:
+            raise BundleError(f"outputs: {unknown[0]}: the model returns {', '.join(values)}")
+        return {name: values[name] for name in keep or given or names}
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:

@@ -67,7 +67,7 @@ class _Rewriter:
 
     def __init__(self, half: Any, static: set[Any]) -> None:
         self.half = half
-        #: Values that depend on no input: weights, constants, and what is computed from them.
+        #: Values that depend on no input: weights, constants, and results computed only from weights and constants.
         self.static = static
         #: f32 value -> the same value in the half type.
         self.halves: dict[Any, Any] = {}

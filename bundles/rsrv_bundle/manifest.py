@@ -122,7 +122,7 @@ class _Parser:
         return self.with_options(manifest)
 
     def features(self, manifest: Manifest) -> frozenset[Feature]:
-        """Return the bundle's features, also those that it may not have."""
+        """Return all features of the bundle, including features that it may not have together."""
         document, meta = self.document, manifest.kind == "meta"
         clients = (*(manifest.client_inputs or ()), *(manifest.client_outputs or ()))
         strings = any(spec.dtype == dtypes.BYTES for spec in clients)

@@ -1,4 +1,4 @@
-"""Proof that padding changes no answer: rows of many lengths, padded to every variant, beside each other. Needs jax."""
+"""Proof that padding changes no answer: rows of many lengths are padded to every variant and executed together. Needs jax."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The network of Llama and its relatives as a JAX function, which keeps keys and values of its sequences in pools.
 
-Weights have the names of transformers' state dictionaries. What differs between the relatives is in `Decoder` or in the
-weights: Qwen2 has biases, Qwen3 norms of queries and keys, Gemma other norms and scaled embeddings.
+Weights have the names of transformers' state dictionaries. `Decoder` and the weights contain the differences between the
+families: Qwen2 has biases, Qwen3 has norms of queries and keys, Gemma has other norms and scaled embeddings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A directory of Hugging Face as untrusted data: what in it is read, how much of it, and what is refused.
+"""Rules for a directory of Hugging Face, which is untrusted data: which files are read, how large they may be, which are refused.
 
 A directory comes from strangers. Nothing in it may be code, name code, or lead out of it. So these rules are checked
 before transformers or sentence-transformers see the directory:
@@ -24,18 +24,18 @@ from typing import Any
 from rsrv.text import amount
 from rsrv_bundle.errors import BundleError
 
-#: Limits: files and folders, bytes of a JSON file, bytes of a tokenizer's file, and bytes of a safetensors header. All JSON files
-#: together, but for tokenizers, may have the bytes of such a header.
+#: Limits: files and folders, bytes of a JSON file, bytes of a tokenizer's file, and bytes of a safetensors header. The last
+#: number also limits the sum of all JSON files except those of tokenizers.
 MAX_FILES, MAX_JSON, MAX_TOKENIZER, MAX_HEADER = 10_000, 4 * 2**20, 256 * 2**20, 64 * 2**20
 #: Largest number of heads, channels and the like in a configuration; of layers and of experts; and of a list's entries.
 _MAX_SIZE, _MAX_LAYERS, _MAX_LIST = 10**7, 1000, 10_000
 _LAYERS = ("layer", "depth", "expert")
-#: Files whose keys may be words of a vocabulary. No library imports what they name.
+#: Files whose keys may be words of a vocabulary. No library imports modules that these files name.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "merges.json")
 #: Other files that the libraries read as a whole.
 _READ = (".jinja", ".txt", ".model", ".tiktoken")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
-#: Options of sentence_bert_config.json for transformers' loaders, and those that are no path, no repository and no code.
+#: Entries of sentence_bert_config.json that contain options for transformers' loaders.
 _OPTIONS = (
     "model_args",
     "model_kwargs",
@@ -44,6 +44,7 @@ _OPTIONS = (
     "config_args",
     "config_kwargs",
 )
+#: Options that a directory may set. None of them is a path, a repository or code.
 _HARMLESS = (
     "attn_implementation",
     "dtype",
@@ -56,7 +57,7 @@ _HARMLESS = (
     "truncation_side",
     "use_safetensors",
 )
-#: What sentence-transformers may import, by the last part of its name.
+#: Classes that sentence-transformers may import, by the last part of their names.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Softmax")
 
@@ -70,7 +71,7 @@ class Directory:
     config: Mapping[str, Any]
     #: Types in modules.json, such as Pooling, in order; empty if it is not of sentence-transformers.
     modules: tuple[str, ...]
-    #: Numbers in all safetensors files beside config.json.
+    #: Number of elements in all safetensors files in the folder of config.json.
     parameters: int
 
     @property

@@ -144,7 +144,7 @@ def _export_recipe(
 
 
 def _examples(recipe: HubRecipe, hooks: str, folder: Path) -> Mapping[str, Any]:
-    """Return the executable inputs of the first two samples, as the hooks make them beside the files in a folder."""
+    """Return the inputs of the executable for the first two samples. The hooks make them, with their files in `folder`."""
     (folder / "model.py").write_text(hooks, encoding="utf-8")
     first = list(recipe.samples.values())[:2]
     request = {name: np.concatenate([sample[name] for sample in first]) for name in recipe.inputs}

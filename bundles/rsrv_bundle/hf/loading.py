@@ -17,7 +17,7 @@ import torch
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.directory import Directory
 
-#: Numbers that a model may have beside those in its files: buffers, and tensors that are used twice.
+#: Largest ratio of a model's elements to the elements in its files. Buffers and tensors with two uses are not in the files.
 _SLACK = 1.3
 #: Largest number of characters that a tokenizer may make of one character. Otherwise, a text of some kilobytes could
 #: take all memory.

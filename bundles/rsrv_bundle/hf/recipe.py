@@ -40,7 +40,7 @@ class HubOptions:
 
 @dataclass(frozen=True, slots=True)
 class HubRecipe:
-    """Arguments of `export_torch`, and the proof. Clients' tensors have the names of their roles in the task."""
+    """Arguments of `export_torch`, and of the comparison with the framework. A client's tensor has the name of its role in the task."""
 
     kind: str
     #: In evaluation mode; returns the outputs by name.

@@ -147,7 +147,7 @@ class Text:
         samples: Mapping[str, Request] | None = None,
         **others: Any,
     ) -> HubRecipe:
-        """Return the recipe of a module. outputs: the clients' outputs, beside `tokens`.
+        """Return the recipe of a module. outputs: the clients' outputs without `tokens`, which every recipe has.
 
         spans: the module gets the places of tokens in their text. check, post: code of the hooks, behind the tokenizer and
         around `postprocess`. samples: by default, those of `texts`.

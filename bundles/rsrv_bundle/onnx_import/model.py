@@ -237,7 +237,7 @@ class _Reader:
             raise BundleError(f"tensor '{name}': is damaged: {e}") from e
 
     def _external(self, tensor: Any, name: str) -> Array:
-        """Read a tensor from a file beside the model. The file must be a regular one in the model's folder."""
+        """Read a tensor from another file. The file must be a regular file in the model's folder."""
         where = {entry.key: entry.value for entry in tensor.external_data}
         location = where.get("location", "")
         relative = PurePosixPath(location)

@@ -68,7 +68,7 @@ class Client:
 
     @property
     def active(self) -> int:
-        return self.runtime.loop._stateful.generation_counts["counting"].active
+        return self.runtime.loop.stateful.generation_counts["counting"].active
 
 
 Connect = Callable[..., Client]
@@ -105,8 +105,8 @@ def client(connect: Connect) -> Client:
 
 
 def _nothing_is_left(runtime: Runtime) -> bool:
-    stateful = runtime.loop._stateful
-    return not (runtime.loop._requests.pending or stateful.generations or stateful.sequences)
+    stateful = runtime.loop.stateful
+    return not (runtime.loop.unanswered.pending or stateful.generations or stateful.sequences)
 
 
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3], [5] * 8, [5] * 9, [2] * 20])
@@ -371,12 +371,12 @@ def test_a_closed_connection_ends_its_generations(client: Client, connect: Conne
     number = held(client, steps=1)
     for n in range(6):
         other.ask([n], max_tokens=30, stop=[])
-    wait_until(lambda: len(client.runtime.loop._stateful.generations) == 7)
+    wait_until(lambda: len(client.runtime.loop.stateful.generations) == 7)
     other.connection.close()
     client.runtime.device.gate.set()
 
     assert client.end(number) == (Status.OK, "length")
-    counts = client.runtime.loop._stateful.generation_counts["counting"]
+    counts = client.runtime.loop.stateful.generation_counts["counting"]
     wait_until(lambda: counts.active == 0)
 
 
@@ -391,7 +391,7 @@ def test_a_client_that_reads_nothing_is_disconnected(
         for n in range(100_000):
             other.ask([n % 7 + 1], max_tokens=30, stop=[])
             if n % 10 == 9:
-                wait_until(lambda: not client.runtime.loop._stateful.generations)
+                wait_until(lambda: not client.runtime.loop.stateful.generations)
 
     with pytest.raises(Closed):
         ask_on()

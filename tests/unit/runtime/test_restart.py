@@ -121,7 +121,7 @@ def test_generations_that_take_too_long_keep_their_runtime(
     with Operator(runtime) as operator:
         assert operator.pause("counting", "hold") == {}
         numbers = [client.ask([3])]
-        wait_until(lambda: bool(runtime.loop._stateful.generations))
+        wait_until(lambda: bool(runtime.loop.stateful.generations))
         operator.send(command="restart", drain_s=0.001)
         assert "0 runs of meta models, 1 generations and 0 executions" in operator.hear()["error"]
         assert operator.pause("counting", None) == {}

@@ -403,7 +403,7 @@ def test_ten_thousand_sequences_leave_slots_and_memory_as_they_were(
                     client.connection.cancel([waiting])
                     client.end(waiting)
         client.connection.close()
-        wait_until(lambda: not runtime.loop._stateful.sequences and not runtime.device.resident)
+        wait_until(lambda: not runtime.loop.stateful.sequences and not runtime.device.resident)
 
     thousand(0)
     before = _rss()

@@ -20,12 +20,14 @@ from rsrv.runtime.applied_state import AppliedState
 from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
-from rsrv.runtime.requests import Requests, parse_number
+from rsrv.runtime.request_ids import parse_number
+from rsrv.runtime.requests import Requests
 from rsrv.runtime.spare import Successor
 from rsrv.runtime.start_queue import Demand, Urgency
 from rsrv.runtime.stateful_requests import StatefulRequests
 from rsrv.runtime.threads import Inbox
 from rsrv.runtime.transport import PeerConnection, Transport
+from rsrv.runtime.unanswered import UnansweredRequests
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.settings import SettingsError
@@ -241,6 +243,7 @@ class Commands:
     def __init__(
         self,
         registry: Registry,
+        unanswered: UnansweredRequests,
         requests: Requests,
         stateful: StatefulRequests,
         reports: Reports,
@@ -252,6 +255,7 @@ class Commands:
         self._catalog = registry.catalog
         self._policy = registry.catalog.policy
         self._weights = registry.weights
+        self._unanswered = unanswered
         self._requests = requests
         self._stateful = stateful
         self._reports = reports
@@ -329,7 +333,7 @@ class Commands:
         end = self._end
         if end is None:
             return  # it is being withdrawn
-        waiting, building = len(self._requests.pending), len(self._catalog.building)
+        waiting, building = len(self._unanswered.pending), len(self._catalog.building)
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
                 f"{wound.runs} runs of meta models, {len(self._stateful.generations)} generations and {wound.executions} "
@@ -511,7 +515,7 @@ class Commands:
         runs, tagged, cancelled = self._requests.abort(request_tag(request))
 
         def answer() -> Answer:
-            executing = cancelled & self._requests.pending.keys()
+            executing = cancelled & self._unanswered.pending.keys()
             return {"aborted": runs + len(tagged - executing), "executing": len(executing)}
 
         return answer

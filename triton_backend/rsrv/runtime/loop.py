@@ -47,6 +47,7 @@ from rsrv.runtime.threads import Inbox
 from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.runtime.timers import Timers
 from rsrv.runtime.transport import PeerConnection, Transport
+from rsrv.runtime.unanswered import UnansweredRequests
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.runtime.weight_mover import HostMemoryMeasured, LoadEnded, MemoryFreed, ReadEnded
 from rsrv.scheduler import events as ev
@@ -135,24 +136,30 @@ class Loop:
         )
         self._timeline = Timeline()
         self._traces = Traces(self._timeline)
-        self._requests = Requests(self._catalog, self._transport, self._traces, self._outbox)
-        self._meta = MetaRequests(self._requests, self._catalog, self._weights, self._traces, self._outbox)
-        self._stateful = StatefulRequests(
-            self._requests, self._catalog, self._traces, self._outbox, self._clock, self._timers
+        #: Unanswered requests of all kinds.
+        self.unanswered = UnansweredRequests(self._transport, self._traces)
+        self._meta = MetaRequests(self.unanswered, self._catalog, self._weights, self._traces, self._outbox)
+        #: Sequences and generations in progress.
+        self.stateful = StatefulRequests(
+            self.unanswered, self._catalog, self._traces, self._outbox, self._clock, self._timers
+        )
+        self._requests = Requests(
+            self.unanswered, self.stateful, self._meta, self._catalog, self._traces, self._outbox
         )
         records = Records(
             self._registry,
             self._scheduler,
             self._meta.runs,
-            self._stateful,
+            self.stateful,
             self._executor.bans,
             self._clock,
         )
         self._reports = Reports(self._catalog, records, self._scheduler, self._traces, self._clock)
         self._commands = Commands(
             self._registry,
+            self.unanswered,
             self._requests,
-            self._stateful,
+            self.stateful,
             self._reports,
             self._transport,
             self._inbox,
@@ -214,7 +221,7 @@ class Loop:
 
     def step(self) -> None:
         """Report to the stubs how busy the device is, wait until something happens, and handle it completely."""
-        requests, executor, scheduler, clock = self._requests, self._executor, self._scheduler, self._clock
+        unanswered, executor, scheduler, clock = self.unanswered, self._executor, self._scheduler, self._clock
         # Use the time before the wait. Actions that fall due during the wait run in the next round, which does not
         # wait.
         now, wakeup, due = clock(), scheduler.next_wakeup(), self._timers.next()
@@ -222,7 +229,7 @@ class Loop:
         self._board.publish(int((now + (ahead or 0.0)) * 1e9), busy=ahead is not None)
         if self._server.devices > 1:
             self._board.publish_admission(int(scheduler.admission_seconds() * 1e9))
-        if self._ended is not None or executor.short is not None or requests.answering:
+        if self._ended is not None or executor.short is not None or unanswered.answering:
             # Connections that ended late in the last round may have left answers.
             timeout = 0.0
         else:
@@ -235,7 +242,7 @@ class Loop:
         self._transport.handle(ready)
         if due <= now:
             self._timers.call(now)
-        if requests.arrived:
+        if unanswered.arrived:
             self._pass_on()
         # Handle it after the arrivals: requests that came during the execution may share the next one.
         if self._ended is not None:
@@ -244,14 +251,14 @@ class Loop:
         elif wakeup is not None and clock() >= wakeup:
             self._outbox.append(ev.Tick())
             self._pass_on()
-        if requests.answering:
-            requests.send_answers()
+        if unanswered.answering:
+            unanswered.send_answers()
         if executor.short is not None:
             ended = executor.run_short()
-            if len(requests.pending) == len(ended.dispatch.execute.requests):
+            if len(unanswered.pending) == len(ended.dispatch.execute.requests):
                 # No other request waits: the answers need not wait for a look at the sockets.
                 self._executed(ended)
-                requests.send_answers()
+                unanswered.send_answers()
             else:
                 self._ended = ended
         if self._catalog.feed.unsent:
@@ -266,14 +273,14 @@ class Loop:
             if self.sleeps:
                 self._blackbox.fall_asleep()
             self._registry.handover.write(self._hand_over(whole=True), wait=True)
-            requests.send_answers()
+            unanswered.send_answers()
             self._transport.settle()
             self._stop()
 
     # --- timers -------------------------------------------------------------------------------------------
 
     def _measure(self, now: float) -> float:
-        return self._weights.copies.measure(now, self._stateful.host_bytes())
+        return self._weights.copies.measure(now, self.stateful.host_bytes())
 
     def _write_handover(self, now: float) -> float:
         self._registry.handover.write(self._hand_over(whole=False))
@@ -284,7 +291,7 @@ class Loop:
         sleeps_after = self._catalog.policy.settings.runtime.idle.server
         if now - self._last_request_ended >= sleeps_after:
             self._last_request_ended = now
-            if not (self._requests.pending or self._stateful.sequences or self.building):
+            if not (self.unanswered.pending or self.stateful.sequences or self.building):
                 self._commands.fall_asleep()
         return self._last_request_ended + sleeps_after
 
@@ -325,7 +332,7 @@ class Loop:
                 relieved = bool(copies.shortage) and self._registry.relieve(now, copies.shortage)
                 # Models that leave because mappings are scarce free no memory for state.
                 if not (relieved and copies.is_short):
-                    self._stateful.drop_states(lacking)
+                    self.stateful.drop_states(lacking)
             case DeviceReady():
                 self._weights.device_ready(message)
                 self._timers.set(self._measure, -inf)
@@ -383,7 +390,7 @@ class Loop:
             case Kind.DEMAND:
                 self._registry.change_demand(connection, unpack_json(frame))
             case Kind.GENERATE:
-                self._stateful.generate(connection, unpack_json(frame))
+                self.stateful.generate(connection, unpack_json(frame))
             case Kind.CALL | Kind.ENTER | Kind.LEAVE | Kind.RELEASE:
                 self._meta.take_frame(connection, kind, count, frame)
             case _:
@@ -447,15 +454,15 @@ class Loop:
         self._passing_on = True
         try:
             while True:
-                if self._requests.arrived:
-                    arrived, self._requests.arrived = self._requests.arrived, []
+                if self.unanswered.arrived:
+                    arrived, self.unanswered.arrived = self.unanswered.arrived, []
                     self._handle(ev.RequestsArrived(tuple(arrived)))
                 elif self._outbox:
                     self._handle(self._outbox.popleft())
                 elif self._catalog.ending and (released := self._registry.release()):
                     for key in released:
                         self._executor.forget(key)
-                        self._stateful.forget(key)
+                        self.stateful.forget(key)
                 else:
                     break
         finally:
@@ -466,15 +473,15 @@ class Loop:
             self._timers.set(self._sleep_if_idle, -inf)
 
     def _executed(self, ended: ExecutionEnded) -> None:
-        if self._outbox or self._requests.arrived:
+        if self._outbox or self.unanswered.arrived:
             # Arrivals of the same moment come first: the next execution should include them.
             self._pass_on()
         error = ended.error
         if self._meta.runs.by_token:
             self._meta.executed(ended)
-        if ended.dispatch.model.pool is not None and (lost := self._stateful.executed(ended)):
+        if ended.dispatch.model.pool is not None and (lost := self.stateful.executed(ended)):
             error = f"{error}; the state of {lost} sequences of the model was lost"
-        if self._outbox or self._requests.arrived:
+        if self._outbox or self.unanswered.arrived:
             # The next steps of its generations share an execution; requests of sequences that it has lost must not execute.
             self._pass_on()
         self._passing_on = True
@@ -502,7 +509,7 @@ class Loop:
                         traces.finished(instruction, now)
                     if instruction.outcome is ev.Outcome.ANSWERED:
                         assert ended is not None
-                        self._requests.answer(instruction, ended)
+                        self.unanswered.answer(instruction, ended)
                     else:
                         self._requests.fail(instruction)
                 case ev.Execute():
@@ -543,18 +550,18 @@ class Loop:
         device = self._weights.device
         assert device is not None
         model = self._catalog.get(instruction.model)
-        slices = self._requests.slices(instruction.requests)
+        slices = self.unanswered.slices(instruction.requests)
         variant = model.interface.variants[instruction.variant]
         dispatch: Dispatch
         if model.pool is not None:
-            dispatch = self._stateful.dispatch(instruction, model, slices)
+            dispatch = self.stateful.dispatch(instruction, model, slices)
         elif CallSlice in map(type, slices):
             dispatch = CallDispatch(instruction, model, variant, slices)
         else:
             dispatch = Dispatch(instruction, model, variant, slices)
         if instruction.exclusive:
             # If the command ends this process, requests that executed before it have their answers.
-            self._requests.send_answers()
+            self.unanswered.send_answers()
         self._executor.start(
             dispatch,
             device,

@@ -6,11 +6,11 @@ from typing import Any
 from rsrv.runtime.call_execution import CallSlice, RunSlice
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.executor import ExecutionEnded
-from rsrv.runtime.requests import ABORTED, CANCELLED, Requests
 from rsrv.runtime.runs import MetaRun, Runs, find_sources, find_targets
 from rsrv.runtime.slices import RequestKind
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import PeerConnection
+from rsrv.runtime.unanswered import ABORTED, CANCELLED, UnansweredRequests
 from rsrv.runtime.weight_manager import Outbox, WeightManager
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, unpack_calls, unpack_entrances, unpack_leavings, unpack_releases
@@ -22,11 +22,16 @@ _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 class MetaRequests(RequestKind):
     """Runs of meta models, and their sub-calls.
 
-    `Requests.pending` has each run that waits for its admission by the global id of its ENTER, and each sub-call by its own.
+    `UnansweredRequests.pending` has each run that waits for its admission by the global id of its ENTER, and each sub-call by its own.
     """
 
     def __init__(
-        self, requests: Requests, catalog: Catalog, weights: WeightManager, traces: Traces, outbox: Outbox
+        self,
+        requests: UnansweredRequests,
+        catalog: Catalog,
+        weights: WeightManager,
+        traces: Traces,
+        outbox: Outbox,
     ) -> None:
         self._requests = requests
         self._catalog = catalog
@@ -34,7 +39,6 @@ class MetaRequests(RequestKind):
         self._traces = traces
         self._outbox = outbox
         self.runs = Runs()
-        requests.calls = self
 
     # --- frames -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.records import Records
-from rsrv.runtime.requests import own_number, request_number
+from rsrv.runtime.request_ids import own_number, request_number
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.transport import Registration
 from rsrv.scheduler.scheduler import Scheduler

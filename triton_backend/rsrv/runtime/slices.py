@@ -44,7 +44,7 @@ class RequestKind:
         return True
 
     def refused(self, id: int, status: Status, text: str) -> None:
-        """Handle an id that the scheduler refused and that is not in `Requests.pending`."""
+        """Handle an id that the scheduler refused and that is not in `UnansweredRequests.pending`."""
 
     def cancel(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Handle a cancellation. Return the ids of other requests to cancel."""

@@ -14,13 +14,13 @@ from rsrv.runtime.executor import ExecutionEnded
 from rsrv.runtime.generation_steps import StepMemory, StepSlice, step_memory
 from rsrv.runtime.generations import End, GenerationCounts, find_problem
 from rsrv.runtime.models import CompiledModel
-from rsrv.runtime.requests import ABORTED, CANCELLED, Requests
 from rsrv.runtime.sequences import STATE_LOST, SequenceEntry, SequenceState, SequenceTable, Verdicts
 from rsrv.runtime.slices import PendingRequest, RequestKind, Slice
 from rsrv.runtime.state_execution import SequenceSlice, StepDispatch
 from rsrv.runtime.timeline import Traces
 from rsrv.runtime.timers import Timers
 from rsrv.runtime.transport import PeerConnection
+from rsrv.runtime.unanswered import ABORTED, CANCELLED, UnansweredRequests
 from rsrv.runtime.weight_manager import Outbox
 from rsrv.scheduler import events as ev
 from rsrv.wire.frames import START, Completion, ProtocolError, Status
@@ -36,7 +36,7 @@ class StatefulRequests(RequestKind):
 
     def __init__(
         self,
-        requests: Requests,
+        requests: UnansweredRequests,
         catalog: Catalog,
         traces: Traces,
         outbox: Outbox,
@@ -50,7 +50,7 @@ class StatefulRequests(RequestKind):
         self._clock = clock
         self._timers = timers
         self.sequences = SequenceTable()
-        #: Generations in progress, by the global id of their GENERATE. `Requests.pending` has the present step of each.
+        #: Generations in progress, by the global id of their GENERATE. `UnansweredRequests.pending` has the present step of each.
         self.generations: dict[int, StepSlice] = {}
         #: Memory for the steps of each model's generations, by its key.
         self._step_memories: dict[str, StepMemory] = {}
@@ -58,7 +58,6 @@ class StatefulRequests(RequestKind):
         self.generation_counts: dict[str, GenerationCounts] = {}
         # Negative: ids of connections' requests and of runs are positive.
         self._step_ids = count(-1, -1)
-        requests.steps = self
 
     # --- frames -------------------------------------------------------------------------------------------
 
@@ -208,7 +207,9 @@ class StatefulRequests(RequestKind):
         for step in steps:
             step.generation.ending = End(Status.CANCELLED, ABORTED)
         if steps:
-            self._requests.cancel_all(tuple(step.id for step in steps))
+            present = tuple(step.id for step in steps)
+            self.cancel(present)
+            self._outbox.append(ev.RequestsCancelled(present))
         return len(steps), set()
 
     def closed(self, connection: PeerConnection) -> None:

@@ -1,0 +1,35 @@
+"""Numbers of requests: a connection's own, the global ids of the runtime, and those that operators see."""
+
+from rsrv.wire.frames import ProtocolError
+
+#: a connection's own request ids stay below this, so that (connection, id) makes one number
+ID_BITS = 40
+#: characters of a request's number
+_MAX_NUMBER = 32
+
+
+def global_id(connection: int, request: int) -> int:
+    """Return the global id of a request by the numbers of its connection and its own. Raises ProtocolError."""
+    if request >> ID_BITS:
+        raise ProtocolError(f"request id {request} has more than {ID_BITS} bits")
+    return connection << ID_BITS | request
+
+
+def request_number(id: int) -> str:
+    """Return the number by which operators name a request: its connection's, and its own there; or a generation's step."""
+    return f"step.{-id}" if id < 0 else f"{id >> ID_BITS}.{own_number(id)}"
+
+
+def own_number(id: int) -> int:
+    """Return the number that the connection of a request gave it."""
+    return id & (1 << ID_BITS) - 1
+
+
+def parse_number(text: str) -> int | None:
+    """Return the global id that `request_number` names; None if the text is no such number."""
+    connection, _, request = text.partition(".")
+    if len(text) > _MAX_NUMBER or not (text.isascii() and request.isdigit()):
+        return None
+    if connection == "step":
+        return -int(request)
+    return int(connection) << ID_BITS | int(request) if connection.isdigit() else None

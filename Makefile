@@ -147,6 +147,7 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, g
 	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/compatibility_page.py
 	$(BIN)/python tools/simulator_page.py
+	$(BIN)/python tools/memory_picture.py
 	PYTHONPATH=tools $(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
 # Writes the locks again. Versions stay where the requirements allow it; UPGRADE=1 takes the newest.
@@ -160,7 +161,7 @@ lock: $(VENV)
 
 # Builds the documentation's site in build/site; warnings are errors.
 docs: $(VENV)
-	PYTHONPATH=tools DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict --quiet
+	PYTHONPATH=tools DOCS_OF="rsrv at commit $$(git describe --always --dirty)" $(BIN)/python -m mkdocs build --strict
 
 # Builds the wheel and the sdist in dist.
 dist: $(VENV) $(NATIVE)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import example_bundles as examples
@@ -122,8 +123,9 @@ def world() -> Iterator[World]:
         for page in (START, *(ROOT / "docs" / name for name in pages)):
             _write_files(page, folder)
         encoder(folder / "encoder.onnx")
+        np.save(folder / "images.npy", np.zeros((20, 8, 8, 1), np.float32))
         assert [world.run(export.text)[0] for export in EXPORTS] == [0, 0]
-        (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundles.md", "python"))
+        (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundle-tools.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
         (generate,) = (one for one in commands() if one.page == OPERATING.name and one.program == "rsrv-gen")
         assert world.run(generate.text)[0] == 0

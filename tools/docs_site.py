@@ -1,6 +1,6 @@
-"""Hooks of mkdocs that put Mermaid, which draws the diagrams, into the documentation's site.
+"""Hooks of mkdocs for the documentation's site: Mermaid, which draws the diagrams, and the links of the changelog.
 
-The theme would fetch it from a server of somebody else for every reader. It comes from npm's registry, once, into .browser.
+The theme would fetch Mermaid from a server of somebody else for every reader. It comes from npm's registry, once, into .browser.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import npm
 
 _PACKAGE, _VERSION = "@mermaid-js/tiny", "11.17.2"
-_SCRIPT = Path(__file__).resolve().parents[1] / ".browser" / f"mermaid-{_VERSION}.js"
+_ROOT = Path(__file__).resolve().parents[1]
+_SCRIPT = _ROOT / ".browser" / f"mermaid-{_VERSION}.js"
 #: Where the site has the script.
 _URI = "assets/mermaid.js"
 
@@ -36,3 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the script to the files of the site."""
     files.append(File.generated(config, _URI, abs_src_path=str(_SCRIPT)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put CHANGELOG.md, whose links start at the repository's root, into the page that stands for it."""
+    if page.file.src_uri != "changelog.md":
+        return markdown
+    return (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")

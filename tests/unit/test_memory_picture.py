@@ -1,0 +1,16 @@
+"""The picture of README.md is what its script draws, with the figures of docs/benchmark.md."""
+
+import memory_picture as tool
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    """The picture has the measured figures of the page; `make pages` draws it."""
+    assert tool.IMAGE.read_text(encoding="utf-8") == tool.draw()
+
+
+def test_the_readme_tells_the_figures_of_the_picture() -> None:
+    """Readers who cannot see the picture find its first figures in README.md."""
+    _, _, card = tool.panels()[0]
+    sizes = [tool.size(sum(part for _, part in bar)) for bar in card.values()]
+    text = (tool.DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert f"{sizes[0]} of GPU memory as plain Triton models, {sizes[1]} in rsrv" in text

@@ -1,0 +1,130 @@
+"""Draw docs/images/memory.svg: the memory of 40 fine-tunes as plain Triton models and in rsrv.
+
+    python tools/memory_picture.py     # rewrites the picture
+
+The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is arithmetic.
+Readers in light and in dark mode get colours that fit.
+"""
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+IMAGE = DOCS / "images" / "memory.svg"
+
+MODELS = 40
+#: Bytes of the weights that fine-tunes of the example `resnet18` share, and of the last layer that each has for itself.
+SHARED, OWN = 44.8e6, 2e6
+#: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of plain models were not measured.
+CONTEXT = 0.6e9
+
+#: Parts of a bar: the class of its colour and its bytes.
+Bar = list[tuple[str, float]]
+
+WIDTH, LEFT, RIGHT, BAR, STEP = 880, 190, 790, 26, 40
+STYLE = """
+  svg { --paper: #ffffff; --ink: #1f2328; --grey: #59636e; --context: #8c959f; --weights: #0072b2; --process: #e69f00 }
+  @media (prefers-color-scheme: dark) {
+    svg { --paper: #151b23; --ink: #f0f6fc; --grey: #9198a1; --context: #656c76; --weights: #56b4e9; --process: #e69f00 }
+  }
+  .paper { fill: var(--paper) } .context { fill: var(--context) } .weights { fill: var(--weights) } .process { fill: var(--process) }
+  text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink) }
+  .title { font-weight: 600 } .note { font-size: 12.5px; fill: var(--grey) }
+"""
+
+
+def process_bytes() -> tuple[float, float, float]:
+    """Return the measured bytes of an added model's process: plain, with the Python front, with the native front."""
+    page = (DOCS / "benchmark.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"An added model takes ([\d.]+) MB \(USS\) as a plain one, ([\d.]+) MB with the Python front, ([\d.]+) MB",
+        page,
+    )
+    assert found is not None, "docs/benchmark.md has no sentence about the memory of an added model"
+    plain, python, native = (float(number) * 1e6 for number in found.groups())
+    return plain, python, native
+
+
+def panels() -> list[tuple[str, str, dict[str, Bar]]]:
+    """Return the two halves of the picture: title, note, and bars by name."""
+    plain, python, native = process_bytes()
+    weights = SHARED + MODELS * OWN
+    card: dict[str, Bar] = {
+        "plain": [("context", MODELS * CONTEXT), ("weights", MODELS * (SHARED + OWN))],
+        "rsrv": [("context", CONTEXT), ("weights", weights)],
+    }
+    host: dict[str, Bar] = {
+        "plain": [("process", MODELS * plain)],
+        "rsrv, Python front": [("process", MODELS * python), ("weights", weights)],
+        "rsrv, native front": [("process", MODELS * native), ("weights", weights)],
+    }
+    return [
+        (
+            "GPU memory: arithmetic",
+            "contexts of 0.6 GB, as tritonserver's own on an H100 (those of plain models were not measured), and the weights",
+            card,
+        ),
+        (
+            "Host memory: one added process as measured, times 40, and rsrv's copy of the weights",
+            "not included: what a server has once (0.3 GB for tritonserver and rsrv)",
+            host,
+        ),
+    ]
+
+
+def size(number: float) -> str:
+    """Return bytes as text, such as 25.9 GB."""
+    return f"{number / 1e9:.1f} GB"
+
+
+def draw() -> str:
+    """Return the picture as SVG."""
+    title = f"Memory of {MODELS} fine-tunes of a ResNet-18 (46.8 MB, of which 44.8 MB are the same)"
+    lines = [f'<text class="title" x="20" y="32" style="font-size: 16px">{title}</text>']
+    x = 20
+    for name, label in (("context", "CUDA contexts"), ("weights", "weights"), ("process", "processes")):
+        lines.append(f'<rect class="{name}" x="{x}" y="46" width="12" height="12" rx="2"/>')
+        lines.append(f'<text class="note" x="{x + 18}" y="57">{label}</text>')
+        x += 120
+    y = 92
+    for title, note, bars in panels():
+        lines.append(f'<text class="title" x="20" y="{y}">{title}</text>')
+        lines.append(f'<text class="note" x="20" y="{y + 18}">{note}</text>')
+        y += 32
+        scale = (RIGHT - LEFT) / max(sum(part for _, part in bar) for bar in bars.values())
+        for name, bar in bars.items():
+            left = float(LEFT)
+            for colour, part in bar:
+                width = part * scale
+                lines.append(
+                    f'<rect class="{colour}" x="{left:.1f}" y="{y}" width="{max(width, 1):.1f}" height="{BAR}"/>'
+                )
+                left += width
+            lines.append(f'<text x="{LEFT - 12}" y="{y + 18}" text-anchor="end">{name}</text>')
+            lines.append(f'<text x="{left + 8:.1f}" y="{y + 18}">{size(sum(part for _, part in bar))}</text>')
+            y += STEP
+        y += 28
+    height = y - 20
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">',
+            f'<title id="title">Memory of {MODELS} fine-tunes: {summary()}</title>',
+            f"<style>{STYLE}</style>",
+            f'<rect class="paper" width="{WIDTH}" height="{height}" rx="10"/>',
+            *lines,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def summary() -> str:
+    """Return the figures of the picture in words, for readers who cannot see it."""
+    return "; ".join(
+        f"{title}: " + ", ".join(f"{name} {size(sum(part for _, part in bar))}" for name, bar in bars.items())
+        for title, _, bars in panels()
+    )
+
+
+if __name__ == "__main__":
+    IMAGE.write_text(draw(), encoding="utf-8")

@@ -17,7 +17,7 @@ from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.card_memory import Cards
 from rsrv.control.diagnosis import Diagnosis
 from rsrv.control.grpc_server import listen_locally
-from rsrv.control.health import Health, Readiness
+from rsrv.control.health import Health
 from rsrv.control.live import Live, Troubles
 from rsrv.control.metrics import Metrics
 from rsrv.control.placing import Placing
@@ -437,13 +437,12 @@ async def served(
     lifecycle = FakeLifecycle()
     async with linked(*folders, settings=settings) as runtimes:
         link = runtimes.links[0]
-        readiness = Readiness(runtimes, repository, lifecycle, decides=decides)
         cards = Cards(["cpu"] * len(runtimes.links))
-        health = Health(runtimes, readiness)
+        health = Health(runtimes, repository, lifecycle, decides=decides)
         parsed = load_settings(settings or "")
         placing = Placing(runtimes, parsed, tmp_path / "placement")
         file = SettingsFile(repository / "rsrv.yaml", parsed, len(runtimes.links))
-        diagnosis = Diagnosis(runtimes, file, lifecycle, readiness, {}, no_queues)
+        diagnosis = Diagnosis(runtimes, file, lifecycle, health, {}, no_queues)
         live = Live(
             runtimes,
             cards,
@@ -501,5 +500,5 @@ async def served(
 
 
 def add_model(repository: Path, name: str) -> None:
-    """Add a model to the repository, as far as readiness reads one."""
+    """Add a model to the repository, as far as the health reads one."""
     (repository / name / "1" / "bundle").mkdir(parents=True)

@@ -15,7 +15,6 @@ from rsrv.control.bundle_states import (
     BundleStates,
     IllegalTransition,
 )
-from rsrv.control.stub_health import StubHealth
 
 E, S = BundleEvent, BundleState
 
@@ -226,34 +225,3 @@ def test_no_sequence_of_events_leaves_a_bundle_stuck(steps: list[tuple[str, str]
         assert name not in states.due(10_000)
     pending = {name for name in "abc" if states.state(name) is S.UNLOAD_PENDING}
     assert set(states.unloadable(10_000)) == pending
-
-
-# --- stubs
-# ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_stub_is_dead_when_two_looks_agree() -> None:
-    """A stub is dead if two looks half a second apart find no process; a stub that had yet to start is not."""
-    health = StubHealth()
-    assert not health.look({"b"}, 20.0)
-    assert health.suspicious
-    assert not health.look({"a"}, 20.4)
-    assert health.look({"a"}, 20.9) == {"a"}
-
-
-def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
-    """A model that Triton does not report as ready has no dead stub."""
-    health = StubHealth()
-    assert not health.look(set(), 20.0)
-    assert not health.look(set(), 30.0)
-    assert not health.suspicious
-
-
-def test_a_replaced_stub_has_time_to_start() -> None:
-    """A replaced stub has time to start, and can be found dead after it."""
-    health = StubHealth()
-    health.expect_start("a", 30.0)
-    assert not health.look({"a"}, 20.0)
-    assert not health.look({"a"}, 29.0)
-    assert not health.look({"a"}, 30.0)
-    assert health.look({"a"}, 30.5) == {"a"}

@@ -11,7 +11,7 @@ import pytest
 from rsrv.control import diagnosis as module
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.diagnosis import Diagnosis
-from rsrv.control.health import Readiness
+from rsrv.control.health import Health
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.settings_file import SettingsFile
 from rsrv.settings import load_settings
@@ -47,8 +47,8 @@ async def diagnosed(tmp_path: Path) -> AsyncIterator[Diagnosed]:
         await until(runtimes, lambda: runtimes.up)
         bundles = FakeLifecycle()
         file = SettingsFile(tmp_path / "rsrv.yaml", load_settings(""), 1)
-        readiness = Readiness(runtimes, tmp_path, bundles, decides=False)
-        diagnosis = Diagnosis(runtimes, file, bundles, readiness, {}, no_queues)
+        health = Health(runtimes, tmp_path, bundles, decides=False)
+        diagnosis = Diagnosis(runtimes, file, bundles, health, {}, no_queues)
         found = Diagnosed(runtime, runtimes, diagnosis, bundles.failures)
         try:
             yield found

@@ -1,7 +1,6 @@
 """The health service: whether the server and each model can serve now."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -9,9 +8,8 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.health import Readiness
+from rsrv.control.presence import StubLook
 from tests.unit.control.peers import (
-    FakeLifecycle,
     FakeRuntime,
     Served,
     add_model,
@@ -118,19 +116,6 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
         server.lifecycle.loading.clear()
         assert (await model.read()).status == SERVING
-
-
-def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
-    """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
-    view: Any = SimpleNamespace(other_changes=0, asleep=False, cold=(), entries={"a@1": entry("a")})
-    lifecycle = FakeLifecycle()
-    lifecycle.loading = {"a"}
-    readiness = Readiness(view, tmp_path, lifecycle, decides=True)
-    seen = []
-    for view.up in (True, False, True):
-        view.other_changes += 1
-        seen.append(readiness.ready())
-    assert seen == [{"a"}, set(), {"a"}]
 
 
 @looped
@@ -317,7 +302,7 @@ async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Pat
         assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
         assert server.runtimes.cold == {"a"}
 
-        server.runtimes.show_cold({"a"})
+        server.runtimes.see_stubs(StubLook({"a"}))
         server.runtime.change("a@1", entry("a", state="loading"))
         await settled(server, 8)
         assert await check(server, "a") == SERVING
@@ -329,6 +314,21 @@ async def test_a_model_that_falls_back_to_cold_serves_all_the_time(tmp_path: Pat
 
 
 @looped
+async def test_a_cold_model_serves_although_its_start_is_reported_at_once(tmp_path: Path) -> None:
+    """A model falls back to cold and starts again before anybody looks: it accepts requests all the time."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@1", entry("a", state="cold", stubs=[]))
+        server.runtime.change("a@1", entry("a", state="loading"))
+        await settled(server, 7)
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+
+        server.runtime.change("a@1", entry("a", state="failed", error="why"))
+        server.runtime.change("a@1", entry("a", state="loading"))
+        await settled(server, 9)
+        assert (await check(server), await check(server, "a")) == (NOT_SERVING, NOT_SERVING)
+
+
+@looped
 async def test_a_model_that_was_never_started_serves(tmp_path: Path) -> None:
     """Triton calls it ready and its stub's process lives: it is cold, and its next request starts it."""
     async with served(tmp_path, models=["a"]) as server:
@@ -336,6 +336,6 @@ async def test_a_model_that_was_never_started_serves(tmp_path: Path) -> None:
         await settled(server, 6)
         assert await check(server, "a") == NOT_SERVING
 
-        server.runtimes.show_cold({"a"})
+        server.runtimes.see_stubs(StubLook({"a"}))
 
         assert (await check(server), await check(server, "a")) == (SERVING, SERVING)

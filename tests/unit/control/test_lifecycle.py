@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rsrv.control import model_loader, watching
 from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
-from rsrv.control.stub_health import stub_processes
+from rsrv.control.stub_monitor import stub_processes
 from rsrv.control.triton import TritonError
 from rsrv.settings import Shares
 from rsrv.settings_changes import change_settings
@@ -699,18 +699,18 @@ async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_
     async with story(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1"}}) as (world, lifecycle):
         view = world.triton.view
         view.up = False
-        view.returning = {"a", "b", "c"}
+        view.presence.devices[0]._before = {"a", "b", "c"}
         view.stir()
         await asyncio.sleep(1)
         world.triton.cold = {"a", "b", "c"}
         view.up, view.since = True, asyncio.get_running_loop().time()
         view.stir()
         await asyncio.sleep(300)
-        assert (world.triton.log, lifecycle.failures, view.returning) == ([], {}, {"a", "b", "c"})
+        assert (world.triton.log, lifecycle.failures, view.presence.returning) == ([], {}, {"a", "b", "c"})
         world.triton.kill("b")
         await asyncio.sleep(8)
         assert world.triton.log == ["load b", "loaded b"]
-        assert view.returning == {"a", "c"}
+        assert view.presence.returning == {"a", "c"}
     assert lifecycle.process_ends == {"b": 1}
 
 
@@ -721,12 +721,12 @@ async def test_a_model_that_was_unloaded_while_the_runtime_was_down_does_not_ret
         view = world.triton.view
         (world.repository / "b" / NATIVE_MARK).touch()
         await asyncio.sleep(20)
-        view.returning = {"a", "b", "c"}
+        view.presence.devices[0]._before = {"a", "b", "c"}
         for name in ("a", "b"):
             world.triton.dismissed.add(name)
             await world.triton.unload(name)
         await asyncio.sleep(8)
-        assert view.returning == {"c"}
+        assert view.presence.returning == {"c"}
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ async def test_a_model_that_a_runtimes_end_has_lost_starts_again(tmp_path: Path)
         await server.control.Start(pb.StartRequest(models=["team-*"]))
         server.runtime.change("team-b@1", entry("team-b", stubs=[]))
         server.runtime.change("team-a@1", entry("team-a"))
-        await until(server.runtimes, lambda: "team-a" in server.link.state.ready)
+        await until(server.runtimes, lambda: "team-a" in server.link.presence.ready)
         await prewarming.keep()
         await next_runtime(server)
 
@@ -155,7 +155,7 @@ async def test_an_idle_model_that_fell_back_to_cold_stays_cold_after_a_runtimes_
         server.runtime.change("other@1", entry("other", stubs=[], state="leaving"))
         server.runtime.change("other@1", None)
         server.runtime.change("team-a@1", entry("team-a"))
-        await until(server.runtimes, lambda: "team-a" in server.link.state.ready)
+        await until(server.runtimes, lambda: "team-a" in server.link.presence.ready)
         await prewarming.keep()
         await next_runtime(server)
 

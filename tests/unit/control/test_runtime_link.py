@@ -30,7 +30,7 @@ async def test_the_snapshot_and_every_change_are_shown(tmp_path: Path) -> None:
         await until(runtimes, lambda: link.state.revision == 7)
 
         assert set(link.state.entries) == {"b@1"}
-        assert link.served() == {"b"}
+        assert link.presence.attached == {"b"}
     runtime.die()
 
 
@@ -60,7 +60,7 @@ async def test_the_stub_of_any_version_counts(tmp_path: Path) -> None:
         link = runtimes.links[0]
         await until(runtimes, lambda: link.up)
 
-        assert link.served() == {"a"}
+        assert link.presence.attached == {"a"}
     runtime.die()
 
 
@@ -76,7 +76,7 @@ async def test_a_runtime_that_dies_is_down_at_once_and_the_next_one_is_found(tmp
 
         first.die()
         await until(runtimes, lambda: not link.up)
-        assert not link.served()
+        assert not link.presence.attached
         with pytest.raises(RuntimeDown):
             await link.record()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.presence import StubLook
 from rsrv.control.runtime_link import RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes, device_directories, merge, server_devices
@@ -54,7 +55,7 @@ async def test_a_version_has_the_best_of_its_states(tmp_path: Path) -> None:
 
         assert runtimes.entries["a@1"] == entry("a", stubs=[101])
         assert runtimes.entries["b@1"] == entry("b", state="loading", weights="loading", stubs=[1, 2])
-        assert runtimes.served() == {"a", "b", "c"}
+        assert runtimes.presence.attached == {"a", "b", "c"}
 
 
 @looped
@@ -97,7 +98,7 @@ async def test_a_dead_runtime_costs_only_its_device(tmp_path: Path) -> None:
 
         second.die()
         await until(runtimes, lambda: not runtimes.up)
-        assert not runtimes.served()
+        assert not runtimes.presence.attached
         with pytest.raises(RuntimeDown):
             await runtimes.command(FETCH)
         with pytest.raises(RuntimeDown):
@@ -109,25 +110,25 @@ async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_take
     """A model of a dead runtime is neither served nor cold while its stub is expected: until it is known to be gone."""
     async with two(tmp_path) as (runtimes, (first, second)):
         first.change("b@1", entry("b", stubs=[7]))
-        await until(runtimes, lambda: "b" in runtimes.served())
+        await until(runtimes, lambda: "b" in runtimes.presence.attached)
         first.die()
         await until(runtimes, lambda: len(runtimes.live) == 1)
-        assert (runtimes.served(), runtimes.returning) == ({"a"}, {"a", "b"})
+        assert (runtimes.presence.attached, runtimes.returning) == ({"a"}, {"a", "b"})
 
         again = reborn(first)
         await until(runtimes, lambda: len(runtimes.live) == 2)
         runtimes.links[0].since -= 3600
-        runtimes.show_cold({"b"})
-        assert (runtimes.served(), runtimes.returning, runtimes.cold) == ({"a"}, {"a", "b"}, set())
-        runtimes.forget_returning({"b"})
+        runtimes.see_stubs(StubLook({"b"}))
+        assert (runtimes.presence.attached, runtimes.returning, runtimes.cold) == ({"a"}, {"a", "b"}, set())
+        runtimes.see_stubs(StubLook(gone={"b"}))
         assert runtimes.returning == {"a"}
-        runtimes.show_cold({"b"})
+        runtimes.see_stubs(StubLook({"b"}))
         assert runtimes.cold == {"b"}
 
         again.die()
         second.die()
         await until(runtimes, lambda: not runtimes.up)
-        assert runtimes.served() == set()
+        assert runtimes.presence.attached == set()
 
 
 @looped
@@ -197,7 +198,7 @@ async def test_the_name_of_a_meta_model_means_all_that_it_calls(tmp_path: Path) 
     runtime.entries = {"a@1": entry("a"), "meta@1": meta, "x@1": broken}
     async with linked(tmp_path, callees=lambda name: folders.get(name, [])) as runtimes:
         await until(runtimes, lambda: runtimes.up)
-        runtimes.show_cold(["cold", "e"])
+        runtimes.see_stubs(StubLook(["cold", "e"]))
 
         assert await runtimes.named("a") == ["a"]
         assert await runtimes.named("meta") == ["a", "b"]

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from rsrv.control.grpc_service import StatusError
+from rsrv.control.presence import StubLook
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import load_settings
@@ -87,7 +88,7 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: 
         assert '\nrsrv_models{state="asleep"} 1\n' in text
         assert server.health.serving("")
         assert server.health.serving("a")
-        assert server.runtimes.served() == {"a"}
+        assert server.runtimes.presence.attached == {"a"}
         assert not woken
 
 
@@ -103,7 +104,7 @@ async def test_a_control_process_that_starts_while_the_device_sleeps_knows_the_c
         running = asyncio.create_task(second.run())
         await until(second, lambda: second.asleep)
 
-        second.show_cold({"a"})
+        second.see_stubs(StubLook({"a"}))
 
         assert second.cold == {"a"}
         assert not woken
@@ -178,7 +179,7 @@ async def test_models_serve_on_after_a_long_sleep(tmp_path: Path) -> None:
         server.link.presence._dismissed["a"] -= 3600
         await server.control.Wake(pb.WakeRequest())
 
-        server.runtimes.show_cold({"a"})
+        server.runtimes.see_stubs(StubLook({"a"}))
 
         assert server.runtimes.cold == {"a"}
         assert server.health.serving("a")

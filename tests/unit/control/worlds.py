@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from unittest.mock import patch
 
+from rsrv.control.presence import Presence, StubLook
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
 from rsrv.settings import dump_settings, load_settings
@@ -98,7 +99,7 @@ class FakeView:
         self.since = 0.0
         self.entries: Mapping[str, ModelVersion] = {}
         self.cold: Collection[str] = ()
-        self.returning: set[str] = set()
+        self.presence = FakePresence(self)
         self.changes = 0
         self._changed = asyncio.Event()
 
@@ -106,15 +107,11 @@ class FakeView:
     def other_changes(self) -> int:
         return self.changes
 
-    def show_cold(self, names: Collection[str]) -> None:
-        self.cold = names
+    def see_stubs(self, look: StubLook) -> frozenset[str]:
+        self.cold = look.unconnected
+        return self.presence.see(look, asyncio.get_running_loop().time())[1]
 
-    def forget_returning(self, gone: Collection[str]) -> None:
-        self.returning -= set(gone)
-
-    def served(self) -> set[str]:
-        if not self.up:
-            return set()
+    def connected(self) -> set[str]:
         connected = self._triton.processes() - self._triton.cold
         folders = [self._triton.repository / name for name in connected]
         return connected.union(*(carried(folder) for folder in folders if is_alias(folder)))
@@ -127,6 +124,18 @@ class FakeView:
     async def wait_change(self, seen: int | None = None) -> None:
         if seen is None or seen == self.changes:
             await self._changed.wait()
+
+
+class FakePresence(Presence):
+    """The presence of one device, with the stubs and the returning models of a test."""
+
+    def __init__(self, view: FakeView) -> None:
+        super().__init__(1)
+        self._view = view
+
+    @property
+    def attached(self) -> set[str]:
+        return self._view.connected() if self._view.up else set()
 
 
 def whole(bundle: Path) -> str:

@@ -84,7 +84,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.card_memory import Cards
     from rsrv.control.diagnosis import Diagnosis
     from rsrv.control.grpc_server import ListenError, listen, listen_locally
-    from rsrv.control.health import Health, Readiness
+    from rsrv.control.health import Health
     from rsrv.control.live import Live, OneServer, Troubles
     from rsrv.control.metrics import Metrics
     from rsrv.control.placing import Placing
@@ -93,7 +93,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.runtimes import Runtimes, device_directories, server_devices
     from rsrv.control.service import ControlledServer, ControlService, Monitoring
     from rsrv.control.settings_file import Rereading, SettingsFile
-    from rsrv.control.stub_health import stub_processes
+    from rsrv.control.stub_monitor import stub_processes
     from rsrv.control.triton import Triton, facts
     from rsrv.renewal import Renewals
     from rsrv.settings_changes import read_or_keep
@@ -119,15 +119,14 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     triton = Triton.of(options.server_pid)
     reconciler = Reconciler(settings, repository, runtimes, triton, processes)
     decides = settings.lifecycle.mode != "explicit"
-    readiness = Readiness(runtimes, repository, reconciler, decides=decides)
-    health = Health(runtimes, readiness)
+    health = Health(runtimes, repository, reconciler, decides=decides)
     exporting = _exporting(settings, runtimes)
     placing = Placing(runtimes, settings, options.directory / paths.PLACEMENT)
     file = SettingsFile(options.settings, settings, len(devices))
     file.refused = broken
     renewals = Renewals()
     spans = {} if exporting is None else exporting.counts
-    diagnosis = Diagnosis(runtimes, file, reconciler, readiness, spans, triton.queues, renewals)
+    diagnosis = Diagnosis(runtimes, file, reconciler, health, spans, triton.queues, renewals)
     metrics = Metrics(
         runtimes,
         lambda: reconciler.failures.keys(),

@@ -18,7 +18,7 @@ from rsrv.control.figures import (
 )
 from rsrv.control.findings import SEVERITIES, Case, ServerFinding
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.health import Readiness
+from rsrv.control.health import Health
 from rsrv.control.model_findings import COMMON_RULES, MODEL_RULES, ModelRule
 from rsrv.control.protocols import Reconciling
 from rsrv.control.records import RuntimeRecords
@@ -77,7 +77,7 @@ class Diagnosis:
         runtimes: Runtimes,
         file: SettingsFile,
         lifecycle: Reconciling,
-        readiness: Readiness,
+        health: Health,
         spans: Mapping[str, int],
         queues: Callable[[], Awaitable[Mapping[str, tuple[int, float]]]],
         renewals: Iterable[Renewed[Any]] = (),
@@ -88,13 +88,13 @@ class Diagnosis:
             runtimes: of the server.
             file: rsrv.yaml.
             lifecycle: reports the facts about models that the runtimes do not know.
-            readiness: lists the models, and those that should serve and do not.
+            health: knows the models that should serve and do not.
             spans: of traces, by outcome; read at each look.
             queues: asks Triton for `ServerFigures.queues`. Raises TritonError.
             renewals: files with certificates and tokens.
         """
         self._runtimes, self._file = runtimes, file
-        self._lifecycle, self._readiness, self._spans, self._queues = lifecycle, readiness, spans, queues
+        self._lifecycle, self._health, self._spans, self._queues = lifecycle, health, spans, queues
         self._renewals = renewals
         self._tasks = TaskLooks(file.path.parent)
         self._loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ class Diagnosis:
             records, at = await runtimes.records(), self._loop.time()
         overrides = runtimes.desired.overrides
         stubs = {entry["name"]: entry["stubs"] for entry in runtimes.entries.values()}
-        missing, starting = self._readiness.missing(), not self._lifecycle.reached
+        missing, starting = self._health.missing(), not self._lifecycle.reached
         since = dict.fromkeys(missing, self._began) if starting else self._missing_since
         self._missing_since = {} if starting else {name: since.get(name, at) for name in missing}
         return ServerFigures(
@@ -157,7 +157,7 @@ class Diagnosis:
             entries={
                 key: one
                 for key, one in runtimes.entries.items()
-                if one["state"] != "failed" or self._readiness.has(one["name"])
+                if one["state"] != "failed" or self._health.has(one["name"])
             },
             failures=dict(self._lifecycle.failures),
             process_ends=dict(self._lifecycle.process_ends),

@@ -68,9 +68,9 @@ class ServerFigures:
     openai_closed: str = ""
     #: For each model that should serve and does not, the seconds since then.
     missing: Mapping[str, float] = field(default_factory=dict)
-    #: Models that start with their next request.
     #: True while Triton loads its first models, one after the other.
     starting: bool = False
+    #: Models that start with their next request.
     cold: frozenset[str] = frozenset()
     #: Models that Triton is loading or unloading now.
     loading: frozenset[str] = frozenset()

@@ -202,7 +202,7 @@ class Placing:
         except StatusError:
             records = {}
         links = self._runtimes.links
-        ready = {number: links[number].state.ready for number in records}
+        ready = {number: frozenset(links[number].presence.ready) for number in records}
         arriving = self._arrivals(list(ready.values()))
         server = load_messages.load(range(len(links)), records, self.mode, {})
         self._positions = {number: (one.instance, one.next) for number, one in records.items()}

@@ -1,22 +1,49 @@
-"""The models' stubs as the control process knows them: connected, cold, or expected to return. Pure: time is an argument.
+"""The models of a server and their stubs, as its runtimes and Triton report them. Pure: time is an argument.
 
-Runtimes report the stubs that connect and the stubs that they ask to leave. `stub_health` inspects the server's processes
-and reports stubs that live without a connection, and dead stubs.
+`Presence` alone knows in the control process which models serve, are cold or are expected to return, and whose stub is dead.
+Runtimes report versions and connected stubs. `stub_monitor` reports what Triton has loaded and which processes live.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from rsrv.control.protocols import ModelVersion
 
-#: Within this many seconds, `stub_health` notices that a dismissed stub has left.
+#: Seconds between the two looks that must agree on a dead stub.
+AGREE_S = 0.5
+#: Within this many seconds, `stub_monitor` notices that a dismissed stub has left.
 _SEEN_S = 10.0
 
 
-class DevicePresence:
-    """Stubs of one device's runtime, by the names of their models and meta models."""
+@dataclass(frozen=True, slots=True)
+class StubLook:
+    """The result of one look at Triton and at the server's processes."""
 
-    def __init__(self) -> None:
+    #: Models whose stubs live without a connection.
+    unconnected: Collection[str] = ()
+    #: Models whose stubs will not connect again: the stubs are dead, or Triton has unloaded the models.
+    gone: Collection[str] = ()
+    #: Models that Triton calls ready and that have no process.
+    without_process: Collection[str] = ()
+
+
+class DevicePresence:
+    """Models and meta models of one device's runtime, by name."""
+
+    def __init__(self, server: "Presence") -> None:
+        self._server = server
+        #: True while the runtime answers.
+        self.up = False
+        #: Unix time since which the device sleeps. None: it is awake.
+        self.asleep_since: float | None = None
+        #: Versions of each model by key. While the runtime does not answer, these are the last known versions.
+        self._versions: dict[str, dict[str, ModelVersion]] = {}
+        #: Models with a ready version.
+        self.ready: set[str] = set()
+        #: Models with a loading version and no ready one.
+        self.loading: set[str] = set()
+        #: Models with a connected stub.
+        self._connected: set[str] = set()
         #: Models that had a stub before the runtime last ended or stopped answering, and have had none since.
         self._before: set[str] = set()
         #: Models whose stubs left until the next request, or have not connected since a sleep, with the time when they left.
@@ -36,30 +63,61 @@ class DevicePresence:
         """
         return self._before - self._dismissed.keys()
 
-    def follow(self, entry: Any, now: float, *, up: bool) -> None:
-        """Record whether a version has stubs. If the runtime has asked them to leave, the version becomes "leaving".
+    @property
+    def attached(self) -> set[str]:
+        """Models with a stub. There is none while the runtime is down. During a sleep, stubs wait without a connection."""
+        if self.asleep_since is not None:
+            return self.dismissed
+        return set(self._connected) if self.up else set()
 
-        `up` is True if the runtime answers.
+    def begin(self, entries: Mapping[str, ModelVersion], now: float) -> None:
+        """Take all versions of a runtime, which answers from the next `come_up` on."""
+        for names in (self._versions, self.ready, self.loading, self._connected):
+            names.clear()
+        for key, entry in entries.items():
+            self.follow(key, entry, now)
+        self._server.end_starts()
+
+    def follow(self, key: str, entry: ModelVersion | None, now: float) -> None:
+        """Take a version. None: the version is gone.
+
+        If the runtime has asked the version's stubs to leave, its state becomes "leaving".
         """
-        name = entry["name"]
-        if entry["state"] == "cold":
-            self._dismissed[name] = now
-            entry["state"] = "leaving"
-        elif entry["stubs"]:
-            self._dismissed.pop(name, None)
-            if up:
-                self._before.discard(name)
+        name = key.rpartition("@")[0]
+        served, waited = self._server.serves(name), self._server.waits(name)
+        versions = self._versions.setdefault(name, {})
+        if entry is None:
+            versions.pop(key, None)
+        else:
+            versions[key] = entry
+            if entry["state"] == "cold":
+                self._dismissed[name] = now
+                entry["state"] = "leaving"
+            elif entry["stubs"]:
+                self._dismissed.pop(name, None)
+                if self.up:
+                    self._before.discard(name)
+        states = {version["state"] for version in versions.values()}
+        _put(self.ready, name, "ready" in states)
+        _put(self.loading, name, "loading" in states and "ready" not in states)
+        _put(self._connected, name, any(version["stubs"] for version in versions.values()))
+        if not versions:
+            del self._versions[name]
+        self._server.note(name, served=served, waited=waited)
 
-    def come_up(self, served: Collection[str]) -> None:
-        """Record that the runtime answers again, with stubs of these models."""
-        self._before.difference_update(served)
+    def come_up(self) -> None:
+        """Record that the runtime answers again."""
+        self.up, self.asleep_since = True, None
+        self._before -= self._connected
 
-    def go_down(self, served: Collection[str]) -> None:
-        """Record that the runtime no longer answers. It had stubs of the models `served`."""
-        self._before = {*served, *self.returning}
+    def go_down(self) -> None:
+        """Record that the runtime no longer answers."""
+        self._before = self.attached | self.returning
+        self.up = False
 
-    def fall_asleep(self, now: float) -> None:
-        """Record that the device sleeps: stubs wait for requests without a connection."""
+    def fall_asleep(self, since: float, now: float) -> None:
+        """Record that the device sleeps: stubs wait for requests without a connection. `since` is a Unix time."""
+        self.asleep_since = since
         self._dismissed |= dict.fromkeys(self._before, now)
 
     def see(self, unconnected: Collection[str], now: float) -> None:
@@ -74,40 +132,148 @@ class DevicePresence:
         self._before.difference_update(gone)
 
 
+def _put(names: set[str], name: str, belongs: bool) -> None:
+    if belongs:
+        names.add(name)
+    else:
+        names.discard(name)
+
+
 class Presence:
-    """Stubs of all devices of a server."""
+    """Models and meta models of a server, by name."""
 
     def __init__(self, devices: int) -> None:
-        self.devices = tuple(DevicePresence() for _ in range(devices))
+        self.devices = tuple(DevicePresence(self) for _ in range(devices))
         #: Models whose stubs live without a connection.
         self._unconnected: frozenset[str] = frozenset()
+        #: Cold models that a runtime starts.
+        self._started: set[str] = set()
+        #: Models that stopped serving while a runtime answered. They may serve again.
+        self.lost: set[str] = set()
+        #: Models that Triton calls ready and that have no process, with the time of the first look that found this.
+        self._suspects: dict[str, float] = {}
+        #: Models whose stub starts, with the time until which it may have no process.
+        self._new_stubs: dict[str, float] = {}
+
+    @property
+    def up(self) -> bool:
+        """True if a runtime answers."""
+        return any(device.up for device in self.devices)
+
+    @property
+    def asleep(self) -> bool:
+        """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
+        return not self.up and any(device.asleep_since is not None for device in self.devices)
+
+    @property
+    def attached(self) -> set[str]:
+        """Models with a stub. There is none while no runtime answers."""
+        return set[str]().union(*(device.attached for device in self.devices if self.up or self.asleep))
 
     @property
     def returning(self) -> set[str]:
         """Models of an ended runtime whose stubs have not connected to the next runtime yet."""
         return set[str]().union(*(device.returning for device in self.devices))
 
-    def cold(self, known: Iterable[Collection[str]]) -> set[str]:
-        """Return the models that start with their next request. `known` are the models that runtimes serve or build."""
-        dismissed = (device.dismissed for device in self.devices)
-        return set(self._unconnected.union(*dismissed).difference(*known))
+    @property
+    def cold(self) -> set[str]:
+        """Models that no runtime serves or builds, and that start with their next request."""
+        if not (self.up or self.asleep):
+            return set()
+        live = [device for device in self.devices if device.up]
+        return self._waiting.difference(*(names for one in live for names in (one.ready, one.loading)))
 
-    def see(self, unconnected: Collection[str], live: Iterable[int], now: float) -> bool:
-        """Record the models whose stubs live without a connection. Returns True if the set has changed.
+    @property
+    def serving(self) -> set[str]:
+        """Models that accept requests, as `serves`."""
+        found = self.cold
+        for device in self._known:
+            found |= device.ready
+            found |= device.loading & self._started
+        return found
 
-        `live` are the devices whose runtimes answer.
+    def serves(self, name: str) -> bool:
+        """Return True if the model accepts requests.
+
+        Either a runtime has a ready version of it, even without a stub, or the model is cold, or it was cold and starts.
         """
-        for number in live:
-            self.devices[number].see(unconnected, now)
-        before, self._unconnected = self._unconnected, frozenset(unconnected) - self.returning
-        return before != self._unconnected
+        known = self._known
+        if any(name in device.ready for device in known):
+            return True
+        if self.waits(name):
+            return self.up or self.asleep
+        return name in self._started and any(name in device.loading for device in known)
 
-    def forget(self, gone: Collection[str]) -> None:
-        """Stop expecting the stubs of these models: the stubs are dead, or Triton has unloaded the models."""
+    def waits(self, name: str) -> bool:
+        """Return True if the stubs of a model wait for a request without a connection, and no runtime builds the model."""
+        if any(device.up and (name in device.ready or name in device.loading) for device in self.devices):
+            return False
+        return name in self._unconnected or any(name in device._dismissed for device in self.devices)
+
+    @property
+    def _known(self) -> list[DevicePresence]:
+        """The devices whose runtimes answer. If none does, the devices that sleep."""
+        up = [device for device in self.devices if device.up]
+        return up or [device for device in self.devices if device.asleep_since is not None]
+
+    @property
+    def _waiting(self) -> set[str]:
+        return set(self._unconnected).union(*(device._dismissed for device in self.devices))
+
+    # --- reports of runtimes --------------------------------------------------------------------------------
+
+    def note(self, name: str, *, served: bool, waited: bool) -> None:
+        """Note the effect of a change of a version.
+
+        `served` and `waited` are the values of `serves` and `waits` before the change.
+        """
+        if not any(name in device.loading for device in self.devices):
+            self._started.discard(name)
+        elif waited:
+            self._started.add(name)
+        if served and self.up and not self.serves(name):
+            self.lost.add(name)
+
+    def end_starts(self) -> None:
+        """Forget the starts that no runtime continues."""
+        self._started &= set[str]().union(*(device.loading for device in self.devices))
+
+    # --- reports of `stub_monitor` --------------------------------------------------------------------------
+
+    def see(self, look: StubLook, now: float) -> tuple[bool, frozenset[str]]:
+        """Take the result of a look.
+
+        Returns whether other properties have changed, and the models whose stub is dead: two looks have found that Triton
+        calls them ready and that they have no process.
+        """
         for device in self.devices:
-            device.forget(gone)
+            device.forget(look.gone)
+        changed = bool(look.gone)
+        if self.up or self.asleep:
+            before, known = self._waiting, self._unconnected
+            for device in self.devices:
+                if device.up:
+                    device.see(look.unconnected, now)
+            self._unconnected = frozenset(look.unconnected) - self.returning
+            changed |= known != self._unconnected
+            if self.up:
+                self.lost |= {name for name in before - self._waiting if not self.serves(name)}
+        self._new_stubs = {name: until for name, until in self._new_stubs.items() if until > now}
+        suspects = set(look.without_process) - self._new_stubs.keys()
+        self._suspects = {name: self._suspects.get(name, now) for name in suspects}
+        dead = frozenset(name for name, since in self._suspects.items() if now - since >= AGREE_S)
+        return changed, dead
 
+    @property
+    def suspicious(self) -> bool:
+        """True if another look may soon find a dead stub."""
+        return bool(self._suspects)
 
-def connected(entries: Mapping[str, ModelVersion]) -> set[str]:
-    """Return the names of the models and meta models with a connected stub."""
-    return {entry["name"] for entry in entries.values() if entry["stubs"]}
+    def expect_start(self, name: str, until: float) -> None:
+        """Do not count the model's stub as dead before that time."""
+        self._suspects.pop(name, None)
+        self._new_stubs[name] = until
+
+    def forget_lost(self, busy: Collection[str]) -> None:
+        """Forget the lost models that serve again, except those that Triton loads or unloads."""
+        self.lost = {name for name in self.lost if name in busy or not self.serves(name)}

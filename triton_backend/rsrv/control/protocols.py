@@ -13,7 +13,8 @@ class ModelVersion(TypedDict):
     name: str
     kind: Literal["model", "meta"]
     digest: str
-    state: Literal["loading", "ready", "leaving", "failed"]
+    #: "cold" only in a frame: the runtime has asked the version's stubs to leave. `DevicePresence` changes it to "leaving".
+    state: Literal["loading", "ready", "leaving", "failed", "cold"]
     error: str | None
     residency: Literal["unpinned", "system", "device"] | None
     weights: Literal["absent", "loading", "resident"] | None

@@ -23,7 +23,7 @@ from rsrv.control.bundle_states import BundleEvent, BundleFailure, BundleState, 
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.model_loader import ModelLoader
 from rsrv.control.runtimes import Runtimes
-from rsrv.control.stub_health import StubMonitor
+from rsrv.control.stub_monitor import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, watch
 from rsrv.logs import fields

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import StatusError
-from rsrv.control.presence import DevicePresence, connected
+from rsrv.control.presence import DevicePresence
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_state import ChangeCounter, RuntimeState
 from rsrv.control.v1 import control_pb2 as pb
@@ -263,7 +263,7 @@ class RuntimeLink:
         Args:
             path: Path of the runtime's socket.
             desired: The desired documents of all runtimes.
-            presence: Stubs of this runtime, which the link keeps up to date.
+            presence: Models of this device, which the link keeps up to date.
             changes: Counts the changes on all links of the server.
             timing: Intervals.
             device: Number of the device; None: the server has one only.
@@ -277,20 +277,27 @@ class RuntimeLink:
         self._timing = timing or LinkTiming()
         self._connection: ControlConnection | None = None
         self.records = RuntimeRecords()
-        self.up = False
         #: A future that is done while the runtime does not answer.
         self._down = asyncio.get_running_loop().create_future()
         #: The loop's time when the first runtime of this instance was found. `_down_at`: when the runtime answered
         #: last.
         self.since, self._down_at = 0.0, _now()
-        #: Unix time since which the device sleeps; None: it is awake.
-        self.asleep_since: float | None = None
         #: True if a connection is to wake the device.
         self._wakes = False
         #: Number of restarts by an operator.
         self.restarts = 0
 
     # --- the view -------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        """True while the runtime answers."""
+        return self.presence.up
+
+    @property
+    def asleep_since(self) -> float | None:
+        """Unix time since which the device sleeps. None: it is awake."""
+        return self.presence.asleep_since
 
     @property
     def obstacle(self) -> str:
@@ -312,15 +319,6 @@ class RuntimeLink:
             return 0
         # If a spare holds the socket, the peer's pid is still that of the runtime that listened on it last.
         return self._connection.pid if start_time(self._connection.pid) else 0
-
-    def served(self) -> set[str]:
-        """Return the names of the models and meta models with a stub; none while the runtime is down.
-
-        During a sleep, stubs wait for requests without a connection.
-        """
-        if self.asleep_since is not None:
-            return self.presence.dismissed
-        return connected(self.state.entries) if self.up else set()
 
     def last_records(self) -> RuntimeRecords:
         """Return the last records of the runtime whose device sleeps, without waiting requests and weights on the device.
@@ -431,7 +429,7 @@ class RuntimeLink:
             except ProtocolError as error:
                 reason = str(error)
             if not self._wakes:
-                self.asleep_since = None
+                self.presence.asleep_since = None
             if self.up:
                 self._go_down()
                 if self.asleep_since is None:
@@ -453,8 +451,7 @@ class RuntimeLink:
         return True
 
     def _fall_asleep(self, since: float) -> None:
-        self.asleep_since = since
-        self.presence.fall_asleep(_now())
+        self.presence.fall_asleep(since, _now())
         self.state.free_weights()
 
     async def _serve(self) -> str:
@@ -492,28 +489,28 @@ class RuntimeLink:
         state = self.state
         if "entries" in frame:
             new = state.take_snapshot(frame)
-            for entry in state.entries.values():
-                self.presence.follow(entry, _now(), up=False)
+            self.presence.begin(state.entries, _now())
             self.since = _now()
             state.lives += new and self.asleep_since is None
             log.info("connected to %s, instance %s", self._who, state.instance)
             self._come_up()
             return
-        change, moves = state.take_change(frame, partial(self.presence.follow, now=_now(), up=self.up))
+        change, moves = state.take_change(frame)
+        if not moves:
+            self.presence.follow(change.key, change.entry, _now())
         self._changes.note(moves=moves)
         if self.up:  # else a snapshot follows
             state.publish(change)
 
     def _come_up(self) -> None:
-        self.up, self._wakes, self.asleep_since = True, False, None
-        self.presence.come_up(self.served())
+        self._wakes = False
+        self.presence.come_up()
         self._down = asyncio.get_running_loop().create_future()
         self._changes.note()
         self.state.publish(None, up=True)
 
     def _go_down(self) -> None:
-        self.presence.go_down(self.served())
-        self.up = False
+        self.presence.go_down()
         since = asleep_since(self._path.parent)
         if since is not None:
             self._fall_asleep(since)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,23 +68,8 @@ class RuntimeState:
         #: Number of runtimes so far.
         self.lives = 0
         self.entries: dict[str, ModelVersion] = {}
-        self._ready: frozenset[str] | None = None
         self._up = False
         self._subscriptions: set[Subscription] = set()
-
-    @property
-    def ready(self) -> frozenset[str]:
-        """Names of the models and meta models with a ready version. The object stays the same until the names change."""
-        if self._ready is None:
-            self._ready = frozenset(
-                entry["name"] for entry in self.entries.values() if entry["state"] == "ready"
-            )
-        return self._ready
-
-    @property
-    def loading(self) -> set[str]:
-        """Names of the models and meta models that have a loading version and no ready one."""
-        return {entry["name"] for entry in self.entries.values() if entry["state"] == "loading"} - self.ready
 
     def take_snapshot(self, frame: Mapping[str, Any]) -> bool:
         """Take the first STATE frame of a connection. Return True if this is a new runtime. Raises ProtocolError."""
@@ -97,16 +82,11 @@ class RuntimeState:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a STATE frame lacks its {error}") from None
         new = instance != self.instance
-        self.instance, self.revision, self.entries, self._ready = instance, revision, entries, None
+        self.instance, self.revision, self.entries = instance, revision, entries
         return new
 
-    def take_change(
-        self, frame: Mapping[str, Any], follow: Callable[[ModelVersion], None]
-    ) -> tuple[StateChange, bool]:
-        """Take a later STATE frame. Return its change, and True if only weights have moved. Raises ProtocolError.
-
-        `follow` is called with the entry and may change it.
-        """
+    def take_change(self, frame: Mapping[str, Any]) -> tuple[StateChange, bool]:
+        """Take a later STATE frame. Return its change, and True if only weights have moved. Raises ProtocolError."""
         try:
             revision, key, entry = int(frame["revision"]), str(frame["key"]), frame["entry"]
         except (KeyError, TypeError, ValueError) as error:
@@ -117,10 +97,7 @@ class RuntimeState:
         before = self.entries.pop(key, None) if entry is None else self.entries.get(key)
         if entry is not None:
             self.entries[key] = entry
-            follow(entry)
-        moves = moves_only(before, entry)
-        self._ready = self._ready if moves else None
-        return StateChange(self.instance, revision, key, entry), moves
+        return StateChange(self.instance, revision, key, entry), moves_only(before, entry)
 
     def free_weights(self) -> None:
         """Record that no weights are left on the device."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rsrv.control.desired_state import DesiredState
 from rsrv.control.grpc_service import InvalidArgument, StatusError
-from rsrv.control.presence import Presence
+from rsrv.control.presence import Presence, StubLook
 from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_link import (
@@ -140,12 +140,12 @@ class Runtimes:
     @property
     def up(self) -> bool:
         """True if a runtime answers; False while all are dead, stopped, or not started."""
-        return any(link.up for link in self.links)
+        return self.presence.up
 
     @property
     def asleep(self) -> bool:
         """True if no runtime answers, because devices sleep: their models serve as soon as requests come."""
-        return not self.up and any(link.asleep_since is not None for link in self.links)
+        return self.presence.asleep
 
     @property
     def since(self) -> float:
@@ -179,9 +179,7 @@ class Runtimes:
     @property
     def cold(self) -> set[str]:
         """Names of the models that no runtime has, and that start with their next request."""
-        if not (self.up or self.asleep):
-            return set()
-        return self.presence.cold(link.state.ready | link.state.loading for link in self.live.values())
+        return self.presence.cold
 
     @property
     def returning(self) -> set[str]:
@@ -204,25 +202,12 @@ class Runtimes:
         """A counter like `changes`, but without loads and evictions, which are frequent."""
         return self._changes.others
 
-    def served(self) -> set[str]:
-        """Return the names of the models with a connected stub; none while no runtime answers."""
-        return set[str]().union(*(link.served() for link in self.links if self.up or self.asleep))
-
-    def show_cold(self, names: Collection[str]) -> None:
-        """Record the models whose stubs live without a connection.
-
-        They are cold, unless a runtime is about to build them.
-        """
-        if not (self.up or self.asleep):
-            return
-        if self.presence.see(names, self.live, asyncio.get_running_loop().time()):
+    def see_stubs(self, look: StubLook) -> frozenset[str]:
+        """Take the result of a look at Triton and at the server's processes. Return the models whose stub is dead."""
+        changed, dead = self.presence.see(look, asyncio.get_running_loop().time())
+        if changed:
             self._changes.note()
-
-    def forget_returning(self, gone: Collection[str]) -> None:
-        """Stop expecting the stubs of these models: the stubs are dead, or Triton has unloaded the models."""
-        self.presence.forget(gone)
-        if gone:
-            self._changes.note()
+        return dead
 
     async def wait_change(self, seen: int | None = None) -> None:
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
@@ -317,12 +302,13 @@ class Runtimes:
         Raises RuntimeDown, StatusError; then the runtime goes on.
         """
         link, clock = self.links[number], asyncio.get_running_loop().time
+        presence = link.presence
         if link.asleep_since is not None:
             raise StatusError(
                 "FAILED_PRECONDITION",
                 f"device {number} sleeps, so nothing was restarted: rsrv.yaml is read again when it wakes",
             )
-        before, instance = link.state.ready & link.served(), link.state.instance
+        before, instance = presence.ready & presence.attached, link.state.instance
         command = {"command": "restart", "drain_s": drain_s, "force": force}
         await link.slow_command(command, drain_s + _GRACE_S)
         link.restarts += 1
@@ -330,13 +316,13 @@ class Runtimes:
         while True:
             seen = self.changes
             if link.state.instance != instance and link.up:
-                now, back = clock() - began, before & link.state.ready
+                now, back = clock() - began, before & presence.ready
                 first = first or (now if back else 0.0)
                 # A stub whose model was unloaded meanwhile does not return.
-                awaited = link.state.loading | link.presence.returning
+                awaited = presence.loading | presence.returning
                 if not (before - back) & awaited:
                     return RestartedDevice(number, first, now, sorted(before - back))
-            elif not link.up and (not link.presence.returning or link.down_s >= _RESTART_S):
+            elif not link.up and (not presence.returning or link.down_s >= _RESTART_S):
                 if before:
                     text = f"no runtime of device {number} has come back; the server's log says why"
                     raise StatusError("UNAVAILABLE", text)

@@ -27,7 +27,7 @@ from rsrv.control.runtime_link import RuntimeAsleep, RuntimeDown
 from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate, Subscription
 from rsrv.control.runtimes import Answers, Runtimes
 from rsrv.control.settings_file import SettingsFile
-from rsrv.control.stub_health import stub_processes
+from rsrv.control.stub_monitor import stub_processes
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.desired import PauseMode

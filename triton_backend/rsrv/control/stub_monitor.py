@@ -16,14 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from pathlib import Path
 
 from rsrv.control.bundle_states import BundleStates
+from rsrv.control.presence import AGREE_S, StubLook
 from rsrv.control.runtimes import Runtimes
 from rsrv.control.triton import Triton, TritonError
 from rsrv_gen.known import SETTLED_NS
 from rsrv_gen.plan import NATIVE_MARK, VERSION
 from rsrv_gen.write import carried, is_alias, our_models
 
-#: Seconds between the two looks that must agree on a dead stub.
-AGREE_S = 0.5
 #: Seconds after which Triton is asked again for models that were unloaded by hand, though all stubs are alive.
 _DISMISSED_S = 60.0
 #: Minimum number of seconds between two looks.
@@ -31,36 +30,6 @@ _LOOK_MIN_S = 0.2
 #: Seconds after a reload during which the stub does not count as dead, by Triton's mode. A Triton that polls has yet to
 #: see what to load.
 _START_S = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
-
-
-class StubHealth:
-    """The conclusions of successive looks at Triton and the runtime. Pure: time is an argument."""
-
-    def __init__(self) -> None:
-        #: Ready models without a process -> time at which that was first seen.
-        self._suspects: dict[str, float] = {}
-        #: Models whose stub is starting -> time until which it may.
-        self._starting: dict[str, float] = {}
-
-    @property
-    def suspicious(self) -> bool:
-        """True if another look may soon find a dead stub."""
-        return bool(self._suspects)
-
-    def look(self, without_process: Collection[str], now: float) -> frozenset[str]:
-        """Return the models whose stub is dead: Triton has called them ready without a process in two looks.
-
-        `without_process` has the models of this look.
-        """
-        self._starting = {name: until for name, until in self._starting.items() if until > now}
-        suspects = set(without_process) - self._starting.keys()
-        self._suspects = {name: self._suspects.get(name, now) for name in suspects}
-        return frozenset(name for name, since in self._suspects.items() if now - since >= AGREE_S)
-
-    def expect_start(self, name: str, until: float) -> None:
-        """Do not count the model's stub as dead before that time."""
-        self._suspects.pop(name, None)
-        self._starting[name] = until
 
 
 def stub_processes(server_pid: int, repository: Path) -> set[str]:
@@ -143,13 +112,12 @@ class StubMonitor:
         self._triton = triton
         self._states = states
         self._poll_s = poll_s
-        self._health = StubHealth()
         #: Models that an operator has unloaded in Triton, as of the last look.
         self.dismissed: set[str] = set()
 
     def expect_start(self, name: str) -> None:
         """Give the model's stub time to start."""
-        self._health.expect_start(name, self._now() + _START_S[self._triton.mode])
+        self._view.presence.expect_start(name, self._now() + _START_S[self._triton.mode])
 
     async def dead(self) -> AsyncGenerator[str]:
         """Yield models whose stub is dead, as they are found."""
@@ -165,14 +133,14 @@ class StubMonitor:
             if self._now() - renewed >= self._poll_s:
                 renewed, idle = self._now(), set()
                 await asyncio.to_thread(self._listing.look)
-            served = self._view.served()
-            alive = served - self._listing.aliased
+            attached = self._view.presence.attached
+            alive = attached - self._listing.aliased
             without = self._listing.models - alive - self._states.busy
             idle &= without
             asked &= without
             self.dismissed &= without
             suspects = without - idle - self._listing.native
-            returning, gone = self._view.returning, set[str]()
+            returning, gone = self._view.presence.returning, set[str]()
             if suspects or returning:
                 living = set(await asyncio.to_thread(self._processes))
                 suspects -= living
@@ -191,16 +159,16 @@ class StubMonitor:
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
                     gone |= (returning & without) - loaded - self._states.busy
-            self._view.forget_returning(gone)
-            self._view.show_cold(loaded & without - suspects - self._listing.aliases - served)
+            unconnected = loaded & without - suspects - self._listing.aliases - attached
+            dead = self._view.see_stubs(StubLook(unconnected, gone, ready))
             if not self._view.up:
                 # A stub without a connection is not cold now. If it connects and dies before the next look, it is dead.
                 idle = set()
-            for name in self._health.look(ready, self._now()) - self._states.busy:
+            for name in dead - self._states.busy:
                 yield name
             await asyncio.sleep(_LOOK_MIN_S)
             with contextlib.suppress(TimeoutError):
-                wait = AGREE_S - _LOOK_MIN_S if self._health.suspicious else self._poll_s
+                wait = AGREE_S - _LOOK_MIN_S if self._view.presence.suspicious else self._poll_s
                 async with asyncio.timeout(wait):
                     await self._view.wait_change(seen)
 

@@ -1,0 +1,136 @@
+"""Which models serve, are cold or are expected to return, and whose stub is dead: events in, names out."""
+
+from typing import Any
+
+from rsrv.control.presence import Presence, StubLook
+from tests.unit.control.peers import entry
+
+
+def up(*models: str, devices: int = 1) -> Presence:
+    """Return the presence of a server whose first runtime has these models, which are ready."""
+    presence = Presence(devices)
+    first = presence.devices[0]
+    first.begin({f"{name}@1": entry(name) for name in models}, 0.0)
+    first.come_up()
+    return presence
+
+
+def change(presence: Presence, name: str, device: int = 0, **differs: Any) -> None:
+    presence.devices[device].follow(f"{name}@1", entry(name, **differs), 0.0)
+
+
+def dead(presence: Presence, names: set[str], now: float) -> frozenset[str]:
+    return presence.see(StubLook(without_process=names), now)[1]
+
+
+# --- models that serve ----------------------------------------------------------------------------------------
+
+
+def test_a_model_serves_with_any_ready_version() -> None:
+    """An old version serves beside a new one that loads or fails, and without its stub."""
+    presence = up("a")
+    presence.devices[0].follow("a@2", entry("a", state="loading"), 0.0)
+    presence.devices[0].follow("a@2", entry("a", state="failed", error="why", stubs=[]), 0.0)
+    presence.devices[0].follow("a@1", entry("a", stubs=[]), 0.0)
+    assert presence.serving == {"a"}
+    presence.devices[0].follow("a@1", None, 0.0)
+    assert (presence.serving, presence.lost) == (set(), {"a"})
+
+
+def test_a_cold_model_serves_while_it_starts_and_not_after_a_failure() -> None:
+    """A start of a model that was not cold does not accept requests."""
+    presence = up()
+    presence.see(StubLook(unconnected={"a"}), 0.0)
+    assert (presence.cold, presence.serving) == ({"a"}, {"a"})
+    change(presence, "a", state="loading")
+    change(presence, "b", state="loading")
+    presence.see(StubLook(), 20.0)
+    assert (presence.cold, presence.serving) == (set(), {"a"})
+    change(presence, "a", state="failed", error="why", stubs=[])
+    change(presence, "a", state="loading")
+    assert not presence.serving
+
+
+def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model() -> None:
+    """A model that Triton reloads during an outage of the runtime serves once the runtime is back."""
+    presence = up("a")
+    presence.devices[0].go_down()
+    assert not presence.serving
+    presence.devices[0].come_up()
+    assert (presence.serving, presence.lost) == ({"a"}, set())
+
+
+def test_a_lost_model_is_remembered_until_triton_has_loaded_it() -> None:
+    """Until then, its requests go to the dead stub, although the new stub is ready."""
+    presence = up("a", "b")
+    for name in "ab":
+        presence.devices[0].follow(f"{name}@1", None, 0.0)
+    change(presence, "a")
+    presence.forget_lost(busy={"a"})
+    assert presence.lost == {"a", "b"}
+    presence.forget_lost(busy=())
+    assert presence.lost == {"b"}
+
+
+def test_a_cold_model_whose_process_ends_is_lost() -> None:
+    """A look finds no process of it, so it serves only when Triton has loaded it again."""
+    presence = up()
+    presence.see(StubLook(unconnected={"a"}), 0.0)
+    presence.see(StubLook(), 1.0)
+    assert (presence.serving, presence.lost) == (set(), {"a"})
+
+
+def test_a_model_of_another_device_serves_when_one_runtime_ends() -> None:
+    """A model that only the ended runtime had is expected to return, and a model that the other one builds is not cold."""
+    presence = up("a", "b", devices=2)
+    second = presence.devices[1]
+    second.begin({"a@1": entry("a")}, 0.0)
+    second.come_up()
+    presence.devices[0].go_down()
+    assert (presence.serving, presence.attached, presence.returning) == ({"a"}, {"a"}, {"a", "b"})
+    change(presence, "b", device=1, state="loading", stubs=[])
+    presence.see(StubLook(unconnected={"b"}, gone={"b"}), 1.0)
+    assert (presence.cold, presence.serving) == (set(), {"a"})
+
+
+def test_models_serve_while_all_devices_sleep() -> None:
+    """Their stubs wait for requests without a connection, and a model without a stub of its own serves with its last version."""
+    presence = up("a")
+    change(presence, "inner", stubs=[])
+    device = presence.devices[0]
+    device.go_down()
+    device.fall_asleep(1000.0, 0.0)
+    assert (presence.asleep, presence.serving, presence.cold) == (True, {"a", "inner"}, {"a"})
+    device.begin({"a@1": entry("a", state="loading")}, 1.0)
+    device.come_up()
+    assert (presence.asleep, presence.serving) == (False, {"a"})
+
+
+# --- dead stubs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stub_is_dead_when_two_looks_agree() -> None:
+    """A stub is dead if two looks half a second apart find no process; a stub that had yet to start is not."""
+    presence = up()
+    assert not dead(presence, {"b"}, 20.0)
+    assert presence.suspicious
+    assert not dead(presence, {"a"}, 20.4)
+    assert dead(presence, {"a"}, 20.9) == {"a"}
+
+
+def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
+    """A model that Triton does not report as ready has no dead stub."""
+    presence = up()
+    assert not dead(presence, set(), 20.0)
+    assert not dead(presence, set(), 30.0)
+    assert not presence.suspicious
+
+
+def test_a_replaced_stub_has_time_to_start() -> None:
+    """A replaced stub has time to start, and can be found dead after it."""
+    presence = up()
+    presence.expect_start("a", 30.0)
+    assert not dead(presence, {"a"}, 20.0)
+    assert not dead(presence, {"a"}, 29.0)
+    assert not dead(presence, {"a"}, 30.0)
+    assert dead(presence, {"a"}, 30.5) == {"a"}

@@ -1,7 +1,6 @@
 """Obstacles to the native front on this machine: the library does not load, or Triton is not a tested version."""
 
 import ctypes
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -30,12 +29,12 @@ def load_obstacle(library: Path) -> str:
     return ""
 
 
-def triton_obstacle() -> str:
-    """Return why the native front should not be used with the tritonserver in PATH; empty if its version is tested or unknown.
+def triton_obstacle(tritonserver: str | None) -> str:
+    """Return why the native front should not be used with this tritonserver; empty if its version is tested or unknown.
 
     It is unknown on a machine without Triton. `rsrv triton install` installs a tested release, whose command is a script.
     """
-    version = backend_api(shutil.which("tritonserver"))
+    version = backend_api(tritonserver)
     if version in {"", *TESTED_API}:
         return ""
     return f"Triton's backend API {version} is not tested with the native front ({', '.join(sorted(TESTED_API))} is)"

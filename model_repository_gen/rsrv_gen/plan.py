@@ -163,8 +163,11 @@ def plan_repository(
     transport: Transport = "direct",
     models: Mapping[str, ModelSection] | None = None,
     front: Front = "python",
+    tritonserver: str | None = None,
 ) -> RepositoryPlan:
     """Plan the repository of these bundles, which include the callees of the metas among them.
+
+    `tritonserver` is the path of the program that will serve the repository, or None if it is not known.
 
     Clients can address every model but those whose manifest says `internal`. An internal model has a directory only
     where metas call through Triton.
@@ -181,7 +184,7 @@ def plan_repository(
     @cache
     def obstacle_here(setting: Front) -> str:
         found = missing_library()
-        return found or (load_obstacle(LIBRARY) or triton_obstacle() if setting == "auto" else "")
+        return found or (load_obstacle(LIBRARY) or triton_obstacle(tritonserver) if setting == "auto" else "")
 
     for name in sorted(sources, key=lambda name: (sources[name].facts.meta, name)):
         if name not in internal or (internal[name] and transport == "bls"):

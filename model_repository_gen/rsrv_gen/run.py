@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,7 +201,7 @@ class _Generator:
         planned = steps(
             self._repository,
             sources,
-            RepositorySettings.of(settings),
+            RepositorySettings.of(settings, shutil.which("tritonserver")),
             stays=stays,
             known=known,
         )

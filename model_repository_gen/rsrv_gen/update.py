@@ -61,15 +61,18 @@ class RepositorySettings:
     models: Mapping[str, ModelSection] = field(default_factory=dict)
     aliases: Mapping[str, Shares] = field(default_factory=dict)
     front: Front = "python"
+    #: Path of the program that serves the repository. None: it is not known.
+    tritonserver: str | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> RepositorySettings:
+    def of(cls, settings: Settings, tritonserver: str | None) -> RepositorySettings:
         return cls(
             settings.lifecycle.link,
             settings.meta.transport,
             settings.models,
             settings.aliases,
             settings.stub.front,
+            tritonserver,
         )
 
 
@@ -107,6 +110,7 @@ def steps(
         transport=wanted.transport,
         models=wanted.models,
         front=wanted.front,
+        tritonserver=wanted.tritonserver,
     )
 
     def is_compared(name: str) -> bool:

@@ -25,12 +25,12 @@ from rsrv.control.stub_monitor import stub_processes
 from rsrv.control.triton import TritonError
 from rsrv.settings import Shares
 from rsrv.settings_changes import change_settings
-from rsrv_gen import sources
+from rsrv_gen import fronts, plan, sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.plan import NATIVE_MARK
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import remove
-from rsrv_gen.write import open_repository, our_models
+from rsrv_gen.write import front_of, open_repository, our_models
 from tests.builders import FEW_EXAMPLES
 from tests.unit.control.virtual import in_virtual_time, run
 from tests.unit.control.worlds import BAD, World, place, whole
@@ -712,6 +712,24 @@ async def test_a_stub_that_waits_for_another_models_compilation_is_not_dead(tmp_
         assert world.triton.log == ["load b", "loaded b"]
         assert view.presence.returning == {"a", "c"}
     assert lifecycle.process_ends == {"b": 1}
+
+
+@in_virtual_time
+async def test_auto_asks_the_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new model has a front that this server can have, whatever tritonserver is in PATH."""
+    library = tmp_path / "libtriton_rsrv.so"
+    library.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(plan, "LIBRARY", library)
+    monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
+    monkeypatch.setattr(fronts, "backend_api", lambda program: "1.99" if program == "/proc/7/exe" else "1.19")
+    world = World(tmp_path, {"r": {"a": "v1"}})
+    stub = world.settings.stub.model_copy(update={"front": "auto"})
+    world.settings = world.settings.model_copy(update={"stub": stub})
+    world.triton.program = "/proc/7/exe"
+    async with living(world):
+        place(world.roots["r"] / "b", "v1")
+        await asyncio.sleep(20)
+    assert front_of(world.repository / "b").startswith("Python front: Triton's backend API 1.99")
 
 
 @in_virtual_time

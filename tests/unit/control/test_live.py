@@ -21,6 +21,7 @@ from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.source import PageError
 from rsrv.settings import Shares
 from rsrv.wire.paths import ASLEEP
+from rsrv_gen.config import CHOICE, MARK
 from tests.unit.control.peers import FakeRuntime, entry, linked, served, slow_request, until
 from tests.unit.control.test_overview import DEVICE, histogram, model
 from tests.waiting import looped
@@ -438,7 +439,9 @@ async def test_the_page_of_one_server_shows_panels_and_steers(tmp_path: Path) ->
         source = OneServer(server.live, server.service, tensors, infer)
         async with aclosing(source.events()) as events:
             assert (await anext(events)) == ("server", "begin", "null")
+        (server.repository / "a/config.pbtxt").write_text(f"{MARK}\n{CHOICE}Python front: it has hooks\n")
         found = await source.panel("", "a")
+        assert ("front", "Python front: it has hooks") in found["facts"]
         ready, waits = found["history"]
         assert ready.endswith(" a@1: ready")
         assert waits.endswith(" a@2: its weights are queued (demand): waits for the load of b")

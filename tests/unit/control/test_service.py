@@ -15,6 +15,7 @@ from rsrv.control.grpc_service import StatusError
 from rsrv.control.presence import StubLook
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv_gen.config import CHOICE, MARK
 from tests.unit.control.peers import FakeRuntime, entry, served, slow_request, until
 from tests.waiting import looped
 
@@ -146,6 +147,18 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         assert not device.HasField("down_since_unix_s")
         assert (status.scheduler.discipline, status.scheduler.depth) == (pb.DISCIPLINE_FAIR, 2)
         assert status.server.mode == pb.MODE_DYNAMIC
+
+
+@looped
+async def test_the_status_of_one_meta_model_has_its_front(tmp_path: Path) -> None:
+    """Meta models have a Python front. If rsrv-gen chose it, the reason is there."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
+        await until(server.runtimes, lambda: "m@1" in server.link.state.entries)
+        (server.repository / "m").mkdir()
+        (server.repository / "m/config.pbtxt").write_text(f"{MARK}\n{CHOICE}Python front: it calls models\n")
+        (meta,) = (await server.control.GetStatus(pb.GetStatusRequest(model="m"))).metas
+        assert meta.front == "Python front: it calls models"
 
 
 @looped

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
-from rsrv.control.triton import TritonEndpoint, _reason, read_endpoint
+from rsrv.control.triton import Triton, TritonEndpoint, _reason, read_endpoint
+from tests.waiting import looped
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,15 @@ def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint)
 def test_what_cannot_be_spoken_to_is_said(flag: str, word: str) -> None:
     """A flag that prevents the connection gives an error that says what to do."""
     assert word in read_endpoint([flag]).trouble
+
+
+@looped
+async def test_the_program_of_a_running_server_is_found() -> None:
+    """The server's own program counts, not the one in PATH."""
+    triton = Triton.of(os.getpid())
+    assert triton.program is not None
+    assert Path(triton.program).samefile(sys.executable)
+    await triton.close()
 
 
 def test_a_restricted_repository_is_opened_with_its_key() -> None:

@@ -29,6 +29,7 @@ class FakeTriton:
         self.address = "nowhere"
         self.trouble = ""
         self.started_ns = 0
+        self.program: str | None = None
         self.exits_on_error = False
         self.seconds = 1.0
         #: Model -> the text of its modules, and the time of its newest file.

@@ -40,7 +40,7 @@ def bundles(tmp_path: Path) -> Path:
 def bring(bundles: Path, *names: str, aliases: Mapping[str, Any]) -> Update:
     """Update these models, or all."""
     settings = load_settings(json.dumps({"aliases": aliases, "models": {"v8": {"max_rows": 4}}}))
-    work = RepositoryUpdate(bundles.parent / "gen", [bundles], RepositorySettings.of(settings))
+    work = RepositoryUpdate(bundles.parent / "gen", [bundles], RepositorySettings.of(settings, None))
     return work.write(names or None)
 
 

@@ -140,7 +140,7 @@ def test_auto_chooses_the_native_front_where_a_model_needs_no_python(
 ) -> None:
     """The lines and the models' folders have the front and the reason."""
     monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
-    monkeypatch.setattr(plan, "triton_obstacle", lambda: "")
+    monkeypatch.setattr(plan, "triton_obstacle", lambda tritonserver: "")
     assert generate(bundles, "stub: {front: auto}\nmodels: {two: {front: python}}") == 0
     lines = capsys.readouterr().out
     assert "one (native front: it needs no Python)" in lines
@@ -174,7 +174,7 @@ def test_auto_chooses_the_python_front_for_an_untested_triton(
     assert "one (Python front: Triton's backend API 1.99 is not tested" in capsys.readouterr().out
     for version in ("1.19", ""):
         monkeypatch.setattr(fronts, "backend_api", lambda tritonserver, version=version: version)
-        assert fronts.triton_obstacle() == ""
+        assert fronts.triton_obstacle("tritonserver") == ""
 
 
 def test_the_version_of_a_triton_that_cannot_be_asked_is_unknown(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,6 +22,8 @@ from rsrv.serve import server
 from rsrv.serve.operator_key import operator_key
 from rsrv.serve.plan import ServeError
 from rsrv.settings import SettingsError, read_settings
+from rsrv_gen import fronts, plan
+from rsrv_gen.write import front_of
 from tests.unit.gen.bundles_for_tests import write_bundle
 from tests.unit.serve.test_plan import planned
 
@@ -106,6 +109,27 @@ def test_a_key_that_is_no_secret_is_refused(
 
     assert run(tmp_path, "--tritonserver", "/bin/true", *ports) == 1
     assert "rsrv serve: the key of Triton's operator APIs: " in capfd.readouterr().err
+
+
+def test_auto_asks_the_tritonserver_that_is_started(
+    bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front of each model is one that --tritonserver can have, whatever is in PATH."""
+    library, config = tmp_path / "libtriton_rsrv.so", tmp_path / "rsrv.yaml"
+    library.write_bytes(b"\x7fELF")
+    config.write_text("stub: {front: auto}")
+    monkeypatch.setattr(plan, "LIBRARY", library)
+    monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
+    monkeypatch.setattr(fronts, "backend_api", lambda program: "1.99" if program == "/bin/true" else "1.19")
+    monkeypatch.setattr(server.repositories, "compile_for", Mock(side_effect=ServeError("enough")))
+    ports = [
+        f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    ]
+
+    options = ("--tritonserver", "/bin/true", "--config", config, "--compile-for", "h100")
+    assert run(tmp_path, *options, *ports) == 1
+    front = front_of(tmp_path / "here" / "models" / "one")
+    assert front.startswith("Python front: Triton's backend API 1.99 is not tested")
 
 
 @pytest.mark.parametrize(("knows", "flags"), [(True, ["--allow-client-shm=true"]), (False, [])])

@@ -136,7 +136,6 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
             ("state", lives(answer)[model.name]),
             ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
             *([("task", model.task)] if model.task else []),
-            *([("front", one_line(model.front))] if model.front else []),
             ("residency", word(pb.Residency, model.residency)),
             ("paused", word(pb.Pause, model.paused) or "no"),
             *_aliases_of(answer, model.name),

@@ -106,11 +106,11 @@ def model_status(
 
 
 def meta_status(
-    name: str, records: Sequence[pb.ModelRecord], versions: Versions, starting: str
+    name: str, records: Sequence[pb.ModelRecord], versions: Versions, starting: str, front: str
 ) -> pb.MetaStatus:
     """Return the status of a meta model. `records`: its records in the runtimes with a stub that serves it.
 
-    `starting` as in `model_status`.
+    `starting` and `front` are as in `model_status`.
     """
     found, record = list(versions.values()), total(records)
     return select(
@@ -123,6 +123,7 @@ def meta_status(
         paused=member(pb.Pause, found[-1]["paused"] if found else None),
         waiting=record.queued,
         running=record.executing,
+        front=front,
     )
 
 

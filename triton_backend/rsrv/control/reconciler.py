@@ -495,7 +495,7 @@ class Reconciler:
                 self._loader.served[name] = version
 
     def _repository_update(self) -> RepositoryUpdate:
-        wanted = replace(RepositorySettings.of(self._settings), aliases=self._aliases)
+        wanted = replace(RepositorySettings.of(self._settings, self._triton.program), aliases=self._aliases)
         return RepositoryUpdate(self._repository, self._sources.read(), wanted, self._policy, self._known)
 
     def _report(self, done: Update, now: float) -> None:

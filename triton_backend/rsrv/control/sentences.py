@@ -268,9 +268,10 @@ def failed_how(*, serves: bool) -> str:
 
 
 def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
-    """Return a model's counters as names and texts."""
+    """Return a model's front and counters as names and texts."""
     policy = model.policy
     return [
+        *_front(model),
         ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
         *([("sequences", _sequences(model))] if model.sequences else []),
         *([("answers", _answers(model.generated))] if model.generated.get("answers") else []),
@@ -293,12 +294,17 @@ def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
 
 
 def meta_facts(meta: pb.MetaStatus) -> list[tuple[str, str]]:
-    """Return a meta model's counters as names and texts."""
+    """Return a meta model's front and counters as names and texts."""
     return [
+        *_front(meta),
         ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
         ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
         ("kept", f"{amount(meta.kept_bytes)} on the device"),
     ]
+
+
+def _front(status: pb.ModelStatus | pb.MetaStatus) -> list[tuple[str, str]]:
+    return [("front", one_line(status.front))] if status.front else []
 
 
 def _sequences(model: pb.ModelStatus) -> str:

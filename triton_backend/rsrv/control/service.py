@@ -120,7 +120,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         names["model"] |= (runtimes.cold | starting.keys()) - names["meta"]
         aliases = self._lifecycle.aliases
         front = ""
-        if request.model in names["model"]:
+        if request.model in names["model"] | names["meta"]:
             # Its directory may be gone, or another program's.
             with suppress(OSError):
                 front = await asyncio.to_thread(front_of, self._server.repository / request.model)
@@ -173,7 +173,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
             ],
             metas=[
                 messages.meta_status(
-                    name, [*told(name).values()], versions.get(name, {}), starting.get(name, "")
+                    name,
+                    [*told(name).values()],
+                    versions.get(name, {}),
+                    starting.get(name, ""),
+                    front if name == request.model else "",
                 )
                 for name in wanted(names["meta"])
             ],

@@ -146,9 +146,16 @@ def _reason(name: str, text: str) -> str:
 class Triton:
     """The repository API of one tritonserver. For one event loop."""
 
-    def __init__(self, endpoint: TritonEndpoint, started_ns: int = 0) -> None:
-        """`started_ns`: Unix time at which it started to load what its repository held; 0: unknown."""
+    def __init__(self, endpoint: TritonEndpoint, started_ns: int = 0, program: str | None = None) -> None:
+        """Make the API of a tritonserver.
+
+        Args:
+            endpoint: Address and options of the server.
+            started_ns: Unix time at which it started to load what its repository held; 0: unknown.
+            program: Path of its program, or None if it is unknown.
+        """
         self.started_ns = started_ns
+        self.program = program
         self.mode: Mode = endpoint.mode
         self.address, self.http = endpoint.address, endpoint.http
         self.trouble = endpoint.trouble
@@ -165,7 +172,7 @@ class Triton:
     @classmethod
     def of(cls, pid: int) -> Self:
         """Reach the tritonserver with this process id."""
-        return cls(read_endpoint(read_command_line(pid)), _started_ns(pid))
+        return cls(read_endpoint(read_command_line(pid)), _started_ns(pid), f"/proc/{pid}/exe")
 
     async def states(self) -> Mapping[str, State]:
         """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""

@@ -72,9 +72,16 @@ def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
     return settings.model_copy(update={"lifecycle": lifecycle})
 
 
-def generate(repository: Path, sources: Sources, settings: Settings, known: Known | None = None) -> list[str]:
+def generate(
+    repository: Path,
+    sources: Sources,
+    settings: Settings,
+    known: Known | None = None,
+    tritonserver: str | None = None,
+) -> list[str]:
     """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError.
 
+    `tritonserver` is the path of the program that will serve it, or None if it is not known.
     An earlier version of a model without a valid bundle is removed if its bundle is known to be none of the given ones.
     """
     known = Known(repository, linked=settings.lifecycle.link == "hard") if known is None else known
@@ -86,7 +93,7 @@ def generate(repository: Path, sources: Sources, settings: Settings, known: Know
         planned = steps(
             repository,
             sources,
-            RepositorySettings.of(settings),
+            RepositorySettings.of(settings, tritonserver),
             stays=lambda name: stays,
             known=known,
         )

@@ -233,7 +233,7 @@ def _generate(
 ) -> dict[str, str]:
     """Write the repository. Return the names of broken bundles, each with the reason."""
     sources = read_sources(bundles, known)
-    failed = repositories.generate(planned.repository, sources, settings, known)
+    failed = repositories.generate(planned.repository, sources, settings, known, planned.argv[0])
     problems = repositories.complaints(sources, planned.repository)
     problems += unknown_models(settings, {*sources.good, *sources.broken})
     for problem in (*problems, *failed):

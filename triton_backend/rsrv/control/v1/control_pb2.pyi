@@ -453,7 +453,7 @@ class Policy(_message.Message):
     def __init__(self, weight: _Optional[float] = ..., max_delay_us: _Optional[int] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class MetaStatus(_message.Message):
-    __slots__ = ("name", "versions", "models", "paused", "waiting", "running", "outcomes", "calls", "device_seconds", "kept_bytes", "starting")
+    __slots__ = ("name", "versions", "models", "paused", "waiting", "running", "outcomes", "calls", "device_seconds", "kept_bytes", "starting", "front")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +472,7 @@ class MetaStatus(_message.Message):
     DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
+    FRONT_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
     models: _containers.RepeatedScalarFieldContainer[str]
@@ -483,7 +484,8 @@ class MetaStatus(_message.Message):
     device_seconds: float
     kept_bytes: int
     starting: str
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., models: _Optional[_Iterable[str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., calls: _Optional[int] = ..., device_seconds: _Optional[float] = ..., kept_bytes: _Optional[int] = ..., starting: _Optional[str] = ...) -> None: ...
+    front: str
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., models: _Optional[_Iterable[str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., calls: _Optional[int] = ..., device_seconds: _Optional[float] = ..., kept_bytes: _Optional[int] = ..., starting: _Optional[str] = ..., front: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("name", "text", "since_unix_s", "tries")

@@ -441,8 +441,7 @@ class Device:
 
     def serve(self, connection: Connection) -> None:
         self._board = connection.board
-        # As if it were idle, with a round at any time.
-        self._board.publish(time.monotonic_ns() + 3600 * 10**9, busy=False)
+        self.rest()
         connection.greet()
         connection.register(described())
         while True:
@@ -455,6 +454,11 @@ class Device:
                 return
             self.answered += count
             connection.answer(frame, count)
+
+    def rest(self) -> None:
+        """Show on the board that the device is idle, with its last round at any time."""
+        assert self._board is not None
+        self._board.publish(time.monotonic_ns() + 3600 * 10**9, busy=False)
 
     def stop(self) -> None:
         """Show on the board that the last round was a second ago."""
@@ -473,17 +477,19 @@ def in_order(home: Device, other: Device) -> list[list[Behaviour]]:
     return [[device.serve] for device in devices]
 
 
-def test_a_batch_goes_to_the_device_that_answers_first(program: Path, tmp_path: Path) -> None:
-    """An idle server uses the model's home; while that works, the other device answers."""
+def test_each_request_goes_to_the_device_that_answers_first(program: Path, tmp_path: Path) -> None:
+    """An idle server uses the model's home; while that works, the other device answers. Triton hands over requests alone."""
     home, other = Device(), Device()
     with Front(program, tmp_path, *in_order(home, other)) as front:
         front.ask("open")
         assert front.ask("send 1 1") == [doubled(1)]
         assert (home.answered, other.answered) == (1, 0)
         home.work_for(10000)
-        front.tell("batch 10 3")
-        assert front.hear(3) == sorted(doubled(number) for number in range(10, 13))
-        assert (home.answered, other.answered) == (1, 3)
+        assert front.ask("send 2 1") == [doubled(2)]
+        other.work_for(10000)
+        home.rest()
+        assert front.ask("send 3 1") == [doubled(3)]
+        assert (home.answered, other.answered) == (2, 1)
         assert front.ask("close") == ["closed - ok 0 0"]
 
 

@@ -167,7 +167,7 @@ docs: $(VENV)
 dist: $(VENV) $(NATIVE)
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-# Makes a folder for `rsrv gpu check` on a machine without a network (docs/deployment.md).
+# Makes a folder for `rsrv gpu check` on a machine without a network (docs/gpu.md).
 gpu-folder: $(NATIVE) bundles
 	$(BIN)/python tools/gpu_folder.py build/gpu-folder
 

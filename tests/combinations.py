@@ -1,11 +1,11 @@
-"""The table of docs/architecture.md: which states of the machines that make up a model's life go together."""
+"""The table of docs/states.md: which states of the machines that make up a model's life go together."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-_PAGE = Path(__file__).parents[1] / "docs/architecture.md"
+_PAGE = Path(__file__).parents[1] / "docs/states.md"
 
 
 class Combination(NamedTuple):

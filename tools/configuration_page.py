@@ -51,7 +51,7 @@ def settings() -> str:
     sections["models"] = ModelSection
     del sections["aliases"]
     aliases = (
-        f"## aliases\n\n{Settings.model_fields['aliases'].description} [More](operating.md#names-that-move)."
+        f"## aliases\n\n{Settings.model_fields['aliases'].description} [More](aliases.md)."
     )
     return "\n\n".join(
         [*(_section(name, f"## {name}", section) for name, section in sections.items()), aliases]

@@ -1,6 +1,6 @@
-"""Draw the diagrams of docs/architecture.md from the state tables of the code.
+"""Draw the diagrams of docs/states.md from the state tables of the code.
 
-    python tools/state_diagrams.py     # rewrites docs/architecture.md between its markers
+    python tools/state_diagrams.py     # rewrites docs/states.md between its markers
 
 To add a table, give a module these constants, and `TABLES` a line with its name:
 
@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 
 #: name of the markers in the page -> the module with the table.
 TABLES: Mapping[str, str] = {
@@ -56,7 +56,7 @@ def rewrite(page: str) -> str:
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"\n<!-- end {name} -->")
         if not end or mark in after:
-            raise ValueError(f"docs/architecture.md needs <!-- {name} --> and <!-- end {name} --> once each")
+            raise ValueError(f"docs/states.md needs <!-- {name} --> and <!-- end {name} --> once each")
         page = f"{before}{mark}\n{mermaid(transitions, effects)}\n{end}{after}"
     return page
 

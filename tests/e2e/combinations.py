@@ -1,4 +1,4 @@
-"""Records which states of a model's machines go together beside a test, and compares them with docs/architecture.md.
+"""Records which states of a model's machines go together beside a test, and compares them with docs/states.md.
 
 A combination that the page lacks fails the test if a model stays in it. Looks are too rare to know every shorter one, so such
 a one is printed. Time is counted in looks: the processes that a model waits for are as slow as those that answer a look.
@@ -55,7 +55,7 @@ def recorded(server: RunningTriton) -> Iterator[None]:
     unknown = {one: looks for one, looks in longest.items() if not any(row.has(one) for row in rows)}
     print(f"{len(longest)} combinations of states met; the page lacks {unknown}")
     lasting = sorted(one for one, looks in unknown.items() if looks > _PASSING)
-    assert not lasting, "docs/architecture.md lacks combinations of states:\n" + "\n".join(map(str, lasting))
+    assert not lasting, "docs/states.md lacks combinations of states:\n" + "\n".join(map(str, lasting))
 
 
 def _look(server: RunningTriton) -> dict[str, Combination]:

@@ -62,7 +62,7 @@ def test_an_alias_that_is_not_served_is_no_model() -> None:
 
 
 def test_each_row_of_the_combinations_has_its_word() -> None:
-    """The states of a row of docs/architecture.md make the word of that row."""
+    """The states of a row of docs/states.md make the word of that row."""
     states = {
         "none": pb.STATE_COLD,
         "loading": pb.STATE_LOADING,

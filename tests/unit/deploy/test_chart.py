@@ -197,7 +197,7 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
 
 def test_the_documented_command_makes_pods_of_the_named_image() -> None:
     """The page sets one image; all pods have it, and the clients' Service leads to pods that it can start."""
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
     (line,) = [part for part in page.split("```") if "helm install demo" in part]
     words = shlex.split(line[line.index("helm install") :].replace("\\\n", ""))
     flags = [words[at + 1].split("=", 1) for at, word in enumerate(words) if word == "--set"]

@@ -1,7 +1,7 @@
 """The states of a model on one device of the server, as its front sees them, and the table of changes between them.
 
 `Front` moves each device along this table, and raises `FrontError` with the device's history if the table has no such
-change. docs/architecture.md shows the table as a diagram.
+change. docs/states.md shows the table as a diagram.
 
 These facts are attributes beside the state (`device.FrontDevice`), because each of them holds in several states:
 

@@ -2,7 +2,7 @@
 
 Weights are in exactly one `WeightState`. `TRANSITIONS` is the only way from one to another: `WeightAccounts.move` looks
 each change up there, updates the byte accounts, and raises `InvariantError` with the model's history if the table
-has no such change. docs/architecture.md shows the table as a diagram.
+has no such change. docs/states.md shows the table as a diagram.
 
 These facts are attributes beside the state, because each of them holds in several states:
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from rsrv_bundle.compatibility import ABSENT, FRONTS, PYTHON_ONLY, REFUSED, Cell, Feature, Front, Rule, cell
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
-_SIGNS = {"served": "✓", "refused": "✗", "n/a": "-", "untested": "?"}
 _START, _END = "<!-- compatibility -->\n", "<!-- end compatibility -->"
 
 
@@ -18,16 +17,29 @@ def cells(front: Front) -> dict[tuple[Feature, Feature], Cell]:
     return {(one, other): cell(one, other, front) for one, other in combinations(Feature, 2)}
 
 
-def matrix(front: Front) -> Iterator[str]:
-    """Return the lines of a table with a row and a column for each feature of a front."""
-    found = cells(front)
-    features = [one for one in Feature if front == "python" or one not in PYTHON_ONLY]
-    numbers = [str(number) for number in range(1, len(features))]
-    yield from _row(["", *numbers])
-    yield from _row(["---"] * len(features))
-    for at, one in enumerate(features):
-        signs = [_SIGNS[found[other, one].kind] for other in features[:at]]
-        yield from _row([f"{at + 1} {one}", *signs, *[""] * (len(numbers) - at)])
+def features() -> Iterator[str]:
+    """Return the lines of a table with the pairs of each feature that do not work. A feature whose pairs have no test is in its own row."""
+    pairs = {**(found := cells("python")), **{(other, one): what for (one, other), what in found.items()}}
+    kinds = {one: {other: pairs[one, other].kind for other in Feature if other != one} for one in Feature}
+    untested = {one for one in Feature if not any(kind == "served" for kind in kinds[one].values())}
+    yield from _row(["feature", "front", "refused with", "cannot occur with", "no test with"])
+    yield from _row(["---"] * 5)
+    for one in Feature:
+        columns = [
+            "; ".join(other for other, kind in kinds[one].items() if kind == wanted and other not in untested)
+            for wanted in ("refused", "n/a", "untested")
+        ]
+        if one in untested:
+            columns[2] = "everything else"
+        yield from _row([f"**{one}**", "Python" if one in PYTHON_ONLY else "both", *columns])
+
+
+def differences() -> Iterator[str]:
+    """Return the lines of a list: the pairs that the native front treats otherwise than the Python front."""
+    python = cells("python")
+    for (one, other), found in cells("native").items():
+        if not {one, other} & PYTHON_ONLY.keys() and found.kind != python[one, other].kind:
+            yield f"- With the native front, {one} and {other}: {found.kind}."
 
 
 def reasons(rules: Sequence[Rule], title: str) -> Iterator[str]:
@@ -50,8 +62,7 @@ def rewrite(page: str) -> str:
     if not end:
         raise ValueError(f"docs/compatibility.md needs {_START.strip()} and {_END}")
     parts = (
-        ("## The Python front", matrix("python")),
-        ("## The native front", matrix("native")),
+        ("## Each feature", [*features(), *differences()]),
         ("## Refused", reasons(REFUSED, "error")),
         ("## Not applicable", reasons(ABSENT, "reason")),
     )

@@ -50,9 +50,7 @@ def settings() -> str:
     sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
     sections["models"] = ModelSection
     del sections["aliases"]
-    aliases = (
-        f"## aliases\n\n{Settings.model_fields['aliases'].description} [More](aliases.md)."
-    )
+    aliases = f"## aliases\n\n{Settings.model_fields['aliases'].description} [More](aliases.md)."
     return "\n\n".join(
         [*(_section(name, f"## {name}", section) for name, section in sections.items()), aliases]
     )

@@ -58,8 +58,8 @@ def export_decoder(
         )
     model = load_model(AutoModelForCausalLM, directory)
     tokenizer = load_tokenizer(directory)
-    check_tokenizer(tokenizer)
     decoder = decoder_of(model.config, model.model.rotary_emb, options.context)
+    check_tokenizer(tokenizer, decoder.context)
     chat = _chat(tokenizer)
     template, stop = _template(chat), _stop(directory, model.config, tokenizer)
     backend = tokenizer.backend_tokenizer

@@ -16,6 +16,7 @@ import torch
 
 from rsrv_bundle.errors import BundleError, summary
 from rsrv_bundle.hf.directory import Directory
+from rsrv_bundle.hf.tokenizer_trial import try_tokenizer
 
 #: Largest ratio of a model's elements to the elements in its files. Buffers and tensors with two uses are not in the files.
 _SLACK = 1.3
@@ -123,13 +124,18 @@ def load_tokenizer(directory: Directory) -> Any:
     return tokenizer
 
 
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise BundleError if a tokenizer's replacements make too much of a text."""
-    growth = growth_of(json.loads(tokenizer.backend_tokenizer.to_str()).get("normalizer"))
+def check_tokenizer(tokenizer: Any, longest: int) -> None:
+    """Raise BundleError if a tokenizer makes too much of a text, or takes too long for one.
+
+    longest: tokens of the longest row.
+    """
+    file = tokenizer.backend_tokenizer.to_str()
+    growth = growth_of(json.loads(file).get("normalizer"))
     if growth > _MAX_GROWTH:
         raise BundleError(
             f"tokenizer.json: normalizer: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed"
         )
+    try_tokenizer(file, longest)
 
 
 def growth_of(normalizer: Any) -> int:

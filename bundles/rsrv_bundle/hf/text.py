@@ -105,7 +105,6 @@ class Text:
 
         `limit`: the maximum number of tokens, in addition to other limits.
         """
-        check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.prefix = prefix
         backend = tokenizer.backend_tokenizer
@@ -117,6 +116,7 @@ class Text:
         self.lengths = self._lengths(directory, options, limit)
         # The pipelines then cut at the same length.
         tokenizer.model_max_length = self.lengths[-1]
+        check_tokenizer(tokenizer, self.lengths[-1])
 
     def _lengths(self, directory: Directory, options: HubOptions, limit: int | None) -> tuple[int, ...]:
         limits = [limit or 10**9, self.tokenizer.model_max_length]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from rsrv.hooks import BadInput
-from rsrv.hooks.text import Tokeniser, as_text, from_text
+from rsrv.hooks.text import PromptTokeniser, Tokeniser, as_text, from_text
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "north", "south", "east", "west"]
 LENGTHS = (4, 8, 16)
@@ -197,3 +197,15 @@ def test_a_prefix_and_places_of_tokens(path: Path) -> None:
     text = as_text(["the"])
     assert prefixed(text).ids.tolist() == plain(as_text(["the the"])).ids.tolist()
     assert prefixed(text).starts is None
+
+
+def test_a_text_that_a_regular_expression_gives_up_on_is_refused(tmp_path: Path) -> None:
+    """The package panics after ten million steps backwards. The panic is no Exception, and would end a thread of the server."""
+    made = tokenizer()
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = "a" * 40
+    with pytest.raises(BadInput, match=r"gives up on this text: .*retry-limit"):
+        Tokeniser(tmp_path / "tokenizer.json", [16])(np.array([[text.encode()]], object))
+    with pytest.raises(BadInput, match=r"gives up on this text: .*retry-limit"):
+        PromptTokeniser(tmp_path / "tokenizer.json").encode(text)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rsrv.hooks import BadInput
 from rsrv.hooks.text import PromptTokeniser
 from rsrv.stub.connection import Greeted, RuntimeConnection
 from rsrv.stub.generation import GenerationEngine
@@ -44,9 +45,11 @@ FACTS = {"context": 16, "stop": [2], "max_tokens": 8, "tokenizer": None, "templa
 
 
 class Characters:
-    """A tokeniser whose tokens are the bytes of the text."""
+    """A tokeniser whose tokens are the bytes of the text. It gives up on a text with an exclamation mark."""
 
     def encode(self, text: str) -> list[int]:
+        if "!" in text:
+            raise BadInput("the model's tokeniser gives up on this text")
         return list(text.encode())
 
     def decode(self, tokens: list[int], *, special: bool = False) -> str:
@@ -415,6 +418,7 @@ def test_parameters_reach_the_runtime(model: Model) -> None:
         ("x" * 16, "the prompt has 16 tokens"),
         ("x" * 2000, "text_input has 2000 bytes, far more than this model's 16 tokens hold"),
         (b"a\xff", "text_input is not UTF-8: byte 1 is 0xff"),
+        ("a!", "the model's tokeniser gives up on this text"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused(model: Model, prompt: Any, why: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +75,27 @@ def _open(path: Path | str) -> tokenizers.Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - that is what it raises
         raise ValueError(f"{path} is no tokeniser: {error}") from None
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, *texts: str | None, **options: bool) -> tokenizers.Encoding:
+    """Return the tokens of a text or of a pair. Raises BadInput for a text that the tokeniser cannot read."""
+    with _no_panics():
+        return tokenizer.encode(*texts, **options)
+
+
+@contextmanager
+def _no_panics() -> Iterator[None]:
+    """Turn a panic of the package tokenizers into BadInput.
+
+    A regular expression of the file panics after ten million steps backwards. The panic's class is no Exception: it would end
+    the thread.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadInput(f"the model's tokeniser gives up on this text: {error!s:.200}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +175,7 @@ class Tokeniser:
         if self._prefix:
             firsts = [self._prefix + one for one in firsts]
         # One by one: `encode_batch` starts a thread for each processor, in every process that serves a model.
-        rows = [self._tokenizer.encode(*pair) for pair in zip(firsts, seconds, strict=True)]
+        rows = [_encode(self._tokenizer, *pair) for pair in zip(firsts, seconds, strict=True)]
         longest = max((len(row.ids) for row in rows), default=0)
         if longest > self._lengths[-1]:
             self._refuse([len(row.ids) for row in rows].index(longest), longest)
@@ -224,8 +246,8 @@ class PromptTokeniser:
         self._left, self._right = before[begin:], after[:end]
         #: without special tokens in the template, the file puts its own around the text
         self._marked = not (begin or after[end:])
-        self._before = tokenizer.encode(before[:begin], add_special_tokens=False).ids
-        self._after = tokenizer.encode(after[end:], add_special_tokens=False).ids
+        self._before = _encode(tokenizer, before[:begin], add_special_tokens=False).ids
+        self._after = _encode(tokenizer, after[end:], add_special_tokens=False).ids
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._path = path
@@ -241,7 +263,7 @@ class PromptTokeniser:
 
     def encode(self, text: str) -> list[int]:
         """Return the prompt for a text."""
-        own = self._tokenizer.encode(self._left + text + self._right, add_special_tokens=self._marked).ids
+        own = _encode(self._tokenizer, self._left + text + self._right, add_special_tokens=self._marked).ids
         return [*self._before, *own, *self._after]
 
     def encode_chat(self, text: str) -> list[int]:
@@ -253,16 +275,17 @@ class PromptTokeniser:
             if spots:
                 begin, end = spots[0][0], spots[-1][1]
                 # Text before and behind a content belongs to it, because spaces belong to words.
-                ids += self._tokenizer.encode(plain + part[:begin], add_special_tokens=False).ids
-                ids += self._template_tokenizer.encode(part[begin:end], add_special_tokens=False).ids
+                ids += _encode(self._tokenizer, plain + part[:begin], add_special_tokens=False).ids
+                ids += _encode(self._template_tokenizer, part[begin:end], add_special_tokens=False).ids
                 plain = ""
                 part = part[end:]
             plain += part
-        return [*ids, *self._tokenizer.encode(plain, add_special_tokens=False).ids]
+        return [*ids, *_encode(self._tokenizer, plain, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens; with `special`, also that of special ones."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+        with _no_panics():
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
 #: stands for bytes that are no character, or not yet

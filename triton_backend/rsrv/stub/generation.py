@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rsrv.front.rules import LATE
+from rsrv.hooks import BadInput
 from rsrv.hooks.text import PromptTokeniser, TextStream
 from rsrv.stub.deferred import SENDER_THREADS, DeferredRequest
 from rsrv.stub.generation_params import GenerationParams, read_generation_params, read_tokens
@@ -130,6 +131,8 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         if request.failure is None:
             try:
                 self._prepare(one)
+            except BadInput as error:
+                request.failure = invalid(str(error))
             except Exception as error:  # noqa: BLE001 - logged by failure_for
                 request.failure = request.failure_for(error)
         if one.frame and request.failure is None:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from rsrv_bundle import BundleError
 from rsrv_bundle.hf.directory import open_directory
 from rsrv_bundle.hf.export import recipe_of
 from rsrv_bundle.hf.loading import check_tokenizer, growth_of, load_tokenizer
 from rsrv_bundle.hf.recipe import HubOptions
-from tests.unit.bundle.hf.directories import PATCHES, picture, plain, wordpiece
+from tests.unit.bundle.hf.directories import PATCHES, bert, picture, plain, wordpiece
 from tests.unit.bundle.hf.test_audio_export import listener
 from tests.unit.bundle.hf.test_image_export import SQUARE
 
@@ -93,4 +93,14 @@ def test_a_tokenizer_that_makes_much_of_a_character_is_refused(tmp_path: Path) -
     )
     found.save(str(folder / "tokenizer.json"))
     with pytest.raises(BundleError, match="normalizer: may make 72 characters of one"):
-        check_tokenizer(load_tokenizer(open_directory(folder)))
+        check_tokenizer(load_tokenizer(open_directory(folder)), longest=64)
+
+
+def test_a_tokenizer_that_takes_hours_is_refused_before_it_is_used(tmp_path: Path) -> None:
+    """A regular expression that no sample text would survive ends in an error, and not in a panic of the package."""
+    folder = bert(tmp_path / "model")
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found.pre_tokenizer = pre_tokenizers.Split(Regex(r"(\w|_)+(?<!.)"), "isolated")
+    found.save(str(folder / "tokenizer.json"))
+    with pytest.raises(BundleError, match="tokenizer.json: fails with"):
+        recipe_of(open_directory(folder), "feature-extraction", HubOptions())

@@ -1,0 +1,146 @@
+"""Tokenizers of strangers: tried with long texts, in a process of its own with a limit of time for each text.
+
+A regular expression of a few characters can take hours for a text of some kilobytes, and so can a limit of characters in a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from math import ceil
+from typing import Any, Final
+
+from rsrv_bundle.errors import BundleError
+
+#: Bytes of the longest texts that are tried. A server reads as many bytes per token as `rsrv.hooks.text`, which is 64.
+_MAX_BYTES, _BYTES_PER_TOKEN = 256 * 1024, 64
+#: A text may take one second of a processor, and another one for so many bytes.
+_BYTES_PER_SECOND = 64 * 1024
+#: Seconds of a processor for all texts together, and seconds on a busy machine after which the process is killed.
+_MAX_SECONDS, _PATIENCE_S = 120, 1200
+#: Texts repeat these: letters of both cases, numbers, spaces and ends of lines, marks, accents and other scripts.
+_UNITS: Final = (
+    "a",
+    "A",
+    "1",
+    " ",
+    "\n",
+    "\r\n",
+    ".",
+    "'",
+    "-",
+    "é",
+    "\u0301",
+    "東",
+    "Aa",
+    "a1",
+    "a ",
+    " \n",
+    "\U0001f680",
+)
+#: Most characters and words of regular expressions that texts repeat, and the bytes of texts that repeat two characters.
+_MAX_FOUND, _PAIR_BYTES = 20, 600
+#: A character that few regular expressions match. One that matches all before it may try all other ways to match that.
+_RARE: Final = "\ue000"
+
+
+def try_tokenizer(tokenizer: str, longest: int) -> None:
+    """Raise BundleError if a tokenizer is too slow for a text that a server would read, or fails with it.
+
+    tokenizer: the text of tokenizer.json. longest: tokens of the longest row.
+    """
+    size = min(_MAX_BYTES, _BYTES_PER_TOKEN * longest)
+    if why := _trouble(tokenizer, size):
+        raise BundleError(
+            f"tokenizer.json: {why}; a client could stop the server with such texts. Simplify its regular expressions, and lower"
+            " max_input_chars_per_word"
+        )
+
+
+def _trouble(tokenizer: str, size: int) -> str:
+    """Return what is wrong with a tokenizer and texts of at most `size` bytes; empty if nothing is."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(size)],
+            input=tokenizer.encode(),
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes more than {_PATIENCE_S} s for some texts of {size:,} bytes"
+    if not done.returncode:
+        return ""
+    text = (done.stdout.decode(errors="replace").splitlines() or ["a text"])[-1]
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"takes more than {_seconds(size)} s of a processor for {text}"
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"signal {-done.returncode}"]
+    return f"fails with {text}: {lines[-1]:.200}"
+
+
+def _seconds(size: int) -> int:
+    return 1 + size // _BYTES_PER_SECOND
+
+
+def texts(tokenizer: Any, size: int) -> Iterator[tuple[str, str]]:
+    """Yield texts of at most `size` bytes, each with its description.
+
+    tokenizer: the content of tokenizer.json. Its regular expressions are a source of characters and words.
+    """
+    patterns = list(_patterns(tokenizer))
+    characters = list(dict.fromkeys("".join(patterns)))[:_MAX_FOUND]
+    words = list(dict.fromkeys(word for pattern in patterns for word in re.findall(r"\w{2,}", pattern)))[
+        :_MAX_FOUND
+    ]
+    small = min(size, _PAIR_BYTES)
+    pairs = ["".join(pair) for pair in permutations(dict.fromkeys(("a", "1", " ", *characters)), 2)]
+    for most, units in ((small, pairs), (size, dict.fromkeys((*_UNITS, *characters, *words)))):
+        for unit in units:
+            # A regular expression is not even tried if a character that it needs is nowhere in the text.
+            for end in ("", _RARE + "".join(characters)):
+                count = (most - len(end.encode())) // len(unit.encode())
+                if count > 0:
+                    yield f"{count:,} times {unit!r:.40}{end and f' and {end!r:.40}'}", unit * count + end
+
+
+def _patterns(tokenizer: Any) -> Iterator[str]:
+    """Yield the regular expressions of a tokenizer, at any depth, but not the words of its vocabulary."""
+    waiting = [tokenizer.get(part) for part in ("normalizer", "pre_tokenizer")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("Regex"), str):
+                yield value["Regex"]
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def main() -> int:
+    """Try the tokenizer on standard input with texts of at most as many bytes as the argument says."""
+    from tokenizers import Tokenizer
+
+    size, source = int(sys.argv[1]), sys.stdin.buffer.read().decode()
+    tokenizer = Tokenizer.from_str(source)
+    last = ceil(time.process_time()) + _MAX_SECONDS
+    for name, text in texts(json.loads(source), size):
+        print(name.encode(errors="backslashreplace").decode(), flush=True)
+        seconds = ceil(time.process_time()) + _seconds(size)
+        resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, last), last))
+        try:
+            tokenizer.encode(text)
+        except BaseException as error:  # noqa: BLE001 - a panic of the package is no Exception
+            print(f"{error!s:.300}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Tokenizers of strangers that would keep a processor busy for hours: each is refused within seconds."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from rsrv_bundle import BundleError
+from rsrv_bundle.hf.tokenizer_trial import try_tokenizer
+
+
+def tokenizer(pattern: str = "", replaced: str = "", most: int = 100) -> str:
+    """Return a tokenizer with a regular expression that splits texts, one that replaces parts, and the longest word."""
+    found = Tokenizer(
+        models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]", max_input_chars_per_word=most)
+    )
+    if pattern:
+        found.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    if replaced:
+        found.normalizer = normalizers.Replace(Regex(replaced), "x")
+    return found.to_str()
+
+
+BOMBS = {
+    "repeated repetitions": (tokenizer("(a+)+b"), "fails with .* 'a'.*: Onig: .*retry-limit-in-match over"),
+    "a word that two ways match": (tokenizer("(foo|foo)+!"), "fails with .* 'foo'"),
+    "a replacement": (tokenizer(replaced=r"(\w|_)+$"), "fails with .* 'a_'"),
+    "all spaces, from each one on": (tokenizer(r"\s+$"), "takes more than 1 s of a processor for .* ' '"),
+    "a character that is needed": (tokenizer(r"(\w|_)+[!?]"), "fails with .* 'a_' and"),
+    "long words": (tokenizer(most=10**9), "takes more than 1 s of a processor for .* 'a'"),
+}
+
+
+@pytest.mark.parametrize(("file", "reason"), BOMBS.values(), ids=BOMBS)
+def test_a_tokenizer_that_is_a_bomb_is_refused(file: str, reason: str) -> None:
+    """The error names the text that takes so long, and what to change."""
+    with pytest.raises(BundleError, match=f"tokenizer.json: {reason}.*Simplify its regular expressions"):
+        try_tokenizer(file, 512)
+
+
+def test_a_usual_tokenizer_passes() -> None:
+    """The regular expression of GPT-4 is one of the most complicated in use."""
+    try_tokenizer(
+        tokenizer(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+        512,
+    )

@@ -44,6 +44,8 @@ def test_errors_of_a_server_keep_their_tag(
     assert str(error)
 
 
+#: Half as many token ids as a call may have.
+LONG = ",".join(["1"] * (MAX_TOKENS // 2))
 EMBED = '{"model": "m", "input": %s}'
 CHAT = '{"model": "m", "messages": [{"role": "user", "content": %s}]%s}'
 
@@ -62,6 +64,13 @@ CHAT = '{"model": "m", "messages": [{"role": "user", "content": %s}]%s}'
             "tokens",
         ),
         (EmbeddingsBody, EMBED % "[]", "at least 1 item", "input"),
+        (
+            EmbeddingsBody,
+            EMBED % f"[{f'[{LONG}],' * 2}[1]]",
+            "has more than 1,048,576 texts or token ids",
+            "input",
+        ),
+        (EmbeddingsBody, EMBED % f"[{LONG},{LONG},1]", "has more than 1,048,576 texts or token ids", "input"),
         (EmbeddingsBody, EMBED % ("[" + ",".join(['""'] * 2049) + "]"), "at most 2048 items", "input"),
         (EmbeddingsBody, EMBED % '["a", 5]', "must be a valid string", "input.1"),
         (EmbeddingsBody, EMBED % '"a", "foo": 1', "`foo` is an unknown field", "foo"),

@@ -9,7 +9,7 @@ from rsrv.openai.errors import from_validation
 
 #: Maximum number of texts, pairs or documents in one call.
 MAX_ITEMS: Final = 2048
-#: Maximum number of token ids of one text.
+#: Maximum number of token ids in one call.
 MAX_TOKENS: Final = 1 << 20
 #: Messages of a chat; stop texts, and the characters of one.
 MAX_MESSAGES, MAX_STOPS, MAX_STOP = 1024, 16, 256
@@ -60,9 +60,14 @@ class ApiBody(ApiObject):
 
 
 def _listed(value: Any) -> Any:
-    """Return one text, or the ids of one text, as a list of one."""
-    ids = isinstance(value, list) and value and all(type(one) is int for one in value)
-    return [value] if isinstance(value, str) or ids else value
+    """Return one text, or the ids of one text, as a list of one. Raises ValueError if there are too many ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        return value
+    if max(len(value), sum(len(one) for one in value if isinstance(one, list))) > MAX_TOKENS:
+        raise ValueError(f"has more than {MAX_TOKENS:,} texts or token ids")
+    return [value] if value and all(type(one) is int for one in value) else value
 
 
 # All lists fail at their first wrong element: millions of errors would take gigabytes.

@@ -58,6 +58,8 @@ class Sharing(FakeServer):
         if self.refusal:
             raise AttemptFailed(Code.OTHER, self.refusal)
         assert Path(f"/dev/shm{key}").stat().st_size == size
+        if region in self.known:
+            raise AttemptFailed(Code.INVALID_ARGUMENT, f"shared memory region '{region}' already in manager")
         self.known.add(region)
 
     async def unregister(self, region: str, timeout_s: float) -> None:
@@ -90,9 +92,25 @@ def test_regions_are_reused_and_all_given_up() -> None:
     asyncio.run(scenario())
 
 
+def test_two_clients_of_a_process_share_no_region() -> None:
+    """The server knows regions by name, so the names of both clients' regions differ."""
+
+    async def scenario() -> None:
+        server = Sharing()
+        first, second = (
+            await Regions(server, None).take(LEAST_BYTES),
+            await Regions(server, None).take(LEAST_BYTES),
+        )
+        assert first
+        assert second
+        assert server.known == {first.name, second.name}
+
+    asyncio.run(scenario())
+
+
 def test_only_regions_of_dead_processes_are_removed() -> None:
     """Names tell whose regions they are. Other clients', and those of other containers, stay."""
-    mine = f"{_owner()}-0"
+    mine = f"{_owner()}-1000000"
     namespace = mine.split("-")[2]
     dead, elsewhere = f"rsrv-client-{namespace}-{os.getpid()}-1-0", "rsrv-client-1-2-3-0"
     assert [_is_alive(name) for name in (mine, dead, elsewhere, "rsrv-client-theirs")] == [

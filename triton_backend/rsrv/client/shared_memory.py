@@ -44,6 +44,8 @@ _RELEASED, _MOST_ABANDONED = 2, 64
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = "rsrv-client"
+#: Numbers of regions. All clients of this process count together, because the server knows a region by its name.
+_numbers = count()
 
 
 class Region:
@@ -78,7 +80,6 @@ class Regions:
         self._abandoned: list[Region] = []
         #: All regions that the server may have mapped.
         self._registered: dict[str, Region] = {}
-        self._numbers = count()
         #: Why requests travel as bytes. None: they do not, or no request was large enough to try.
         self.reason = reason
 
@@ -106,7 +107,7 @@ class Regions:
             state = os.statvfs(_FOLDER)
             if size > state.f_bavail * state.f_frsize * SHARE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            region = Region(f"{_owner()}-{next(self._numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
+            region = Region(f"{_owner()}-{next(_numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
             # A full /dev/shm may have room again later.
             if not self._registered:

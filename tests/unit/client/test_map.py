@@ -270,6 +270,34 @@ def test_a_slow_source_holds_back_no_answer(client: Client) -> None:
     assert numbers == [0, 1, 2, 3, 4]
 
 
+def test_answers_come_before_the_error_of_their_source(server: FakeServer) -> None:
+    """A source of rows fails while the first request is under way: the rows that were sent are answered first."""
+
+    async def scenario() -> None:
+        failed = asyncio.Event()
+
+        async def before(_: int, values: list[Any]) -> None:
+            if 0 in values:
+                await failed.wait()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        async def rows() -> AsyncIterator[int]:
+            for row in range(8):
+                yield row
+            failed.set()
+            raise OSError("the disk is gone")
+
+        server.before = before
+        async with AsyncClient("localhost:1") as client:
+            answers = aiter(client.map("m", rows()))
+            assert [int((await anext(answers))[1]["y"][0]) for _ in range(8)] == [2 * row for row in range(8)]
+            with pytest.raises(OSError, match="the disk is gone"):
+                await anext(answers)
+
+    asyncio.run(scenario())
+
+
 def test_an_asynchronous_source_is_a_data_set(server: FakeServer) -> None:
     """Its rows are read on the client's own loop, and answers come while it waits."""
 

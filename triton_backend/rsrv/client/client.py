@@ -272,6 +272,8 @@ class AsyncClient:
         early: dict[int, Answered] = {}
         order: deque[int] = deque()
         exhausted = False
+        #: The error of the source of rows, which follows the answers to the rows before it.
+        failure: Exception | None = None
 
         def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
             task = asyncio.create_task(work)
@@ -283,10 +285,16 @@ class AsyncClient:
                 if not (reading or exhausted) and self._has_room(limit.limit, running, len(early)):
                     reading = start(_next(requests))
                 if not (reading or running):
+                    if failure is not None:
+                        raise failure
                     return
                 task = await ended.get()
                 if task is reading:
-                    reading, batch = None, task.result()
+                    reading = batch = None
+                    try:
+                        batch = task.result()
+                    except Exception as error:  # noqa: BLE001  the caller's iterable may raise anything
+                        failure = error
                     if batch is None:
                         exhausted = True
                         continue

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rsrv.client.signature import from_bytes
-from rsrv.client.transport import InferOutput, InferRequest
+from rsrv.client.transport import Answers, InferOutput, InferRequest, InferTensor
 
 CONFIG: dict[str, Any] = {
     "name": "m",
@@ -56,6 +56,14 @@ class FakeServer:
             self.in_flight -= 1
         y = np.array([2 * v if isinstance(v, int) else len(v) for v in values], np.int64).reshape(x.shape)
         return [InferOutput("y", "INT64", y.shape, y.tobytes())]
+
+    async def stream(self, request: InferRequest, timeout_s: float) -> Answers:
+        """Yield an answer for each value, as if it were a request of its own."""
+        (tensor,) = request.inputs
+        assert isinstance(tensor.content, (bytes, memoryview))
+        for value in from_bytes(tensor.datatype, tensor.shape, tensor.content).reshape(-1, 1):
+            part = InferTensor(tensor.name, tensor.datatype, value.shape, value.tobytes())
+            yield await self.infer(InferRequest(request.model, [part]), timeout_s)
 
     async def regions(self, timeout_s: float) -> Sequence[str]:
         raise NotImplementedError

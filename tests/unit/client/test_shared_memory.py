@@ -76,7 +76,7 @@ def test_regions_are_reused_and_all_given_up() -> None:
 
     async def scenario() -> None:
         server = Sharing()
-        regions = Regions(server, None)
+        regions = Regions(server)
         assert await regions.take(LEAST_BYTES - 1) is None
         first, second = await regions.take(LEAST_BYTES), await regions.take(3 << 20)
         assert first
@@ -98,8 +98,8 @@ def test_two_clients_of_a_process_share_no_region() -> None:
     async def scenario() -> None:
         server = Sharing()
         first, second = (
-            await Regions(server, None).take(LEAST_BYTES),
-            await Regions(server, None).take(LEAST_BYTES),
+            await Regions(server).take(LEAST_BYTES),
+            await Regions(server).take(LEAST_BYTES),
         )
         assert first
         assert second
@@ -123,7 +123,7 @@ def test_only_regions_of_dead_processes_are_removed() -> None:
     async def scenario() -> None:
         server = Sharing(["theirs", mine, dead, elsewhere])
         server.in_use = False
-        assert await Regions(server, None).take(LEAST_BYTES)
+        assert await Regions(server).take(LEAST_BYTES)
         assert server.known >= {"theirs", mine, elsewhere}
         assert dead not in server.known
 

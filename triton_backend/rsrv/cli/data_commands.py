@@ -23,12 +23,13 @@ def run(options: argparse.Namespace) -> int:
         return 1
     try:
         headers = {}
-        if options.token_file is not None:
-            headers["authorization"] = f"Bearer {options.token_file.read_text().strip()}"
+        if token_file := getattr(options, "token_file", None):
+            headers["authorization"] = f"Bearer {token_file.read_text().strip()}"
+        timeout_s, authorities = getattr(options, "timeout", 60.0), getattr(options, "tls_ca", None)
         with Client(
-            options.url, timeout_s=options.timeout, headers=headers, root_certificates=options.tls_ca
+            options.url, timeout_s=timeout_s, headers=headers, root_certificates=authorities
         ) as client:
-            return _infer(client, options) if options.command == "infer" else _map(client, options)
+            return {"infer": _infer, "map": _map}[options.command](client, options)
     except (InputError, RequestError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
     except OSError as error:
@@ -90,7 +91,7 @@ def _plain(array: Any) -> Any:
 def _map(client: Any, options: argparse.Namespace) -> int:
     """Send all rows of a file, and write the answers to another one."""
     from rsrv.client import saving
-    from rsrv.client.rows import column_batches, columns_of
+    from rsrv.client.rows import columns_of
 
     signature = client.signature(options.model)
     outputs = saving.outputs_of(signature, options.out, options.output)
@@ -107,13 +108,20 @@ def _map(client: Any, options: argparse.Namespace) -> int:
     partial_path = options.out.with_suffix(".partial")
     with saving.PartialFile(partial_path, job, resume=options.resume) as partial:
         missing = partial.missing(rows)
-        batches = column_batches(signature, columns, options.rows_per_request, missing)
+        results = client.map(
+            options.model,
+            columns,
+            rows_per_request=options.rows_per_request,
+            in_flight=options.in_flight,
+            ordered=False,
+            ranges=missing,
+        )
         left = sum(stop - start for start, stop in missing)
         started = time.monotonic()
         try:
             with steps(options.model, rows) as progress:
                 progress.step(count=rows - left)
-                for answered in client.map_batches(options.model, batches, options.in_flight):
+                for answered in results.batches():
                     partial.append(answered, outputs)
                     progress.step(count=answered.stop - answered.start)
         except BaseException:

@@ -21,18 +21,27 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from contextlib import aclosing
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from rsrv.client.errors import InputError, RequestError
 from rsrv.client.in_flight import InFlightLimit
-from rsrv.client.retries import Code, Failure, Retry, decide
+from rsrv.client.retries import Code, Failure, decide
 from rsrv.client.rows import RowBatch, RowGrouping, batches, size_of
-from rsrv.client.shared_memory import Placement, Region, Regions
+from rsrv.client.shared_memory import LEAST_BYTES, Placement, Region, Regions
 from rsrv.client.signature import Array, ModelSignature, to_bytes
-from rsrv.client.transport import AttemptFailed, InferOutput, InferRequest, InferTensor, connect, is_local
+from rsrv.client.transport import (
+    Answers,
+    AttemptFailed,
+    InferOutput,
+    InferRequest,
+    InferTensor,
+    connect,
+    is_local,
+)
 
 #: Default seconds for a request, all its attempts together.
 TIMEOUT_S = 60.0
@@ -42,25 +51,9 @@ EARLY = 4
 #: Bytes of rows in flight after which no further request is sent.
 IN_FLIGHT_BYTES = 256 << 20
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
-
-
-class ClientOptions(TypedDict, total=False):
-    """The options of a client, as AsyncClient describes them."""
-
-    timeout_s: float
-    headers: Mapping[str, str] | None
-    root_certificates: str | os.PathLike[str] | None
-    shared_memory: bool
-
-
-class MapOptions(TypedDict, total=False):
-    """The options of a data set, as AsyncClient.map describes them."""
-
-    rows_per_request: int | None
-    in_flight: int | None
-    ordered: bool
-    timeout_s: float | None
 
 
 class Outputs(dict[str, Array]):
@@ -69,6 +62,11 @@ class Outputs(dict[str, Array]):
     def __init__(self, outputs: Mapping[str, Array], signature: ModelSignature) -> None:
         super().__init__(outputs)
         self._signature = signature
+
+    @classmethod
+    def read(cls, outputs: Sequence[InferOutput], signature: ModelSignature) -> Self:
+        """Return the outputs of an answer."""
+        return cls({output.name: output.array() for output in outputs}, signature)
 
     def __missing__(self, role: str) -> Array:
         tensor = self._signature.task.outputs.get(role, role)
@@ -132,8 +130,8 @@ class AsyncClient:
         self.url = url
         self.timeout_s = timeout_s
         self._connection = connect(url, headers or {}, root_certificates)
-        elsewhere = None if is_local(url) else "the server is not on this machine"
-        self._regions = Regions(self._connection, elsewhere if shared_memory else "shared_memory=False")
+        unusable = "" if is_local(url) else "the server is not on this machine"
+        self._regions = Regions(self._connection, unusable if shared_memory else "shared_memory=False")
         self._signatures: dict[str, ModelSignature] = {}
         #: True once the server has answered anything.
         self._reached = False
@@ -143,9 +141,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -156,9 +152,16 @@ class AsyncClient:
     @property
     def transport(self) -> str:
         """How large requests travel: `shared memory`, or `bytes` and why."""
-        if self._regions.is_used:
-            return "shared memory"
-        return f"bytes ({self._regions.reason or 'no request was large enough for shared memory'})"
+        return "shared memory" if self._regions.is_used else f"bytes ({self._regions.reason})"
+
+    async def probe(self) -> str:
+        """Try shared memory, unless a request has done so. Return how large requests travel, and why."""
+        if region := await self._regions.take(LEAST_BYTES):
+            self._regions.give_back(region)
+        return self.transport
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     async def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
         """Return what the model takes and returns. Raises RequestError.
@@ -166,9 +169,8 @@ class AsyncClient:
         The client asks the server once. After a refused request it asks again, because the model may have changed.
         """
         if model not in self._signatures:
-            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
             config = await self._repeat(
-                model, lambda seconds: self._connection.config(model, seconds), deadline, True
+                model, lambda seconds: self._connection.config(model, seconds), self._deadline(timeout_s)
             )
             self._signatures[model] = ModelSignature.from_config(config)
             self._served.add(model)
@@ -196,16 +198,46 @@ class AsyncClient:
             request_id: name under which `rsrv why` finds the request.
             arrays: the inputs by name.
         """
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        deadline = self._deadline(timeout_s)
         signature = await self.signature(model, timeout_s=timeout_s)
         if signature.streams:
-            raise InputError(
-                f"{model} streams its answers: use tritonclient's stream_infer, or HTTP's generate_stream"
-            )
-        checked = signature.check({**(inputs or {}), **arrays})
-        request = infer_request(signature, checked, parameters or {}, request_id)
-        outputs = await self._exchange(signature, request, deadline)
-        return Outputs({output.name: output.array() for output in outputs}, signature)
+            raise InputError(f"{model} streams its answers: call stream()")
+        request = infer_request(signature, {**(inputs or {}), **arrays}, parameters, request_id)
+        return Outputs.read(await self._exchange(signature, request, deadline), signature)
+
+    async def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any] | None = None,
+        /,
+        *,
+        timeout_s: float | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        **arrays: Any,
+    ) -> AsyncGenerator[Outputs, None]:
+        """Send one request over gRPC, and yield the outputs of each answer. Raises InputError or RequestError, as `infer` does.
+
+        The arguments are those of `infer`. The deadline is that of the last answer. The client repeats a failed request only
+        before its first answer.
+        """
+        deadline = self._deadline(timeout_s)
+        signature = await self.signature(model, timeout_s=timeout_s)
+        request = infer_request(signature, {**(inputs or {}), **arrays}, parameters, request_id)
+        encoded = self._connection.encode(request)
+
+        async def begin(seconds: float) -> tuple[Answers, Sequence[InferOutput] | None]:
+            answers = self._connection.stream(encoded, seconds)
+            return answers, await anext(answers, None)
+
+        answers, outputs = await self._repeat(model, begin, deadline, repeatable=request.repeatable)
+        async with aclosing(answers):
+            while outputs is not None:
+                yield Outputs.read(outputs, signature)
+                try:
+                    outputs = await anext(answers, None)
+                except AttemptFailed as error:
+                    raise RequestError(model, error.failure, 1, "the answer had begun") from None
 
     def map(
         self,
@@ -216,6 +248,7 @@ class AsyncClient:
         in_flight: int | None = None,
         ordered: bool = True,
         timeout_s: float | None = None,
+        ranges: Iterable[tuple[int, int]] | None = None,
     ) -> "AsyncMapResults":
         """Return the answers to all rows of a data set, which are sent while the answers are read.
 
@@ -228,6 +261,7 @@ class AsyncClient:
             in_flight: requests at a time, at most; default: as many as raise the throughput.
             ordered: False: each answer as it comes.
             timeout_s: seconds for each request, all its attempts together; default: the client's.
+            ranges: of columns, send only these rows: the first row of each range, and the row after its last one.
         """
 
         async def requests() -> AsyncIterator[RowBatch]:
@@ -240,7 +274,7 @@ class AsyncClient:
                 if batch := grouping.rest():
                     yield batch
                 return
-            made = batches(signature, rows, rows_per_request)
+            made = batches(signature, rows, rows_per_request, ranges)
             if isinstance(rows, Iterable) and not isinstance(rows, (Mapping, np.ndarray, str)):
                 # The caller's iterable may be slow. It runs on a thread, so that nothing else of the loop waits for it.
                 loop = asyncio.get_running_loop()
@@ -250,16 +284,16 @@ class AsyncClient:
             for batch in made:
                 yield batch
 
-        return AsyncMapResults(self.map_batches(model, requests(), in_flight, ordered, timeout_s))
+        return AsyncMapResults(self._map(model, requests(), in_flight, ordered, timeout_s))
 
-    async def map_batches(
+    async def _map(
         self,
         model: str,
         requests: AsyncIterator[RowBatch],
-        in_flight: int | None = None,
-        ordered: bool = True,
-        timeout_s: float | None = None,
-    ) -> "AsyncGenerator[Answered, None]":
+        in_flight: int | None,
+        ordered: bool,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[Answered, None]:
         """Send the requests, and yield their answers; `map` describes the arguments."""
         if in_flight is not None and in_flight < 1:
             raise InputError(f"in_flight is {in_flight}, and has to be at least 1")
@@ -326,18 +360,17 @@ class AsyncClient:
         self, model: str, batch: RowBatch, limit: InFlightLimit, timeout_s: float | None
     ) -> "Answered":
         """Return the answer to a part of a data set."""
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        deadline = self._deadline(timeout_s)
         try:
             signature = await self.signature(model, timeout_s=timeout_s)
-            request = infer_request(signature, signature.check(batch.values), {})
+            request = infer_request(signature, batch.values)
             outputs = await self._exchange(signature, request, deadline, limit.refused)
         except InputError as error:
             raise InputError(f"rows {batch.start} to {batch.stop - 1}: {error}") from None
         except RequestError as error:
             error.add_rows(batch.start, batch.stop)
             raise
-        arrays = Outputs({output.name: output.array() for output in outputs}, signature)
-        return Answered(batch.start, batch.stop, arrays, signature.max_rows > 0)
+        return Answered(batch.start, batch.stop, Outputs.read(outputs, signature), signature.max_rows > 0)
 
     async def _exchange(
         self,
@@ -353,44 +386,31 @@ class AsyncClient:
         placement = Placement(signature, request)
         region: Region | None = None
         encoded: Any = None
-        #: Number of attempts without an answer. If there are any, the server may still use the region.
-        unanswered = 0
+        #: True if an attempt had no answer: the server may still use the region.
+        unanswered = False
 
-        async def place() -> None:
-            nonlocal region, encoded
-            region = await self._regions.take(placement.size, deadline - time.monotonic())
-            encoded = self._connection.encode(request if region is None else placement.write(region))
-
-        async def send() -> Sequence[InferOutput]:
-            nonlocal unanswered
-            unanswered += 1
+        async def attempt(seconds: float) -> Sequence[InferOutput]:
+            nonlocal region, encoded, unanswered
+            if encoded is None:
+                region = await self._regions.take(placement.size, seconds)
+                encoded = self._connection.encode(request if region is None else placement.write(region))
+            before, unanswered = unanswered, True
             try:
                 outputs = await self._connection.infer(encoded, deadline - time.monotonic())
             except AttemptFailed as error:
-                unanswered -= error.failure.is_answer
-                raise
-            unanswered -= 1
-            return outputs
-
-        async def attempt(_: float) -> Sequence[InferOutput]:
-            nonlocal region, unanswered
-            try:
-                outputs = await send()
-            except AttemptFailed as error:
+                unanswered = before or not error.failure.is_answer
                 if region is None or "shared memory region" not in str(error):
                     raise
-                # The server has restarted, and knows no regions.
+                # The server has restarted, and knows no regions. The next attempt gets a new one.
                 self._regions.forget(region)
-                region, unanswered = None, 0
-                await place()
-                outputs = await send()
+                region, encoded, unanswered = None, None, False
+                raise AttemptFailed(Code.UNAVAILABLE, str(error)) from None
+            unanswered = before
             return outputs if region is None else placement.read(outputs, region)
 
-        await place()
-        repeatable = "sequence_id" not in request.parameters
         try:
             outputs: Sequence[InferOutput] = await self._repeat(
-                signature.model, attempt, deadline, repeatable, refused
+                signature.model, attempt, deadline, repeatable=request.repeatable, refused=refused
             )
         finally:
             if region is not None:
@@ -400,11 +420,12 @@ class AsyncClient:
     async def _repeat(
         self,
         model: str,
-        attempt: Callable[[float], Awaitable[Any]],
+        attempt: Callable[[float], Awaitable[T]],
         deadline: float,
-        repeatable: bool,
+        *,
+        repeatable: bool = True,
         refused: Callable[[float], None] | None = None,
-    ) -> Any:
+    ) -> T:
         """Return the result of the first attempt that does not fail. `attempt` takes the seconds that are left."""
         attempts = 0
         while True:
@@ -418,7 +439,7 @@ class AsyncClient:
                 self._reached = True
                 return result
             now = time.monotonic()
-            decision = decide(
+            next_at = decide(
                 failure,
                 attempts,
                 now,
@@ -428,29 +449,27 @@ class AsyncClient:
                 served=model in self._served,
                 chance=random.random(),
             )
-            if not isinstance(decision, Retry):
+            if isinstance(next_at, str):
                 self._signatures.pop(model, None)
-                raise RequestError(
-                    model, _with_hint(failure, self.url, self._reached), attempts, decision.why
-                )
+                raise RequestError(model, _with_hint(failure, self.url, self._reached), attempts, next_at)
             if refused is not None and failure.is_full:
                 refused(now)
-            await asyncio.sleep(decision.at - now)
+            await asyncio.sleep(next_at - now)
 
 
 def infer_request(
     signature: ModelSignature,
-    arrays: Mapping[str, Array],
-    parameters: Mapping[str, Any],
+    values: Mapping[str, Any],
+    parameters: Mapping[str, Any] | None = None,
     request_id: str = "",
 ) -> InferRequest:
-    """Return the request with these inputs."""
+    """Return the request with these inputs. Raises InputError if they do not fit the model."""
     inputs = [
         InferTensor(name, spec.datatype, array.shape, to_bytes(spec, array))
-        for name, array in arrays.items()
+        for name, array in signature.check(values).items()
         for spec in (signature.inputs[name],)
     ]
-    return InferRequest(signature.model, inputs, parameters=parameters, id=request_id)
+    return InferRequest(signature.model, inputs, parameters=parameters or {}, id=request_id)
 
 
 def _with_hint(failure: Failure, url: str, reached: bool) -> Failure:
@@ -492,13 +511,7 @@ class MapResults:
 
     def batches(self) -> Iterator[Answered]:
         """Yield the answers request by request."""
-        answers = self._results.batches()
-        try:
-            while (answered := self._client._wait(_next(answers))) is not None:
-                yield answered
-        finally:
-            if self._client._thread.is_alive():
-                self._client._wait(_ended(answers))
+        return self._client._iterate(self._results.batches())
 
     def __iter__(self) -> Iterator[tuple[int, Outputs]]:
         for answered in self.batches():
@@ -513,7 +526,7 @@ async def _next(values: AsyncIterator[T]) -> T | None:
     return await anext(values, None)
 
 
-async def _ended(answers: AsyncGenerator[Answered, None]) -> None:
+async def _ended(answers: AsyncGenerator[Any, None]) -> None:
     """Close the answers. If Ctrl-C has cancelled a call, wait first until the call has ended."""
     while inspect.isasyncgen(answers) and answers.ag_running:
         await asyncio.sleep(0.001)
@@ -529,10 +542,22 @@ def joined(answers: Sequence[Answered]) -> dict[str, Array]:
     return {name: join([part.outputs[name] for part in parts]) for name in parts[0].outputs}
 
 
-class Client:
-    """A client for programs without asyncio. Threads may share it."""
+def _synchronous(
+    method: Callable[Concatenate[AsyncClient, P], R], waiting: Callable[["Client", R], T]
+) -> Callable[Concatenate["Client", P], T]:
+    """Return the method of Client that calls this one of AsyncClient, and waits for what it returns."""
 
-    def __init__(self, url: str, **options: Unpack[ClientOptions]) -> None:
+    @wraps(method)
+    def call(self: "Client", /, *arguments: P.args, **options: P.kwargs) -> T:
+        return waiting(self, method(self._client, *arguments, **options))
+
+    return call
+
+
+class Client:
+    """A client for programs without asyncio. Threads may share it. Its methods are those of AsyncClient."""
+
+    def __init__(self, url: str, **options: Any) -> None:
         """Make a client; the arguments are those of AsyncClient."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rsrv.client", daemon=True)
@@ -549,17 +574,10 @@ class Client:
         # A program that ends without closing its client leaves no memory with the server either.
         atexit.register(self.close)
 
-    @property
-    def transport(self) -> str:
-        """How large requests travel; see AsyncClient.transport."""
-        return self._client.transport
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -577,30 +595,6 @@ class Client:
             self._wait(closed())
             self._end()
 
-    def signature(self, model: str, *, timeout_s: float | None = None) -> ModelSignature:
-        """Return what the model takes and returns; see AsyncClient.signature."""
-        return self._wait(self._client.signature(model, timeout_s=timeout_s))
-
-    def infer(self, model: str, inputs: Mapping[str, Any] | None = None, /, **arguments: Any) -> Outputs:
-        """Send one request, and return its outputs; see AsyncClient.infer."""
-        return self._wait(self._client.infer(model, inputs, **arguments))
-
-    def map(self, model: str, rows: Any, **options: Unpack[MapOptions]) -> MapResults:
-        """Return the answers to all rows of a data set; see AsyncClient.map."""
-        return MapResults(self, self._client.map(model, rows, **options))
-
-    def map_batches(
-        self, model: str, requests: Iterable[RowBatch], in_flight: int | None = None
-    ) -> Iterator[Answered]:
-        """Send the requests, and yield their answers as they come."""
-
-        async def batches() -> AsyncIterator[RowBatch]:
-            for request in requests:
-                yield request
-
-        answers = self._client.map_batches(model, batches(), in_flight, ordered=False)
-        return MapResults(self, AsyncMapResults(answers)).batches()
-
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the thread, and return its result. Ctrl-C cancels the work."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -610,7 +604,27 @@ class Client:
             future.cancel()
             raise
 
+    def _iterate(self, values: AsyncGenerator[T, None]) -> Iterator[T]:
+        """Yield what the generator yields on the thread."""
+        try:
+            while (value := self._wait(_next(values))) is not None:
+                yield value
+        finally:
+            if self._thread.is_alive():
+                self._wait(_ended(values))
+
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @property
+    def transport(self) -> str:
+        """How large requests travel; see AsyncClient.transport."""
+        return self._client.transport
+
+    signature = _synchronous(AsyncClient.signature, _wait)
+    probe = _synchronous(AsyncClient.probe, _wait)
+    infer = _synchronous(AsyncClient.infer, _wait)
+    stream = _synchronous(AsyncClient.stream, _iterate)
+    map = _synchronous(AsyncClient.map, MapResults)

@@ -69,20 +69,6 @@ class Failure:
         return self.tag == "QUEUE_FULL"
 
 
-@dataclass(frozen=True)
-class Retry:
-    """Send the request again at this time."""
-
-    at: float
-
-
-@dataclass(frozen=True)
-class NoRetry:
-    """Report the failure. `why` says why there is no further attempt, if the failure itself does not say so."""
-
-    why: str = ""
-
-
 def decide(
     failure: Failure,
     attempts: int,
@@ -93,8 +79,8 @@ def decide(
     reached: bool = True,
     served: bool = True,
     chance: float = 0.0,
-) -> Retry | NoRetry:
-    """Decide about a request whose latest attempt has failed.
+) -> float | str:
+    """Return when to send a request again whose latest attempt has failed, or why not; empty if the failure itself says why.
 
     Args:
         failure: the failure of the latest attempt.
@@ -107,14 +93,14 @@ def decide(
         chance: a random number from 0 to 1.
     """
     if not _may_pass(failure, reached, served):
-        return NoRetry()
+        return ""
     if not repeatable:
-        return NoRetry("a step of a sequence may not be repeated")
+        return "a step of a sequence may not be repeated"
     pause = failure.after_s
     if pause is None:
         pause = min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), MAX_PAUSE_S)
     at = now + pause * (1 + SPREAD * chance)
-    return Retry(at) if at < deadline else NoRetry("the deadline leaves no time for another attempt")
+    return at if at < deadline else "the deadline leaves no time for another attempt"
 
 
 def _may_pass(failure: Failure, reached: bool, served: bool) -> bool:

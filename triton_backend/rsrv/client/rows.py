@@ -27,7 +27,12 @@ class RowBatch:
     values: Mapping[str, Any]
 
 
-def batches(signature: ModelSignature, rows: Any, rows_per_request: int | None) -> Iterator[RowBatch]:
+def batches(
+    signature: ModelSignature,
+    rows: Any,
+    rows_per_request: int | None,
+    ranges: Iterable[tuple[int, int]] | None = None,
+) -> Iterator[RowBatch]:
     """Yield the requests of a data set. Raises InputError if the rows do not fit the model.
 
     Args:
@@ -35,22 +40,15 @@ def batches(signature: ModelSignature, rows: Any, rows_per_request: int | None) 
         rows: columns (a mapping of arrays or lists, or a data frame), one array for the only input, the path of a file
             for `read_columns`, or an iterable of rows. A row is a mapping, or the value of the only input.
         rows_per_request: default: as many as the model takes, up to some megabytes.
+        ranges: of columns, only these rows.
     """
     grouping = RowGrouping(signature, rows_per_request)
     columns = columns_of(signature, rows)
     if columns is not None:
-        return column_batches(signature, columns, rows_per_request)
+        return _column_batches(signature, columns, rows_per_request, ranges)
+    if ranges is not None:
+        raise InputError("`ranges` needs rows in columns: arrays, a data frame or a file")
     return _row_batches(grouping, rows)
-
-
-def _check(signature: ModelSignature, rows_per_request: int | None) -> None:
-    if signature.stateful or signature.streams:
-        raise InputError(f"{signature.model} keeps state or streams: its rows are not independent requests")
-    if rows_per_request is not None and not 1 <= rows_per_request <= max(1, signature.max_rows):
-        raise InputError(
-            f"{signature.model}: rows_per_request is {rows_per_request}, and has to be from 1 to "
-            f"{max(1, signature.max_rows)}"
-        )
 
 
 def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
@@ -74,14 +72,12 @@ def columns_of(signature: ModelSignature, rows: Any) -> dict[str, Any] | None:
     return named
 
 
-def column_batches(
+def _column_batches(
     signature: ModelSignature,
     named: Mapping[str, Any],
     rows_per_request: int | None,
-    ranges: Iterable[tuple[int, int]] | None = None,
+    ranges: Iterable[tuple[int, int]] | None,
 ) -> Iterator[RowBatch]:
-    """Yield the requests of columns; with `ranges`, only of these rows. Raises InputError."""
-    _check(signature, rows_per_request)
     count = len(next(iter(named.values())))
     if count and rows_per_request is None:
         rows_per_request = _fitting(signature, {name: column[:1] for name, column in named.items()})
@@ -99,7 +95,15 @@ class RowGrouping:
 
     def __init__(self, signature: ModelSignature, rows_per_request: int | None) -> None:
         """Raises InputError if the model or the number does not allow it."""
-        _check(signature, rows_per_request)
+        if signature.stateful or signature.streams:
+            raise InputError(
+                f"{signature.model} keeps state or streams: its rows are not independent requests"
+            )
+        most = max(1, signature.max_rows)
+        if rows_per_request is not None and not 1 <= rows_per_request <= most:
+            raise InputError(
+                f"{signature.model}: rows_per_request is {rows_per_request}, and has to be from 1 to {most}"
+            )
         self._signature = signature
         self._most = rows_per_request
         #: Number of rows so far.

@@ -73,15 +73,18 @@ class Region:
 class Regions:
     """The regions of one client. Requests reuse them, so there are as many as requests in flight."""
 
-    def __init__(self, connection: ServerConnection, reason: str | None) -> None:
+    def __init__(self, connection: ServerConnection, unusable: str = "") -> None:
+        """`unusable`: why no request may travel in shared memory."""
         self._connection = connection
         self._free: list[Region] = []
         #: Regions that the server may not know, or may still use for a request that it did not answer.
         self._abandoned: list[Region] = []
         #: All regions that the server may have mapped.
         self._registered: dict[str, Region] = {}
-        #: Why requests travel as bytes. None: they do not, or no request was large enough to try.
-        self.reason = reason
+        #: Why requests travel as bytes.
+        self.reason = unusable or "no request was large enough for shared memory"
+        #: True if no further request tries shared memory.
+        self._off = bool(unusable)
 
     @property
     def is_used(self) -> bool:
@@ -93,7 +96,7 @@ class Regions:
 
         `seconds`: the time that the request has left.
         """
-        if self.reason is not None or size < LEAST_BYTES:
+        if self._off or size < LEAST_BYTES:
             return None
         for region in self._free:
             if region.size >= size:
@@ -109,9 +112,9 @@ class Regions:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             region = Region(f"{_owner()}-{next(_numbers)}", -(-size // STEP_BYTES) * STEP_BYTES)
         except OSError as error:
-            # A full /dev/shm may have room again later.
-            if not self._registered:
-                self.reason = f"/dev/shm: {error.strerror}"
+            # A /dev/shm that became full may have room again later.
+            self._off = self._off or not self._registered
+            self.reason = f"/dev/shm: {error.strerror}"
             return None
         try:
             if not self._registered:
@@ -124,8 +127,11 @@ class Regions:
                 self._registered.pop(region.name, None)
             elif region.name in self._registered:
                 self.abandon(region)
-            if answered or (error.failure.code is not Code.CONNECTION and seconds == CALL_S):
-                self.reason = self.reason or f"the server refuses it: {error}"
+            broken = error.failure.code is Code.CONNECTION
+            self._off = self._off or answered or (not broken and seconds == CALL_S)
+            self.reason = (
+                f"no connection to the server: {error}" if broken else f"the server refuses it: {error}"
+            )
             return None
         finally:
             region.unlink()
@@ -146,7 +152,7 @@ class Regions:
 
     async def close(self) -> None:
         """Unregister all regions. The regions of unanswered requests stay in use for a while."""
-        self.reason = "the client is closed"
+        self.reason, self._off = "the client is closed", True
         self._free.clear()
         self._abandoned.clear()
         deadline = time.monotonic() + CALL_S

@@ -7,12 +7,13 @@ encoded once.
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from rsrv.address import parse_address
+from rsrv.client.errors import InputError
 from rsrv.client.retries import Code, Failure
 from rsrv.client.signature import Array, from_bytes
 
@@ -68,6 +69,11 @@ class InferRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
 
+    @property
+    def repeatable(self) -> bool:
+        """False for a step of a sequence, because a repetition would do its work twice."""
+        return "sequence_id" not in self.parameters
+
 
 @dataclass(frozen=True)
 class InferOutput:
@@ -80,6 +86,10 @@ class InferOutput:
 
     def array(self) -> Array:
         return from_bytes(self.datatype, self.shape, self.content)
+
+
+#: The answers to one request of a model that streams.
+Answers = AsyncGenerator[Sequence[InferOutput], None]
 
 
 class AttemptFailed(Exception):
@@ -96,9 +106,11 @@ class ServerConnection(Protocol):
     async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]: ...
 
     def encode(self, message: InferRequest) -> Any:
-        """Encode a request for `infer`, which may send it several times."""
+        """Encode a request for `infer` or `stream`, which may send it several times."""
 
     async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]: ...
+
+    def stream(self, request: Any, timeout_s: float) -> Answers: ...
 
     async def regions(self, timeout_s: float) -> Sequence[str]: ...
 
@@ -170,17 +182,23 @@ class _Grpc:
 
     async def infer(self, request: Any, timeout_s: float) -> Sequence[InferOutput]:
         request.parameters["timeout"].int64_param = max(1, int(timeout_s * 1e6))
-        answer = await self._call("ModelInfer", request, timeout_s)
-        raw = iter(answer.raw_output_contents)
-        return [
-            InferOutput(
-                output.name,
-                output.datatype,
-                tuple(output.shape),
-                next(raw, b""),
-            )
-            for output in answer.outputs
-        ]
+        return _grpc_outputs(await self._call("ModelInfer", request, timeout_s))
+
+    async def stream(self, request: Any, timeout_s: float) -> Answers:
+        request.parameters["timeout"].int64_param = max(1, int(timeout_s * 1e6))
+        # With this header, Triton ends the stream with the status of its error.
+        metadata = (*self._metadata, ("triton_grpc_error", "true"))
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=metadata)
+        try:
+            async for answer in call:
+                if answer.error_message:
+                    raise AttemptFailed(Code.OTHER, answer.error_message)
+                if answer.infer_response.outputs:
+                    yield _grpc_outputs(answer.infer_response)
+        except self._grpc.aio.AioRpcError as error:
+            raise self._failed(error) from None
+        finally:
+            call.cancel()
 
     def encode(self, message: InferRequest) -> Any:
         request = self._pb.ModelInferRequest(model_name=message.model, id=message.id)
@@ -213,15 +231,26 @@ class _Grpc:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._metadata)
         except self._grpc.aio.AioRpcError as error:
-            code, text = error.code(), error.details() or error.code().name
-            if code is self._grpc.StatusCode.UNAVAILABLE and _NO_ANSWER.search(text):
-                raise AttemptFailed(Code.CONNECTION, text) from None
-            if code is self._grpc.StatusCode.DEADLINE_EXCEEDED:
-                text = LATE
-            raise AttemptFailed(getattr(Code, code.name, Code.OTHER), text) from None
+            raise self._failed(error) from None
+
+    def _failed(self, error: Any) -> AttemptFailed:
+        code, text = error.code(), error.details() or error.code().name
+        if code is self._grpc.StatusCode.UNAVAILABLE and _NO_ANSWER.search(text):
+            return AttemptFailed(Code.CONNECTION, text)
+        if code is self._grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = LATE
+        return AttemptFailed(getattr(Code, code.name, Code.OTHER), text)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _grpc_outputs(answer: Any) -> list[InferOutput]:
+    raw = iter(answer.raw_output_contents)
+    return [
+        InferOutput(output.name, output.datatype, tuple(output.shape), next(raw, b""))
+        for output in answer.outputs
+    ]
 
 
 def _set(parameters: Any, values: Mapping[str, Any]) -> None:
@@ -296,6 +325,9 @@ class _Http:
         data = b"".join((begin, *contents)) if size < JOINED_BYTES else body()
         content, length = await self._request("POST", path, timeout_s, headers, data)
         return _outputs(content, len(content) if length is None else int(length))
+
+    def stream(self, request: Any, timeout_s: float) -> Answers:
+        raise InputError("streams need gRPC: give the client the server's gRPC port, as HOST:PORT")
 
     async def regions(self, timeout_s: float) -> Sequence[str]:
         answer = await self._json("GET", "/v2/systemsharedmemory/status", timeout_s)

@@ -17,7 +17,7 @@ import pytest
 from local_triton import TritonServer
 from rsrv.cli.main import main
 from rsrv.client import AsyncClient, Client, InputError, RequestError
-from tests.e2e import bundles
+from tests.e2e import bundles, stateful
 from tests.e2e.calls import PROTOCOLS
 from tests.e2e.gateways import running_gateway
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository, running_triton
@@ -85,7 +85,11 @@ if sys.argv[2:]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shared_memory_is_used_and_never_left_behind(
-    start_triton: StartTriton, tmp_path: Path, protocol: str, monkeypatch: pytest.MonkeyPatch
+    start_triton: StartTriton,
+    tmp_path: Path,
+    protocol: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A server that allows it gets requests in shared memory, which is gone after the client, its death, or the server's."""
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
@@ -105,6 +109,8 @@ def test_shared_memory_is_used_and_never_left_behind(
     with Client(url(server, protocol)) as client:
         np.testing.assert_array_equal(client.map("exact", x).arrays()["y"], x @ bundles.exact_kernel())
         assert client.transport == "shared memory"
+        assert main(["doctor", "--url", url(server, protocol)]) == 0
+        assert capsys.readouterr().out.endswith(": shared memory\n")
         assert regions()
         assert not files()
         # A server that starts again does not know the regions.
@@ -119,13 +125,30 @@ def test_shared_memory_is_used_and_never_left_behind(
 
 
 def test_a_server_that_refuses_shared_memory_gets_bytes(
-    triton: RunningTriton, monkeypatch: pytest.MonkeyPatch
+    triton: RunningTriton, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal of a server shows nowhere but in the client's own report."""
+    """The refusal of a server shows nowhere but in the client's own report, and in that of the doctor."""
     monkeypatch.setattr("rsrv.client.shared_memory.LEAST_BYTES", 0)
     with Client(url(triton, "grpc")) as client:
         assert client.infer("exact", x=np.zeros((1, 64), np.float32))["y"].shape == (1, 6)
         assert client.transport.startswith("bytes (the server refuses it: ")
+    assert main(["doctor", "--url", url(triton, "grpc")]) == 0
+    printed = capsys.readouterr().out
+    assert "bytes (the server refuses it: " in printed
+    assert "rsrv serve --client-shm" in printed
+
+
+def test_a_generation_comes_in_pieces(start_triton: StartTriton, tmp_path: Path) -> None:
+    """The pieces make the whole text. A refused prompt has the server's reason."""
+    server = start_triton(make_repository(tmp_path, stateful.ensure() / "teller"), expected=None)
+    with Client(url(server, "grpc")) as client:
+        pieces = [
+            piece["text"][0] for piece in client.stream("teller", text="Once", parameters={"max_tokens": 40})
+        ]
+        assert len(pieces) > 2
+        assert b"".join(pieces).decode() == stateful.told(b"Once", 40)
+        with pytest.raises(RequestError, match="prompt"):
+            next(client.stream("teller", text=""))
 
 
 def test_an_interrupted_map_goes_on(triton: RunningTriton, tmp_path: Path) -> None:
@@ -168,7 +191,7 @@ def test_one_request_from_the_command_line(
     assert "rsrv infer: input x: expected shape [-1, 64]" in capsys.readouterr().err
 
 
-def test_a_wrong_address_fails_at_once() -> None:
+def test_a_wrong_address_fails_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A server that never answered is not waited for, and the error says what to check."""
     for address in ("localhost:1", "http://localhost:1"):
         with (
@@ -177,6 +200,8 @@ def test_a_wrong_address_fails_at_once() -> None:
         ):
             client.infer("m", x=1)
         assert error.value.attempts == 1
+        assert main(["doctor", "--url", address]) == 1
+        assert "bytes (no connection to the server: " in capsys.readouterr().out
 
 
 @pytest.mark.long

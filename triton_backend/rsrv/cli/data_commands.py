@@ -1,4 +1,4 @@
-"""The commands `rsrv infer` and `rsrv map`: requests from files."""
+"""The commands of a client: `rsrv infer` and `rsrv map` send files, and `rsrv doctor --url` tries shared memory."""
 
 import argparse
 import json
@@ -29,12 +29,24 @@ def run(options: argparse.Namespace) -> int:
         with Client(
             options.url, timeout_s=timeout_s, headers=headers, root_certificates=authorities
         ) as client:
-            return {"infer": _infer, "map": _map}[options.command](client, options)
+            return {"infer": _infer, "map": _map, "doctor": _doctor}[options.command](client, options)
     except (InputError, RequestError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
     except OSError as error:
         print(f"{prog}: {os_error(error)}", file=sys.stderr)
     return 1
+
+
+def _doctor(client: Any, options: argparse.Namespace) -> int:
+    """Print how large requests travel from here to the server, and why."""
+    transport = client.probe()
+    if getattr(options, "json", False):
+        print(json.dumps({"url": options.url, "transport": transport}))
+    else:
+        print(f"large requests from here to {options.url}: {transport}")
+        if "refuses it" in transport:
+            print("  do:  start the server with `rsrv serve --client-shm`")
+    return int("no connection" in transport)
 
 
 def _infer(client: Any, options: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rsrv.openai import command as openai
 
         return openai.run(options)
-    if options.command in ("infer", "map"):
+    if options.command in ("infer", "map") or (options.command == "doctor" and options.url):
         from rsrv.cli import data_commands
 
         return data_commands.run(options)
@@ -166,7 +166,12 @@ def parser() -> CommandParser:
         "model", nargs="?", default="", metavar="MODEL", help="name, or a pattern with * and ?"
     )
     status.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
-    command("doctor", "what is wrong or could be better, why, and what to do")
+    doctor = command("doctor", "what is wrong or could be better, why, and what to do")
+    doctor.add_argument(
+        "--url",
+        help="show instead whether large requests from here to this server travel in shared memory, and why not; "
+        "HOST:PORT of gRPC, or http://HOST:PORT",
+    )
     health = command("health", "check whether the server, or a model, can serve")
     health.add_argument("model", nargs="?", default="", metavar="MODEL")
     command("memory", "what takes memory of devices and host, and what models share")

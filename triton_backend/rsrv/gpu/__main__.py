@@ -70,8 +70,8 @@ def main(argv: list[str]) -> int:
                     continue
                 put(f"rsrv gpu check: {name}, at most {duration(left)}", sys.stderr)
                 own, started = _own(folder, name), time.monotonic()
-                given = PartInput(device, amounts, bundles, models, own, environment, ends_at)
-                with closing(processes.run(own, left, processes.run_part, part, given)) as findings:
+                part_input = PartInput(device, amounts, bundles, models, own, environment, ends_at)
+                with closing(processes.run(own, left, processes.run_part, part, part_input)) as findings:
                     for finding in findings:
                         table.add(name, finding)
                 table.end(name, time.monotonic() - started)
@@ -95,7 +95,7 @@ class Table:
         of_part = self.findings.setdefault(part, [])
         if not of_part or of_part[-1].what != finding.what:
             self.print_row()
-        of_part[:] = [other for other in of_part if other.what != finding.what]
+        of_part[:] = [earlier for earlier in of_part if earlier.what != finding.what]
         of_part.append(finding)
         self._row = table_row(part, finding)
         self._write()

@@ -1,4 +1,4 @@
-"""Parts `correctness` and `numerics`: the device's answers beside those of the CPU, and its products beside float64."""
+"""Parts `correctness` and `numerics`: compare the device's answers with those of the CPU, and its products with float64."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -17,17 +17,17 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.numerics import TOLERANCE, Judge, difference
 
-#: TF32 has as many bits of mantissa as f16
+#: Tolerances for TF32, which has as many bits of mantissa as f16.
 _TF32 = {**TOLERANCE, "f32": TOLERANCE["f16"]}
-#: rows and columns of the matrices, and the largest errors of a product relative to its largest element
+#: Rows and columns of the matrices, and the largest allowed errors of a product relative to its largest element.
 _SIDE = 512
 _F32_ERROR, _TF32_ERROR = 1e-5, 5e-3
 
 
-def correctness(given: PartInput, tell: Tell) -> None:
+def correctness(part_input: PartInput, tell: Tell) -> None:
     """Compare each module of each bundle with a runtime on the CPU, under the default numerics and, on a GPU, under f32."""
     bundles: dict[Path, Bundle] = {}
-    for path in given.bundles:
+    for path in part_input.bundles:
         try:
             bundle = read_bundle(path)
         except BundleError as error:
@@ -41,16 +41,16 @@ def correctness(given: PartInput, tell: Tell) -> None:
             )
         else:
             bundles[path] = bundle
-    with runtime(given, "reference", "cpu") as reference:
-        for policy in ("auto",) if given.on_cpu else ("auto", "f32"):
+    with runtime(part_input, "reference", "cpu") as reference:
+        for policy in ("auto",) if part_input.on_cpu else ("auto", "f32"):
             left = list(bundles)
             errors: list[float] = []
             while left:
-                errors += _policy(given, tell, policy, left, bundles, reference, errors)
+                errors += _policy(part_input, tell, policy, left, bundles, reference, errors)
 
 
 def _policy(
-    given: PartInput,
+    part_input: PartInput,
     tell: Tell,
     policy: str,
     left: list[Path],
@@ -62,13 +62,13 @@ def _policy(
 
     Returns the largest error of each bundle that passed. `before` has the errors of earlier calls.
     """
-    tolerance = _TF32 if policy == "auto" and given.device.tf32 else TOLERANCE
+    tolerance = _TF32 if policy == "auto" and part_input.device.tf32 else TOLERANCE
     limit = f"tolerance for f32: {tolerance['f32']:g} of an output's largest magnitude"
     errors: list[float] = []
-    with runtime(given, f"card-{policy}", given.device.platform, numerics=policy) as card:
+    with runtime(part_input, f"card-{policy}", part_input.device.platform, numerics=policy) as card:
         while left:
             path = left.pop(0)
-            what, bundle = f"{path.name}, numerics {policy}", bundles[path]
+            title, bundle = f"{path.name}, numerics {policy}", bundles[path]
             judge = Judge(bundle, tolerance, "the CPU's answer")
             try:
                 with (
@@ -78,9 +78,9 @@ def _policy(
                     _compare(bundle, on_card, on_cpu, judge)
                 judge.raise_if_any()
             except (BundleError, Rejected, Unanswered) as error:
-                tell(Finding(what, "FAIL", _largest(judge), str(error)))
+                tell(Finding(title, "FAIL", _largest(judge), str(error)))
             except (Closed, OSError) as error:
-                tell(Finding(what, "FAIL", reason=f"the runtime ended or does not answer: {error}"))
+                tell(Finding(title, "FAIL", reason=f"the runtime ended or does not answer: {error}"))
                 break
             else:
                 errors.append(max(judge.errors.get("source", {}).values(), default=0.0))
@@ -97,14 +97,14 @@ def _compare(bundle: Bundle, card: ModelClient, reference: ModelClient, judge: J
     for variant, shapes in enumerate(card.interface.variants):
         for size in shapes.sizes:
             inputs = random_inputs(bundle, variant, size)
-            found, expected = (
+            answer, expected = (
                 [
                     value.view(dtype)
-                    for value, dtype in zip(one.ask(inputs, variant, size), types, strict=True)
+                    for value, dtype in zip(client.ask(inputs, variant, size), types, strict=True)
                 ]
-                for one in (card, reference)
+                for client in (card, reference)
             )
-            judge.source((variant, size), found, expected)
+            judge.source((variant, size), answer, expected)
 
 
 def _largest(judge: Judge) -> str:
@@ -112,11 +112,11 @@ def _largest(judge: Judge) -> str:
     return f"{len(errors)} modules, largest error {max(errors.values()):.2g}" if errors else ""
 
 
-def numerics(given: PartInput, tell: Tell) -> None:
+def numerics(part_input: PartInput, tell: Tell) -> None:
     """Multiply f32 matrices under each policy, through a model in a runtime, and compare with float64."""
     rng = np.random.default_rng(1)
     x, w = (rng.standard_normal((_SIDE, _SIDE)).astype(np.float32) for _ in range(2))
-    path = given.folder / "product"
+    path = part_input.folder / "product"
     export_bundle(
         lambda params, x: {"y": x @ params["w"]},
         {"w": w},
@@ -126,28 +126,28 @@ def numerics(given: PartInput, tell: Tell) -> None:
     )
     expected = x.astype(np.float64) @ w.astype(np.float64)
     for policy in ("auto", "f32", "tf32"):
-        what = f"product of f32, numerics {policy}"
-        if policy == "tf32" and not given.device.tf32:
-            tell(Finding(what, "NOT RUN", reason="the device has no TF32, so every model would be refused"))
+        title = f"product of f32, numerics {policy}"
+        if policy == "tf32" and not part_input.device.tf32:
+            tell(Finding(title, "NOT RUN", reason="the device has no TF32, so every model would be refused"))
             continue
-        allowed = _TF32_ERROR if given.device.tf32 and policy != "f32" else _F32_ERROR
-        with runtime(given, policy, given.device.platform, numerics=policy) as process:
+        allowed = _TF32_ERROR if part_input.device.tf32 and policy != "f32" else _F32_ERROR
+        with runtime(part_input, policy, part_input.device.platform, numerics=policy) as process:
             try:
-                (found,) = ModelClient(process.launcher.open, "product", path).ask([x], rows=_SIDE)
+                (product,) = ModelClient(process.launcher.open, "product", path).ask([x], rows=_SIDE)
             except (Rejected, Unanswered, Closed, OSError) as error:
-                tell(Finding(what, "FAIL", reason=str(error)))
+                tell(Finding(title, "FAIL", reason=str(error)))
                 continue
             computes = process.record().computes
-        tell(_judge(what, found, expected, allowed, computes))
+        tell(_judge(title, product, expected, allowed, computes))
 
 
-def _judge(what: str, found: Array, expected: Array, allowed: float, computes: str | None) -> Finding:
-    _, error = difference(found, expected)
-    said = "" if computes is None else f"; left to itself, the device multiplies in {computes}"
+def _judge(title: str, product: Array, expected: Array, allowed: float, computes: str | None) -> Finding:
+    _, error = difference(product, expected)
+    precision = "" if computes is None else f"; left to itself, the device multiplies in {computes}"
     return check(
-        what,
+        title,
         error <= allowed and computes != "indeterminate",
         f"error {error:.2g}",
-        f"at most {allowed:g} of the largest element{said}",
+        f"at most {allowed:g} of the largest element{precision}",
         {"error": error},
     )

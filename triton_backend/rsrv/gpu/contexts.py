@@ -1,4 +1,4 @@
-"""Part `contexts`: the card's memory for plain models, each with a context of its own, and for as many models in a runtime."""
+"""Part `contexts`: compare the card's memory for plain models, each with its own context, with that for models in a runtime."""
 
 import subprocess
 import sys
@@ -52,30 +52,32 @@ def _read() -> tuple[int, Mapping[int, int]]:
         return used, {process.pid: process.usedGpuMemory or 0 for process in processes}
 
 
-def contexts(given: PartInput, tell: Tell) -> None:
+def contexts(part_input: PartInput, tell: Tell) -> None:
     """Measure 1, 2, 4 and 8 small networks in a runtime, and as many plain models, in Triton if it starts."""
-    if given.on_cpu:
+    if part_input.on_cpu:
         tell(Finding("memory", "NOT RUN", reason="a CPU has no contexts"))
         return
-    bundles = export_networks(given.folder / "networks", [f"n{i}" for i in range(_COUNTS[-1])], sizes=[1])
-    here = _in_runtime(given, bundles, tell)
+    bundles = export_networks(
+        part_input.folder / "networks", [f"n{i}" for i in range(_COUNTS[-1])], sizes=[1]
+    )
+    here = _in_runtime(part_input, bundles, tell)
     try:
         before = _Meter()
-        with plain_server(given) as server:
+        with plain_server(part_input) as server:
             own = before.added()
             reason = f"its context, by {before.how}; it is in neither figure below"
             tell(Finding("tritonserver itself", "MEASURED", amount(own), reason, {"bytes": own}))
             with InferenceServerClient(server.address) as client:
 
                 def load(bundle: Path) -> None:
-                    place_plain(server.repository, bundle.name, bundle, given.device.platform, largest=1)
+                    place_plain(server.repository, bundle.name, bundle, part_input.device.platform, largest=1)
                     client.load_model(bundle.name)
                     ask(client, bundle.name, example())
 
                 plain = _measure("plain Python-backend models", bundles, load, "in tritonserver", tell)
     except (NoTriton, InferenceServerException) as error:
         tell(Finding("plain models in tritonserver", "NOT RUN", reason=str(error)))
-        with _processes(given) as start:
+        with _processes(part_input) as start:
             plain = _measure("plain models", bundles, start, "in processes without Triton", tell)
     first, last = _COUNTS[0], _COUNTS[-1]
     each = {
@@ -86,9 +88,9 @@ def contexts(given: PartInput, tell: Tell) -> None:
     tell(Finding("an added model", "MEASURED", value, "weights of 262 kB", each))
 
 
-def _in_runtime(given: PartInput, bundles: Sequence[Path], tell: Tell) -> Mapping[int, int]:
+def _in_runtime(part_input: PartInput, bundles: Sequence[Path], tell: Tell) -> Mapping[int, int]:
     # A runtime takes most of the card at its start unless jax is told not to.
-    environment = {**given.environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**part_input.environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with ExitStack() as stack:
 
         def register(bundle: Path) -> None:
@@ -97,37 +99,37 @@ def _in_runtime(given: PartInput, bundles: Sequence[Path], tell: Tell) -> Mappin
 
         meter = _Meter()
         process = stack.enter_context(
-            runtime(replace(given, environment=environment), "contexts", given.device.platform)
+            runtime(replace(part_input, environment=environment), "contexts", part_input.device.platform)
         )
         return _measure("models in rsrv", bundles, register, "one runtime", tell, meter)
 
 
 def _measure(
-    what: str, bundles: Sequence[Path], start: _Start, where: str, tell: Tell, meter: _Meter | None = None
+    title: str, bundles: Sequence[Path], start: _Start, where: str, tell: Tell, meter: _Meter | None = None
 ) -> Mapping[int, int]:
     """Start the models one after the other; return the bytes of each of `_COUNTS`."""
     meter = meter or _Meter()
-    held: dict[int, int] = {}
+    used: dict[int, int] = {}
     for count, bundle in enumerate(bundles, start=1):
         start(bundle)
         if count in _COUNTS:
-            held[count] = meter.added()
-            value = ", ".join(f"{amount(nbytes)} for {number}" for number, nbytes in held.items())
-            figures = {f"bytes_{number}": nbytes for number, nbytes in held.items()}
-            tell(Finding(what, "MEASURED", value, f"{where}, by {meter.how}", figures))
-    return held
+            used[count] = meter.added()
+            value = ", ".join(f"{amount(nbytes)} for {number}" for number, nbytes in used.items())
+            figures = {f"bytes_{number}": nbytes for number, nbytes in used.items()}
+            tell(Finding(title, "MEASURED", value, f"{where}, by {meter.how}", figures))
+    return used
 
 
 @contextmanager
-def _processes(given: PartInput) -> Iterator[_Start]:
+def _processes(part_input: PartInput) -> Iterator[_Start]:
     """Run plain models without Triton until the block ends."""
     with ExitStack() as stack:
 
         def start(bundle: Path) -> None:
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, str(MODEL), str(bundle), given.device.platform],
-                    env=given.environment,
+                    [sys.executable, str(MODEL), str(bundle), part_input.device.platform],
+                    env=part_input.environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )

@@ -19,11 +19,11 @@ _SIZES, _CLIENTS = (1, 4, 8, 16, 32), (1, 16)
 _MEASURING = 0.5
 
 
-def fronts(given: PartInput, tell: Tell) -> None:
+def fronts(part_input: PartInput, tell: Tell) -> None:
     """Ask the models with 1 and 16 clients, one model after the other. The plain model has a tritonserver of its own."""
     # An installation without the library has the Python front alone.
     names = ("native", "python") if LIBRARY.is_file() else ("python",)
-    bundle, *_ = export_networks(given.folder / BUNDLES, names[:1], _SIZES)
+    bundle, *_ = export_networks(part_input.folder / BUNDLES, names[:1], _SIZES)
     for front in names[1:]:
         shutil.copytree(bundle, bundle.with_name(front))
     settings = {
@@ -32,9 +32,9 @@ def fronts(given: PartInput, tell: Tell) -> None:
         "models": {front: {"front": front} for front in names},
     }
     try:
-        with serving(given, names, settings) as served, plain_server(given) as plain:
+        with serving(part_input, names, settings) as served, plain_server(part_input) as plain:
             addresses = dict.fromkeys(names, served.address)
-            place_plain(plain.repository, "plain", bundle, given.device.platform, max(_SIZES))
+            place_plain(plain.repository, "plain", bundle, part_input.device.platform, max(_SIZES))
             try:
                 with InferenceServerClient(plain.address) as client:
                     client.load_model("plain")
@@ -50,11 +50,13 @@ def fronts(given: PartInput, tell: Tell) -> None:
             tell(check("answers of all", apart <= limit, f"error {apart:.2g}", f"at most {limit:g}"))
             perf_analyzer = load.generator()
             how = "perf_analyzer" if perf_analyzer else "a process for each client"
-            seconds = given.window(given.amounts.front_s, _MEASURING / len(_CLIENTS) / len(addresses))
+            seconds = part_input.window(
+                part_input.amounts.front_s, _MEASURING / len(_CLIENTS) / len(addresses)
+            )
             for count in _CLIENTS:
                 measured: dict[str, load.Latency] = {}
                 for model, address in addresses.items():
-                    measured[model] = load.measure(given, perf_analyzer, address, model, count, seconds)
+                    measured[model] = load.measure(part_input, perf_analyzer, address, model, count, seconds)
                     tell(_compared(count, measured, how))
     except NoTriton as error:
         tell(Finding("plain, native and Python front", "NOT RUN", reason=str(error)))
@@ -69,5 +71,5 @@ def _compared(clients: int, measured: Mapping[str, load.Latency], how: str) -> F
         for model, latency in measured.items()
         for name, figure in latency._asdict().items()
     }
-    what = f"{clients} clients" if clients > 1 else "1 client"
-    return Finding(what, "MEASURED", value, f"load by {how}", figures)
+    title = f"{clients} clients" if clients > 1 else "1 client"
+    return Finding(title, "MEASURED", value, f"load by {how}", figures)

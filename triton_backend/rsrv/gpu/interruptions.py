@@ -31,34 +31,34 @@ _PAUSES = 0.08
 _BEFORE, _RETRY_S = 20, 0.02
 
 
-def interruptions(given: PartInput, tell: Tell) -> None:
+def interruptions(part_input: PartInput, tell: Tell) -> None:
     """Kill the runtime twice, restart it, and let it sleep and wake, while clients send requests for several models."""
-    amounts = given.amounts
-    (folder := given.folder / BUNDLES).mkdir()
+    amounts = part_input.amounts
+    (folder := part_input.folder / BUNDLES).mkdir()
     models = make_models(
-        replace(given, folder=folder), amounts.interrupted_each, [f"i{i}" for i in range(_MODELS)]
+        replace(part_input, folder=folder), amounts.interrupted_each, [f"i{i}" for i in range(_MODELS)]
     )
-    free = None if given.on_cpu else card_memory()[0]
+    free = None if part_input.on_cpu else card_memory()[0]
     try:
-        with serving(given, [model.name for model in models], {"stub": {"retry_s": 60}}) as served:
-            _through_triton(given, tell, served, models, free)
+        with serving(part_input, [model.name for model in models], {"stub": {"retry_s": 60}}) as served:
+            _through_triton(part_input, tell, served, models, free)
     except NoTriton as error:
-        _without_triton(given, tell, models)
+        _without_triton(part_input, tell, models)
         tell(Finding("rsrv restart, rsrv sleep", "NOT RUN", reason=str(error)))
 
 
 def _through_triton(
-    given: PartInput, tell: Tell, served: ServedModels, models: Sequence[Model], free: int | None
+    part_input: PartInput, tell: Tell, served: ServedModels, models: Sequence[Model], free: int | None
 ) -> None:
-    """Interrupt the runtime of a server; `free`: bytes of the card before the server started."""
-    pause_s = given.window(given.amounts.pause_s, _PAUSES)
-    for what, act in (
+    """Interrupt the runtime of a server. `free` has the free bytes of the card before the server started."""
+    pause_s = part_input.window(part_input.amounts.pause_s, _PAUSES)
+    for title, act in (
         ("SIGKILL of the runtime", lambda: os.kill(served.runtime_pid(), signal.SIGKILL)),
         ("SIGSEGV of the runtime", lambda: os.kill(served.runtime_pid(), signal.SIGSEGV)),
         ("rsrv restart", lambda: served.rsrv("restart")),
     ):
-        with _asking(served, models, given.amounts.clients) as load:
-            tell(load.through(what, act, pause_s))
+        with _asking(served, models, part_input.amounts.clients) as load:
+            tell(load.through(title, act, pause_s))
     tell(_sleep(served, free))
     with InferenceServerClient(served.address) as client:
         started = time.perf_counter()
@@ -76,10 +76,10 @@ def _through_triton(
     )
 
 
-def _without_triton(given: PartInput, tell: Tell, models: Sequence[Model]) -> None:
+def _without_triton(part_input: PartInput, tell: Tell, models: Sequence[Model]) -> None:
     """Kill a runtime without a server. A client then connects again and again until it gets an answer."""
     answers = Answers()
-    with runtime(given, "death", given.device.platform) as process:
+    with runtime(part_input, "death", part_input.device.platform) as process:
         with clients(process, models[:1]) as (client,):
             for _ in range(_BEFORE):
                 answers.ask(client, models[0])
@@ -99,19 +99,19 @@ def _without_triton(given: PartInput, tell: Tell, models: Sequence[Model]) -> No
 
 
 def _sleep(served: ServedModels, before: int | None) -> Finding:
-    """Have the device sleep; `before`: free bytes of the card before the server started."""
+    """Let the device sleep. `before` has the free bytes of the card before the server started."""
     started = time.perf_counter()
     served.rsrv("sleep")
     took = time.perf_counter() - started
     if before is None:
         return Finding("rsrv sleep", "MEASURED", f"done after {duration(took)}")
-    held = before - card_memory()[0]
+    used = before - card_memory()[0]
     return check(
         "rsrv sleep",
-        held <= _OF_SERVER,
+        used <= _OF_SERVER,
         f"memory free after {duration(took)}",
-        f"all but {amount(held)}, which tritonserver itself holds",
-        {"seconds": took, "held_bytes": held},
+        f"all but {amount(used)}, which tritonserver itself holds",
+        {"seconds": took, "held_bytes": used},
     )
 
 
@@ -125,7 +125,7 @@ class _Load:
         self.wrong: list[str] = []
         self.failed: list[str] = []
 
-    def through(self, what: str, act: Callable[[], object], pause_s: float) -> Finding:
+    def through(self, title: str, act: Callable[[], object], pause_s: float) -> Finding:
         """Interrupt the runtime amid requests; return how long no answer came, and whether any failed."""
         time.sleep(pause_s)
         began = time.perf_counter()
@@ -135,16 +135,20 @@ class _Load:
         ended, now = sorted(self.right), time.perf_counter()
         # Count from the last answer before the interruption until now.
         since = ended[max(0, bisect_left(ended, began) - 1) :]
-        gap = max(later - one for one, later in itertools.pairwise([*since, now])) if since else now - began
+        gap = (
+            max(later - earlier for earlier, later in itertools.pairwise([*since, now]))
+            if since
+            else now - began
+        )
         reason = f"{len(ended)} right answers, {len(self.wrong)} wrong, {len(self.failed)} requests failed"
         reason += f": {self.failed[0]}" if self.failed else ""
         passed = bool(ended) and ended[-1] > acted and not self.wrong and not self.failed
-        return check(what, passed, f"no answer for {duration(gap)}", reason, {"gap_s": gap})
+        return check(title, passed, f"no answer for {duration(gap)}", reason, {"gap_s": gap})
 
 
 @contextmanager
 def _asking(served: ServedModels, models: Sequence[Model], clients: int) -> Iterator[_Load]:
-    """Ask models at random, with so many clients, until the block ends."""
+    """Send requests for random models, from this many clients, until the block ends."""
     load, stop = _Load(), threading.Event()
 
     def work(number: int) -> None:

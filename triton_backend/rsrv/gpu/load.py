@@ -46,17 +46,17 @@ def generator() -> str | None:
 
 
 def measure(
-    given: PartInput, perf_analyzer: str | None, address: str, model: str, clients: int, seconds: float
+    part_input: PartInput, perf_analyzer: str | None, address: str, model: str, clients: int, seconds: float
 ) -> Latency:
     """Send requests to a model of `plain.export_networks` from this many clients. Raises CalledProcessError."""
     if perf_analyzer is None:
-        return _by_processes(given, address, model, clients, seconds)
-    report = given.folder / "report.csv"
+        return _by_processes(part_input, address, model, clients, seconds)
+    report = part_input.folder / "report.csv"
     command = [perf_analyzer, "-m", model, "-u", address, "-i", "grpc", "--input-data", "random"]
     command += ["--concurrency-range", str(clients), "-p", str(round(seconds / _WINDOWS * 1e3))]
     # Average the windows even if they differ.
     command += ["-r", str(_WINDOWS), "-s", "9999", "-f", str(report)]
-    subprocess.run(command, check=True, env=given.environment, timeout=4 * seconds + _MORE_S)
+    subprocess.run(command, check=True, env=part_input.environment, timeout=4 * seconds + _MORE_S)
     (row,) = csv.DictReader(report.read_text().splitlines())
     report.unlink()
     return Latency(
@@ -64,7 +64,7 @@ def measure(
     )
 
 
-def _by_processes(given: PartInput, address: str, model: str, clients: int, seconds: float) -> Latency:
+def _by_processes(part_input: PartInput, address: str, model: str, clients: int, seconds: float) -> Latency:
     """Start a process for each client, because one Python process would limit the rate."""
     command = [sys.executable, "-P", "-m", "rsrv.gpu.load", address, model, str(seconds)]
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _by_processes(given: PartInput, address: str, model: str, clients: int, seco
             stack.enter_context(
                 subprocess.Popen(
                     command,
-                    env=given.environment,
+                    env=part_input.environment,
                     text=True,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

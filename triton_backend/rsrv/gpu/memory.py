@@ -1,4 +1,4 @@
-"""Parts `budget` and `out-of-memory`: the memory that jax's allocator has, what fits, and what happens beyond."""
+"""Parts `budget` and `out-of-memory`: how much memory jax's allocator has, how much models can use, and what happens beyond."""
 
 import ctypes
 import time
@@ -15,23 +15,23 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.text import amount, duration, percent
 from rsrv_bundle.precision import product
 
-#: largest and smallest tensor that fills the device, bytes
+#: Bytes of the largest and the smallest tensor that fills the device.
 _LARGEST, _SMALLEST = 1 << 30, 1 << 20
-#: least share of the allocator's limit that tensors must find
+#: Tensors must fill at least this share of the allocator's limit.
 _SHARE = 0.98
-#: seconds within which a refusal must come: XLA's allocator alone would wait for ten
+#: Seconds within which a refusal must come. XLA's allocator alone would wait for ten.
 _REFUSAL_S = 2.0
 _SIDE = 1024
 _NO_LIMIT = "a CPU has no allocator with a limit"
 
 
-def budget(given: PartInput, tell: Tell) -> None:
-    """Compare what jax's allocator may take with what NVML says is free, and with what tensors find."""
-    if given.on_cpu:
+def budget(part_input: PartInput, tell: Tell) -> None:
+    """Compare the limit of jax's allocator with the free memory that NVML reports, and with the bytes that tensors can fill."""
+    if part_input.on_cpu:
         tell(Finding("memory", "NOT RUN", reason=_NO_LIMIT))
         return
     free, total = card_memory()
-    device = JaxDevice(given.device.platform)
+    device = JaxDevice(part_input.device.platform)
     limit = device.memory_limit
     if limit is None:
         tell(Finding("bytes_limit", "FAIL", reason="jax does not say how much memory its allocator may take"))
@@ -56,23 +56,23 @@ def budget(given: PartInput, tell: Tell) -> None:
             {"bytes": outside},
         )
     )
-    buffers, found = _fill(device, limit)
+    buffers, filled = _fill(device, limit)
     device.free(buffers)
-    value = f"{amount(found)}, {percent(found / limit)} of bytes_limit"
+    value = f"{amount(filled)}, {percent(filled / limit)} of bytes_limit"
     tell(
         check(
             "tensors that fit",
-            found >= _SHARE * limit,
+            filled >= _SHARE * limit,
             value,
             f"at least {percent(_SHARE)}",
-            {"bytes": found},
+            {"bytes": filled},
         )
     )
 
 
-def out_of_memory(given: PartInput, tell: Tell) -> None:
-    """Fill the device, load and execute beyond that, and see that the device works when memory is free again."""
-    device = JaxDevice(given.device.platform)
+def out_of_memory(part_input: PartInput, tell: Tell) -> None:
+    """Fill the device, load and execute beyond that, and check that the device works once memory is free again."""
+    device = JaxDevice(part_input.device.platform)
     limit = device.memory_limit
     if limit is None:
         tell(Finding("memory", "NOT RUN", reason=_NO_LIMIT))
@@ -101,29 +101,29 @@ def out_of_memory(given: PartInput, tell: Tell) -> None:
 def _fill(device: JaxDevice, limit: int) -> tuple[Sequence[Buffer], int]:
     """Allocate tensors until less than two of `_SMALLEST` bytes are free; return them and their bytes.
 
-    Each takes half of what is free at most: of a piece that is hardly larger, XLA's allocator leaves no rest, which the
-    next allocation would wait for.
+    Each tensor takes at most half of the free bytes. If a free piece were hardly larger than the tensor, XLA's allocator would
+    use all of it, and the next allocation would wait for the missing rest.
     """
     zeros = np.zeros(_LARGEST, np.uint8)
     buffers: list[Buffer] = []
-    found = 0
-    with suppress(OutOfMemory):  # the number of bytes found shows the same
+    filled = 0
+    with suppress(OutOfMemory):  # The number of filled bytes shows the same.
         while (size := min(_LARGEST, (limit - (device.memory_in_use() or 0)) // 2)) >= _SMALLEST:
             buffers += device.upload([zeros[:size]])
-            found += size
-    return buffers, found
+            filled += size
+    return buffers, filled
 
 
-def _refusal(what: str, action: Callable[[], object]) -> Finding:
+def _refusal(title: str, action: Callable[[], object]) -> Finding:
     started = time.perf_counter()
     try:
         action()
     except OutOfMemory as error:
         took = time.perf_counter() - started
         limit = f"within {duration(_REFUSAL_S)}: {error}"
-        return check(what, took < _REFUSAL_S, f"refused after {duration(took)}", limit, {"seconds": took})
+        return check(title, took < _REFUSAL_S, f"refused after {duration(took)}", limit, {"seconds": took})
     return check(
-        what, False, "not refused", "the device was full", {"seconds": time.perf_counter() - started}
+        title, False, "not refused", "the device was full", {"seconds": time.perf_counter() - started}
     )
 
 

@@ -33,9 +33,9 @@ _Rate = tuple[float, float]
 _Torch = Callable[[str, str, int, float], _Rate]
 
 
-def models(given: PartInput, tell: Tell) -> None:
+def models(part_input: PartInput, tell: Tell) -> None:
     """Measure executions of one row and of several rows, one at a time, with the copies to the device and back."""
-    folder = given.models
+    folder = part_input.models
     there = [name for name in _NAMES if folder is not None and (folder / name / "manifest.yaml").is_file()]
     if missing := [name for name in _NAMES if name not in there]:
         reason = (
@@ -44,19 +44,19 @@ def models(given: PartInput, tell: Tell) -> None:
         tell(Finding(", ".join(missing), "NOT RUN", reason=reason))
     if folder is None or not there:
         return
-    device = JaxDevice(given.device.platform, memory=MemoryShare(0.4, preallocate=False))
-    with _torch(given) as (version, torch):
+    device = JaxDevice(part_input.device.platform, memory=MemoryShare(0.4, preallocate=False))
+    with _torch(part_input) as (version, torch):
         for name in there:
-            for rows, measured in _of_rsrv(given, device, folder / name):
+            for rows, measured in _of_rsrv(part_input, device, folder / name):
                 rates = {"rsrv": measured}
                 tell(_finding(name, rows, rates, version))
                 if torch is None:
                     continue
                 for how in ("eager", "compiled"):
-                    if how == "compiled" and given.left() < _COMPILE_S:
+                    if how == "compiled" and part_input.left() < _COMPILE_S:
                         continue
                     try:
-                        rates[f"torch {how}"] = torch(name, how, rows, given.window(3.0, _MEASURING))
+                        rates[f"torch {how}"] = torch(name, how, rows, part_input.window(3.0, _MEASURING))
                     except (ValueError, OSError):
                         version, torch = f"{version}, which failed: its output on stderr has the reason", None
                     tell(_finding(name, rows, rates, version))
@@ -64,7 +64,7 @@ def models(given: PartInput, tell: Tell) -> None:
                         break
 
 
-def _of_rsrv(given: PartInput, device: JaxDevice, path: Path) -> Iterator[tuple[int, _Rate]]:
+def _of_rsrv(part_input: PartInput, device: JaxDevice, path: Path) -> Iterator[tuple[int, _Rate]]:
     """Yield the rows and the rate of a small and of a larger batch size, executed on a device of this process."""
     bundle = read_bundle(path)
     signatures = check_signatures(bundle, signature_of)
@@ -77,7 +77,7 @@ def _of_rsrv(given: PartInput, device: JaxDevice, path: Path) -> Iterator[tuple[
         for _ in range(_WARM):
             run(device, executable, weights, inputs)
         took: list[float] = []
-        end = time.perf_counter() + given.window(3.0, _MEASURING)
+        end = time.perf_counter() + part_input.window(3.0, _MEASURING)
         while (started := time.perf_counter()) < end or not took:
             run(device, executable, weights, inputs)
             took.append(time.perf_counter() - started)
@@ -92,18 +92,18 @@ def _finding(name: str, rows: int, rates: dict[str, _Rate], torch: str) -> Findi
         for how, both in rates.items()
         for key, figure in zip(("per_s", "p50_s"), both, strict=True)
     }
-    what = f"{name}, {rows} rows" if rows > 1 else f"{name}, 1 row"
+    title = f"{name}, {rows} rows" if rows > 1 else f"{name}, 1 row"
     return Finding(
-        what, "MEASURED", value, f"executions and copies in one process, no server; {torch}", figures
+        title, "MEASURED", value, f"executions and copies in one process, no server; {torch}", figures
     )
 
 
 @contextmanager
-def _torch(given: PartInput) -> Iterator[tuple[str, _Torch | None]]:
+def _torch(part_input: PartInput) -> Iterator[tuple[str, _Torch | None]]:
     """Run PyTorch until the block ends. Yield its version and, if it has the device, a function that measures."""
     process = subprocess.Popen(
-        [sys.executable, str(_TORCH), given.device.platform],
-        env=given.environment,
+        [sys.executable, str(_TORCH), part_input.device.platform],
+        env=part_input.environment,
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

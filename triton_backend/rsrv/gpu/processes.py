@@ -1,4 +1,4 @@
-"""Process of one part: it may crash the device, hang, or leave memory behind, and the next part starts afresh."""
+"""Process of one part. A part may crash the device, hang, or leave memory behind; the next part starts in a new process."""
 
 import multiprocessing
 import os
@@ -58,12 +58,12 @@ def _driver_version() -> str:
         return f"unknown ({error})"
 
 
-def run_part(tell: Callable[[Finding], None], part: PlannedPart, given: PartInput) -> None:
+def run_part(tell: Callable[[Finding], None], part: PlannedPart, part_input: PartInput) -> None:
     if not part.on_device:
         # This process exports bundles, and must leave the device to the runtimes that it starts.
         os.environ["JAX_PLATFORMS"] = "cpu"
     module = import_module(f"rsrv.gpu.{part.module}")
-    getattr(module, part.function)(given, tell)
+    getattr(module, part.function)(part_input, tell)
 
 
 def run(
@@ -111,11 +111,11 @@ def _late(limit_s: float) -> Finding:
 def _end(process: SpawnProcess, sockets: Path) -> None:
     """Kill the process with the servers that it started, and wait until its runtimes have left the device."""
     assert process.pid is not None
-    with suppress(ProcessLookupError):  # it has no group yet, or nothing of it is left
+    with suppress(ProcessLookupError):  # The process has no group yet, or all of the group has ended.
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-    # The runtimes see its end, and remove their folders when they end.
+    # The runtimes notice the server's end, and remove their folders when they end.
     end = time.monotonic() + _LEAVE_S
     while list(sockets.glob("*")) and time.monotonic() < end:
         time.sleep(0.1)
@@ -136,7 +136,7 @@ def _work(
     except Exception as error:  # noqa: BLE001 - it is the finding
         traceback.print_exc()
         send.send(Finding("failed", "FAIL", reason=f"{type(error).__name__}: {error}"))
-    # Threads that hang must not keep it.
+    # End at once, because threads that hang would delay an orderly exit.
     with suppress(OSError):
         send.close()
     sys.stdout.flush()

@@ -28,10 +28,10 @@ Tell = Callable[[Finding], None]
 
 
 def check(
-    what: str, passed: bool, value: str, reason: str, figures: Mapping[str, float] | None = None
+    title: str, passed: bool, value: str, reason: str, figures: Mapping[str, float] | None = None
 ) -> Finding:
     """Return a finding that passed or failed."""
-    return Finding(what, "PASS" if passed else "FAIL", value, reason, figures or {})
+    return Finding(title, "PASS" if passed else "FAIL", value, reason, figures or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Amounts:
     output_s: float = 3.0
 
 
-#: Amounts only to see that each part works. The figures mean nothing.
+#: Small amounts, which only show that each part works. The figures mean nothing.
 QUICK = Amounts(
     transfer=8 << 20,
     rounds=2,
@@ -125,7 +125,7 @@ class PartInput:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """A part of the check: a function `(given, tell)` of a module in this package."""
+    """A part of the check: a function `(part_input, tell)` of a module in this package."""
 
     module: str
     function: str

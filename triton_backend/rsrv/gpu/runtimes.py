@@ -55,26 +55,26 @@ class Model:
     constant: float
 
 
-def make_models(given: PartInput, nbytes: int, names: Sequence[str]) -> list[Model]:
-    """Export a model with so many bytes of weights, and write the others as it with weights of their own.
+def make_models(part_input: PartInput, nbytes: int, names: Sequence[str]) -> list[Model]:
+    """Export a model with `nbytes` bytes of weights, and write the other models as copies of it with their own weights.
 
-    The weights are zeros but for the first and the last element of each tensor, small integers: the answers are exact,
-    and a tensor that is missing, exchanged or cut changes them.
+    The first and the last element of each tensor are small integers; all others are zero. So the answers are exact, and a
+    missing, exchanged or truncated tensor changes them.
     """
     params = _params(names[0], nbytes)
-    # The exporter runs a module only on its own platform, and it is on the CPU.
+    # The exporter runs a module only on its own platform, which is the CPU here.
     export_bundle(
         lambda params, x: {"y": x + sum(_factor(tensor) * params[tensor].sum() for tensor in params)},
         params,
         {"x": np.zeros((1, WIDTH), np.float32)},
         batch_sizes=[1],
-        out_dir=given.folder / names[0],
-        platform="cpu" if given.on_cpu else "cuda",
+        out_dir=part_input.folder / names[0],
+        platform="cpu" if part_input.on_cpu else "cuda",
     )
-    first = read_bundle(given.folder / names[0], verify=False)
+    first = read_bundle(part_input.folder / names[0], verify=False)
 
     def copy(name: str) -> Model:
-        path, params = given.folder / name, _params(name, nbytes)
+        path, params = part_input.folder / name, _params(name, nbytes)
         shutil.copytree(first.path, path, ignore=shutil.ignore_patterns(_WEIGHTS))
         write_weights(path / _WEIGHTS, list(params.items()))
         sums = {**first.manifest.sha256, **sha256_of([path / _WEIGHTS])}
@@ -109,7 +109,7 @@ class RuntimeProcess:
     launcher: Launcher
 
     def record(self) -> pb.DeviceRecord:
-        """Return what `rsrv status` is made from."""
+        """Return the record that `rsrv status` shows."""
         record: pb.DeviceRecord = pb.DeviceRecord.FromString(read_record(self.launcher.server_pid))
         return record
 
@@ -119,18 +119,18 @@ class RuntimeProcess:
 
 
 @contextmanager
-def runtime(given: PartInput, name: str, platform: str, **settings: object) -> Iterator[RuntimeProcess]:
-    """Run a runtime process on a platform, with keys of the section `runtime`. It ends with the block."""
-    file = given.folder / f"{name}.yaml"
+def runtime(part_input: PartInput, name: str, platform: str, **settings: object) -> Iterator[RuntimeProcess]:
+    """Run a runtime process on a platform, with keys of the section `runtime`. It ends when the block ends."""
+    file = part_input.folder / f"{name}.yaml"
     section = {
         "platform": platform,
-        "compilation_cache_dir": str(given.folder.parent / "compiled"),
+        "compilation_cache_dir": str(part_input.folder.parent / "compiled"),
         **settings,
     }
     write_manifest(file, {"control": {"enabled": False}, "runtime": section})
-    # It stands for the server: each has one runtime for a device.
+    # This process takes the server's place. Each server has one runtime for a device.
     server = subprocess.Popen(["sleep", "infinity"])
-    launcher = Launcher(server.pid, "0", file, given.folder, given.environment)
+    launcher = Launcher(server.pid, "0", file, part_input.folder, part_input.environment)
     directory = paths.runtime_directory(server.pid, "0")
     try:
         launcher.open().sock.close()
@@ -140,7 +140,7 @@ def runtime(given: PartInput, name: str, platform: str, **settings: object) -> I
             pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             ended = os.pidfd_open(pid)
             os.kill(pid, signal.SIGKILL)
-            # The next one takes the device's memory.
+            # The next runtime needs the device's memory.
             select.select([ended], [], [])
             os.close(ended)
         paths.remove(directory)
@@ -166,7 +166,7 @@ class ModelClient:
         self.interface = Interface.from_json(body["models"][0]["interface"])
 
     def ask(self, inputs: Sequence[Array], variant: int = 0, rows: int = 1) -> list[Array]:
-        """Return copies of the executable's outputs, types that numpy lacks as their bits. Raises Unanswered."""
+        """Return copies of the executable's outputs. Types that numpy lacks are returned as their bits. Raises Unanswered."""
         shapes = self.interface.variants[variant]
         places, size = shapes.inputs.places(rows)
         outputs, more = shapes.outputs.places(rows)
@@ -197,7 +197,7 @@ class ModelClient:
 
 
 class Answers:
-    """Requests to `make_models`' models: times of those that were answered, and how many were wrong."""
+    """Answers of the models of `make_models`: their times, and the number of wrong ones."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -216,7 +216,7 @@ class Answers:
 
 @contextmanager
 def clients(process: RuntimeProcess, models: Sequence[Model]) -> Iterator[list[ModelClient]]:
-    """Register these models one after the other, and unload them in the end."""
+    """Register these models one after the other, and unload them at the end."""
     with ExitStack() as stack:
         registered = []
         for model in models:
@@ -226,7 +226,7 @@ def clients(process: RuntimeProcess, models: Sequence[Model]) -> Iterator[list[M
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work(number)` on so many threads; raise the first of their errors."""
+    """Run `work(number)` on this many threads. Raise the first of their errors."""
     failures: list[Exception] = []
 
     def guarded(number: int) -> None:

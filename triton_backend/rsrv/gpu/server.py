@@ -24,11 +24,11 @@ from rsrv.text import duration
 from rsrv.triton_command_line import ask_flags
 from rsrv_bundle.writer import write_manifest
 
-#: Folder of the bundles, in that of a part.
+#: Name of the folder of the bundles in the folder of a part.
 BUNDLES = "bundles"
-#: Limits in seconds: for the start of a server with its models, for its end, and for a command.
+#: Limits in seconds for the start of a server with its models, for its end, and for a command.
 _START_S, _END_S, _COMMAND_S = 120.0, 40.0, 60.0
-#: The server without rsrv also listens on loopback alone.
+#: Flags that make the server without rsrv also listen on loopback alone.
 _PRIVATE = ("--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--allow-metrics=false")
 _RSRV = (sys.executable, "-P", "-m", "rsrv.cli.main")
 
@@ -76,7 +76,7 @@ class ServedModels:
 
 @contextmanager
 def serving(
-    given: PartInput,
+    part_input: PartInput,
     models: Sequence[str],
     settings: Mapping[str, Any],
     *,
@@ -87,31 +87,31 @@ def serving(
 
     `arguments` are more flags for tritonserver. Raises NoTriton.
     """
-    config, directory = given.folder / "serve.yaml", given.folder / "serve"
+    config, directory = part_input.folder / "serve.yaml", part_input.folder / "serve"
     write_manifest(config, {**settings, "metrics": {"listen": None}})
     command = [
-        *(*_RSRV, "serve", str(given.folder / BUNDLES)),
+        *(*_RSRV, "serve", str(part_input.folder / BUNDLES)),
         *("--config", str(config), "--directory", str(directory)),
         *("--tritonserver", tritonserver or _tritonserver()),
-        *("--devices", "cpu" if given.on_cpu else "0"),
+        *("--devices", "cpu" if part_input.on_cpu else "0"),
     ]
-    with _server(given, command, models, arguments) as address:
-        yield ServedModels(address, directory / REPOSITORY, given.environment)
+    with _server(part_input, command, models, arguments) as address:
+        yield ServedModels(address, directory / REPOSITORY, part_input.environment)
 
 
 @contextmanager
-def plain_server(given: PartInput) -> Iterator[ServedModels]:
+def plain_server(part_input: PartInput) -> Iterator[ServedModels]:
     """Run tritonserver without rsrv, and without models, until the block ends. Raises NoTriton."""
-    (repository := given.folder / "plain").mkdir()
+    (repository := part_input.folder / "plain").mkdir()
     options = (f"--model-repository={repository}", "--model-control-mode=explicit", *_PRIVATE)
     command = [_tritonserver(), *options]
-    with _server(given, command, []) as address:
-        yield ServedModels(address, repository, given.environment)
+    with _server(part_input, command, []) as address:
+        yield ServedModels(address, repository, part_input.environment)
 
 
 @contextmanager
 def _server(
-    given: PartInput, command: Sequence[str], models: Sequence[str], arguments: Sequence[str] = ()
+    part_input: PartInput, command: Sequence[str], models: Sequence[str], arguments: Sequence[str] = ()
 ) -> Iterator[str]:
     """Run a server on free ports until the block ends; return its address for gRPC when the models are ready."""
     with ExitStack() as stack:
@@ -121,10 +121,12 @@ def _server(
         http, grpc, metrics = (listener.getsockname()[1] for listener in sockets)
     ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}")
     more = ("--", *arguments) if arguments else ()
-    process = subprocess.Popen([*command, *ports, *more], env=given.environment, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, *ports, *more], env=part_input.environment, stdin=subprocess.DEVNULL
+    )
     try:
         address = f"127.0.0.1:{grpc}"
-        _wait(process, address, models, given.window(_START_S, 0.5))
+        _wait(process, address, models, part_input.window(_START_S, 0.5))
         yield address
     finally:
         process.send_signal(signal.SIGINT)
@@ -150,5 +152,5 @@ def ask(client: InferenceServerClient, model: str, x: Array) -> Array:
     """Return the output y of a model for an f32 input x. Raises InferenceServerException."""
     tensor = InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
-    found: Array = client.infer(model, [tensor]).as_numpy("y")
-    return np.array(found)
+    answer: Array = client.infer(model, [tensor]).as_numpy("y")
+    return np.array(answer)

@@ -28,31 +28,34 @@ _WARM = 5
 _FIT, _ZIPF = 0.25, 1.0
 #: Share of the part's time for the measurement; the rest is for writing and registering the models.
 _MEASURING = 0.5
-#: Requests for each size of an output, at least.
+#: Minimum number of requests for each size of an output.
 _LEAST = 5
 
 
-def latency(given: PartInput, tell: Tell) -> None:
-    """For each size, ask two models in turn of which one fits: cold; then one of them again: warm."""
-    for size in given.amounts.latency:
-        what = f"weights of {amount(size)}"
-        if reason := _no_room(given, device=size * 3 // 2, files=2 * size):
-            tell(Finding(what, "NOT RUN", reason=reason))
+def latency(part_input: PartInput, tell: Tell) -> None:
+    """For each size, ask two models in turn although only one fits (cold requests).
+
+    Then ask one of them again (warm requests).
+    """
+    for size in part_input.amounts.latency:
+        title = f"weights of {amount(size)}"
+        if reason := _no_room(part_input, device=size * 3 // 2, files=2 * size):
+            tell(Finding(title, "NOT RUN", reason=reason))
             continue
         answers, cold, warm = Answers(), [], []
-        models = make_models(given, size, [f"w{size}a", f"w{size}b"])
+        models = make_models(part_input, size, [f"w{size}a", f"w{size}b"])
         with (
             runtime(
-                given, f"latency{size}", given.device.platform, weight_budget_bytes=size * 3 // 2
+                part_input, f"latency{size}", part_input.device.platform, weight_budget_bytes=size * 3 // 2
             ) as process,
-            clients(process, models) as (one, other),
+            clients(process, models) as (first_client, second_client),
         ):
-            for _ in range(given.amounts.rounds):
-                for client, model in ((one, models[0]), (other, models[1])):
+            for _ in range(part_input.amounts.rounds):
+                for client, model in ((first_client, models[0]), (second_client, models[1])):
                     before = process.loads()
                     cold.append(answers.ask(client, model))
                     if process.loads() == before:
-                        cold.pop()  # the first request finds the weights of the warm-up
+                        cold.pop()  # The first request finds the weights that the warm-up loaded.
                     warm += [answers.ask(client, model) for _ in range(_WARM)]
         for model in models:
             shutil.rmtree(model.path)
@@ -60,25 +63,27 @@ def latency(given: PartInput, tell: Tell) -> None:
         figures = {"cold_s": median(cold), "warm_s": median(warm), "bytes_per_s": size / added}
         value = f"cold {duration(figures['cold_s'])}, warm {duration(figures['warm_s'])}"
         reason = f"medians of {len(cold)} and {len(warm)}; the difference is {amount(size / added)}/s"
-        tell(Finding(what, "MEASURED", value, reason, figures))
+        tell(Finding(title, "MEASURED", value, reason, figures))
         tell(_right(f"answers with {amount(size)}", answers))
 
 
-def eviction(given: PartInput, tell: Tell) -> None:
-    """Ask many models, of whose weights a quarter fits, from several threads."""
-    amounts = given.amounts
+def eviction(part_input: PartInput, tell: Tell) -> None:
+    """From several threads, ask many models whose weights are four times as large as the memory."""
+    amounts = part_input.amounts
     total = amounts.eviction_models * amounts.eviction_each
-    if reason := _no_room(given, device=int(total * _FIT), files=total):
+    if reason := _no_room(part_input, device=int(total * _FIT), files=total):
         tell(Finding("requests", "NOT RUN", reason=reason))
         return
-    models = make_models(given, amounts.eviction_each, [f"e{i}" for i in range(amounts.eviction_models)])
+    models = make_models(part_input, amounts.eviction_each, [f"e{i}" for i in range(amounts.eviction_models)])
     popularity = np.arange(1, len(models) + 1) ** -_ZIPF
     answers = Answers()
     with (
-        runtime(given, "eviction", given.device.platform, weight_budget_bytes=int(total * _FIT)) as process,
+        runtime(
+            part_input, "eviction", part_input.device.platform, weight_budget_bytes=int(total * _FIT)
+        ) as process,
         clients(process, models) as registered,
     ):
-        seconds = given.window(amounts.eviction_s, _MEASURING)
+        seconds = part_input.window(amounts.eviction_s, _MEASURING)
         before, started = process.loads(), time.perf_counter()
 
         def work(number: int) -> None:
@@ -93,9 +98,9 @@ def eviction(given: PartInput, tell: Tell) -> None:
     p50, p99 = (float(x) for x in np.quantile(answers.seconds, [0.5, 0.99]))
     figures = {"answers_per_s": len(answers.seconds) / elapsed, "p50_s": p50, "p99_s": p99}
     value = f"{rate(figures['answers_per_s'])}, p50 {duration(p50)}, p99 {duration(p99)}"
-    what = f"{len(models)} models of {amount(amounts.eviction_each)}"
+    title = f"{len(models)} models of {amount(amounts.eviction_each)}"
     reason = f"room for a quarter of them, {amounts.clients} clients, Zipf's law with exponent {_ZIPF:g}"
-    tell(Finding("requests", "MEASURED", value, f"{what}, {reason}", figures))
+    tell(Finding("requests", "MEASURED", value, f"{title}, {reason}", figures))
     swaps = loads / elapsed
     value = f"{rate(swaps)}, {amount(swaps * amounts.eviction_each)}/s"
     figures = {"loads_per_s": swaps, "bytes_per_s": swaps * amounts.eviction_each}
@@ -103,10 +108,10 @@ def eviction(given: PartInput, tell: Tell) -> None:
     tell(_right("answers", answers))
 
 
-def outputs(given: PartInput, tell: Tell) -> None:
+def outputs(part_input: PartInput, tell: Tell) -> None:
     """Send requests to models with small and large outputs, one request at a time."""
-    for nbytes in given.amounts.outputs:
-        path, addend = given.folder / f"o{nbytes}", np.arange(nbytes // 4, dtype=np.float32)[None]
+    for nbytes in part_input.amounts.outputs:
+        path, addend = part_input.folder / f"o{nbytes}", np.arange(nbytes // 4, dtype=np.float32)[None]
         export_bundle(
             lambda params, x: {"y": x + params["w"]},
             {"w": addend},
@@ -115,12 +120,14 @@ def outputs(given: PartInput, tell: Tell) -> None:
             out_dir=path,
         )
         with (
-            runtime(given, path.name, given.device.platform) as process,
+            runtime(part_input, path.name, part_input.device.platform) as process,
             closing(ModelClient(process.launcher.open, path.name, path)) as client,
         ):
             took: list[float] = []
             right = 0
-            seconds = given.window(given.amounts.output_s, _MEASURING / len(given.amounts.outputs))
+            seconds = part_input.window(
+                part_input.amounts.output_s, _MEASURING / len(part_input.amounts.outputs)
+            )
             end = time.perf_counter() + seconds
             while time.perf_counter() < end or len(took) < _LEAST:
                 x = np.full((1, 1), len(took), np.float32)
@@ -134,25 +141,28 @@ def outputs(given: PartInput, tell: Tell) -> None:
         tell(check(f"an output of {amount(nbytes)}", right == len(took), value, reason, figures))
 
 
-def many(given: PartInput, tell: Tell) -> None:
-    """Register many small models in one runtime, and ask each in turn. Triton's stubs come on top: 25 MB of host memory each."""
-    amounts = given.amounts
-    models = make_models(given, amounts.many_each, [f"m{i}" for i in range(amounts.many)])
+def many(part_input: PartInput, tell: Tell) -> None:
+    """Register many small models in one runtime, and ask each in turn.
+
+    Triton's stubs are not measured. Each takes another 25 MB of host memory.
+    """
+    amounts = part_input.amounts
+    models = make_models(part_input, amounts.many_each, [f"m{i}" for i in range(amounts.many)])
     answers = Answers()
     started = time.perf_counter()
-    with runtime(given, "many", given.device.platform) as process, clients(process, models[:1]):
-        first, one = time.perf_counter() - started, _held(process.record())
+    with runtime(part_input, "many", part_input.device.platform) as process, clients(process, models[:1]):
+        first, alone = time.perf_counter() - started, _held(process.record())
         with clients(process, models[1:]) as registered:
             ready, all_of_them = time.perf_counter() - started, _held(process.record())
             for _ in range(amounts.rounds):
                 for client, model in zip(registered, models[1:], strict=True):
                     answers.ask(client, model)
     others = len(models) - 1
-    each = {key: max(0.0, all_of_them[key] - one[key]) / others for key in one}
-    what = f"{len(models)} models of {amount(amounts.many_each)}"
+    each = {key: max(0.0, all_of_them[key] - alone[key]) / others for key in alone}
+    title = f"{len(models)} models of {amount(amounts.many_each)}"
     figures = {"first_s": first, "ready_s": ready, "each_s": (ready - first) / others}
     value = f"the first ready after {duration(first)}, all after {duration(ready)}"
-    tell(Finding(f"start of {what}", "MEASURED", value, f"{duration(figures['each_s'])} each", figures))
+    tell(Finding(f"start of {title}", "MEASURED", value, f"{duration(figures['each_s'])} each", figures))
     value = f"{amount(each['device'])} of the device, {amount(each['host'])} of the host"
     tell(
         Finding(
@@ -164,25 +174,29 @@ def many(given: PartInput, tell: Tell) -> None:
     tell(_right("answers", answers))
 
 
-def _right(what: str, answers: Answers) -> Finding:
+def _right(title: str, answers: Answers) -> Finding:
     value = f"{len(answers.seconds) - answers.wrong} of {len(answers.seconds)} right"
-    return check(what, answers.wrong == 0 < len(answers.seconds), value, "exact sums of the weights")
+    return check(title, answers.wrong == 0 < len(answers.seconds), value, "exact sums of the weights")
 
 
 def _held(record: pb.DeviceRecord) -> dict[str, float]:
     return {"device": record.memory.held_bytes, "host": private_bytes(record.pid)}
 
 
-def _no_room(given: PartInput, device: int, files: int) -> str:
-    """Return why there is no room for so many bytes of weights on the device and in files; empty: there is.
+def _no_room(part_input: PartInput, device: int, files: int) -> str:
+    """Return why this many bytes of weights do not fit on the device and in files, or an empty text if they fit.
+
+    The host also holds a copy of the files' weights.
 
     The host also holds a copy of the files' weights.
     """
-    memory, disk = given.device.memory, shutil.disk_usage(given.folder).free
+    memory, disk = part_input.device.memory, shutil.disk_usage(part_input.folder).free
     if memory is not None and device > memory:
         return f"the device has {amount(memory)}, and {amount(device)} must fit"
     if 1.1 * files > disk:
-        return f"{given.folder} has {amount(disk)} free: set TMPDIR to a folder with {amount(1.1 * files)}"
+        return (
+            f"{part_input.folder} has {amount(disk)} free: set TMPDIR to a folder with {amount(1.1 * files)}"
+        )
     lines = Path("/proc/meminfo").read_text().splitlines()
     host = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
     if 1.5 * files > host:

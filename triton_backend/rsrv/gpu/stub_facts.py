@@ -28,8 +28,8 @@ class StubFacts:
 
     def _answer(self, request: Any) -> Any:
         tensor = self._pb.get_input_tensor_by_name(request, "request")
-        asked = json.loads(self._tensors.read(tensor, "u8").tobytes())
-        facts = self._call(asked["call"]) if asked else self._facts()
+        question = json.loads(self._tensors.read(tensor, "u8").tobytes())
+        facts = self._call(question["call"]) if question else self._facts()
         out = np.frombuffer(json.dumps(facts).encode(), np.uint8)
         return self._pb.InferenceResponse([self._tensors.make("facts", out)])
 

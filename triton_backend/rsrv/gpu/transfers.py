@@ -19,32 +19,35 @@ from rsrv.text import amount, duration, percent
 from rsrv_bundle.precision import product
 
 _TENSORS = 16
-#: least share of the driver's own rate at which weights must be loaded from page-locked memory: XLA's staging, which
-#: rsrv turns off, halves it
+#: Minimum rate of loading weights from page-locked memory, as a share of the driver's own rate. XLA's staging, which rsrv turns
+#: off, halves it.
 _SHARE = 0.5
 
 
-def bandwidth(given: PartInput, tell: Tell) -> None:
-    """Move the same bytes as weights are loaded and outputs are read, and, on CUDA, by the driver alone."""
-    device = JaxDevice(given.device.platform, memory=MemoryShare(preallocate=False))
-    memory = aligned_copy(np.arange(given.amounts.transfer // 4, dtype=np.uint32))
+def bandwidth(part_input: PartInput, tell: Tell) -> None:
+    """Measure the rate of loading weights and of reading outputs, with the same number of bytes.
+
+    On CUDA, also measure the driver alone.
+    """
+    device = JaxDevice(part_input.device.platform, memory=MemoryShare(preallocate=False))
+    memory = aligned_copy(np.arange(part_input.amounts.transfer // 4, dtype=np.uint32))
     arrays = np.split(memory[: len(memory) // _TENSORS // 16 * _TENSORS * 16], _TENSORS)
     nbytes = sum(array.nbytes for array in arrays)
 
-    def measure(what: str, move: Callable[[], float], reason: str = "") -> float:
-        move()  # the first one allocates
-        rate = nbytes / median(move() for _ in range(given.amounts.rounds))
-        tell(Finding(what, "MEASURED", f"{amount(rate)}/s", reason, {"bytes_per_s": rate}))
+    def measure(title: str, move: Callable[[], float], reason: str = "") -> float:
+        move()  # The first move allocates memory.
+        rate = nbytes / median(move() for _ in range(part_input.amounts.rounds))
+        tell(Finding(title, "MEASURED", f"{amount(rate)}/s", reason, {"bytes_per_s": rate}))
         return rate
 
     def read() -> float:
         buffers = device.upload(arrays)
         started = time.perf_counter()
-        found = [np.asarray(buffer) for buffer in buffers]
+        copies = [np.asarray(buffer) for buffer in buffers]
         seconds = time.perf_counter() - started
-        if not all(map(np.array_equal, found, arrays)):
+        if not all(map(np.array_equal, copies, arrays)):
             raise ValueError("a tensor came back from the device with other contents")
-        del found
+        del copies
         device.free(buffers)
         return seconds
 
@@ -53,7 +56,7 @@ def bandwidth(given: PartInput, tell: Tell) -> None:
     with _page_locked(device, memory):
         locked = measure("weights to the device, page-locked", lambda: _upload(device, arrays), reason)
     measure("outputs from the device", read, "contents compared; XLA allocates the host's memory")
-    if given.on_cpu:
+    if part_input.on_cpu:
         tell(Finding("the driver's own copies", "NOT RUN", reason="a CPU has no driver"))
         return
     driver = Driver(0)
@@ -63,37 +66,37 @@ def bandwidth(given: PartInput, tell: Tell) -> None:
             limit = measure(f"driver to the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyHtoD_v2"))
             measure(f"driver from the device, {kind}", lambda: _copy(driver, memory, "cuMemcpyDtoH_v2"))
     share = locked / limit
-    what = "page-locked weights beside the driver's own rate"
-    tell(check(what, share >= _SHARE, percent(share), f"at least {percent(_SHARE)}: no copy on the way"))
+    title = "page-locked weights beside the driver's own rate"
+    tell(check(title, share >= _SHARE, percent(share), f"at least {percent(_SHARE)}: no copy on the way"))
 
 
-def overlap(given: PartInput, tell: Tell) -> None:
-    """Launch beside an execution that runs, and load beside executions."""
-    device = JaxDevice(given.device.platform)
-    execute = _Products(device, given.amounts.side)
+def overlap(part_input: PartInput, tell: Tell) -> None:
+    """Measure a launch during an execution, and a load of weights during executions."""
+    device = JaxDevice(part_input.device.platform)
+    execute = _Products(device, part_input.amounts.side)
     execute.once()
-    alone = median(execute.once() for _ in range(given.amounts.rounds))
-    what = "a second launch beside an execution"
+    alone = median(execute.once() for _ in range(part_input.amounts.rounds))
+    title = "a second launch beside an execution"
     if device.asynchronous:
         started = time.perf_counter()
         launched = [execute.launch(), execute.launch()]
         submitted = time.perf_counter() - started
-        for one in launched:
-            device.read(one)
+        for execution in launched:
+            device.read(execution)
         both = time.perf_counter() - started
         value = f"both launched in {duration(submitted)}, both done in {duration(both)}"
         figures = {"submit_s": submitted, "both_s": both, "one_s": alone}
         limit = f"launched in less than half of one execution, {duration(alone)}"
-        tell(check(what, submitted < alone / 2, value, limit, figures))
+        tell(check(title, submitted < alone / 2, value, limit, figures))
     else:
-        tell(Finding(what, "NOT RUN", reason="a CPU executes within the launch"))
-    memory = aligned_copy(np.ones(given.amounts.transfer, np.uint8))
+        tell(Finding(title, "NOT RUN", reason="a CPU executes within the launch"))
+    memory = aligned_copy(np.ones(part_input.amounts.transfer, np.uint8))
     arrays = np.split(memory[: len(memory) // _TENSORS * _TENSORS], _TENSORS)
     with _page_locked(device, memory):
         _upload(device, arrays)
-        idle = median(_upload(device, arrays) for _ in range(given.amounts.rounds))
+        idle = median(_upload(device, arrays) for _ in range(part_input.amounts.rounds))
         with execute.all_the_time() as seconds:
-            busy = median(_upload(device, arrays) for _ in range(given.amounts.rounds))
+            busy = median(_upload(device, arrays) for _ in range(part_input.amounts.rounds))
     beside = median(seconds)
     tell(
         Finding(
@@ -113,7 +116,7 @@ def overlap(given: PartInput, tell: Tell) -> None:
 
 
 class _Products:
-    """Executions of one product of matrices that lie on the device."""
+    """Executions of one product of matrices. The matrices are on the device."""
 
     def __init__(self, device: JaxDevice, side: int) -> None:
         self._device = device
@@ -121,7 +124,7 @@ class _Products:
         self._matrix: Buffer = device.upload([np.eye(side, dtype=np.float32)])[0]
 
     def launch(self) -> Launched:
-        """Launch one. Its result stays on the device, so that no transfer counts."""
+        """Launch one execution. Its result stays on the device, so that no transfer counts."""
         return self._device.launch(self._executable, [], [self._matrix, self._matrix], unread=(0,))
 
     def once(self) -> float:
@@ -132,7 +135,7 @@ class _Products:
 
     @contextmanager
     def all_the_time(self) -> Iterator[list[float]]:
-        """Keep two executions on the device; the list fills with the seconds of each."""
+        """Keep two executions on the device. The list collects the seconds of each."""
         stop, seconds = threading.Event(), [self.once()]
 
         def work() -> None:

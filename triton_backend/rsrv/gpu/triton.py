@@ -74,8 +74,10 @@ def run(tritonserver: str | None) -> int:
     findings = []
     with tempfile.TemporaryDirectory(prefix="rsrv-check-") as folder:
         cpu = DeviceFacts("CPU", "cpu", False, None, "")
-        given = PartInput(cpu, QUICK, [], None, Path(folder), processes.without_settings(), began + _LIMIT_S)
-        with closing(processes.run(given.folder, _LIMIT_S, check_triton, program, given)) as told:
+        part_input = PartInput(
+            cpu, QUICK, [], None, Path(folder), processes.without_settings(), began + _LIMIT_S
+        )
+        with closing(processes.run(part_input.folder, _LIMIT_S, check_triton, program, part_input)) as told:
             for finding in told:
                 if finding.what == processes.LATE:
                     reason = f"did not end within {duration(_LIMIT_S)}: the machine is slow, or this tritonserver hangs"
@@ -94,7 +96,7 @@ def line(finding: Finding) -> str:
     return f"{styled(f'{_WORDS[finding.verdict]:8}')}{finding.what}: {one_line(f'{finding.value}{reason}')}"
 
 
-def check_triton(tell: Tell, program: str, given: PartInput) -> None:
+def check_triton(tell: Tell, program: str, part_input: PartInput) -> None:
     """Check the program, then a server of its own with one model in each front, and a model that reports about its stub."""
     try:
         flags = ask_flags(program)
@@ -108,22 +110,22 @@ def check_triton(tell: Tell, program: str, given: PartInput) -> None:
         models = models[:1]
         tell(Finding("native front", "NOT RUN", reason="this installation of rsrv has no library for it"))
     for model in models:
-        shutil.copytree(demo.DATA / demo.BUNDLES / _MODEL, given.folder / BUNDLES / model)
-    repository = given.folder / "facts"
+        shutil.copytree(demo.DATA / demo.BUNDLES / _MODEL, part_input.folder / BUNDLES / model)
+    repository = part_input.folder / "facts"
     (repository / _FACTS / "1").mkdir(parents=True)
     shutil.copyfile(Path(__file__).with_name(f"{_FACTS}.py"), repository / _FACTS / "1" / "model.py")
     (repository / _FACTS / "config.pbtxt").write_text(_FACTS_CONFIG)
-    log = given.folder / "serve" / "serve.log"
-    # Other servers of this user stay out of sight.
-    given = replace(
-        given, environment={**given.environment, "RSRV_RUNTIME_DIR": os.environ["RSRV_RUNTIME_DIR"]}
+    log = part_input.folder / "serve" / "serve.log"
+    # Other servers of this user are not visible here.
+    part_input = replace(
+        part_input, environment={**part_input.environment, "RSRV_RUNTIME_DIR": os.environ["RSRV_RUNTIME_DIR"]}
     )
     settings = {"models": {model: {"front": front} for model, front in zip(models, _FRONTS, strict=False)}}
     started = time.monotonic()
     try:
         with (
             serving(
-                given,
+                part_input,
                 [*models, _FACTS],
                 settings,
                 tritonserver=program,
@@ -136,9 +138,9 @@ def check_triton(tell: Tell, program: str, given: PartInput) -> None:
             tell(Finding("version", "PASS", f"tritonserver {version}", f"{program}; ready after {took}"))
             server = next(iter(running())).server_pid
             regions = {command.region for _, command in living_stubs(server)}
-            _check_served(tell, served, client, models, given.folder / BUNDLES, server)
+            _check_served(tell, served, client, models, part_input.folder / BUNDLES, server)
     except NoTriton as error:
-        reason = last_error(given.folder / "log") or last_error(log) or "its log has no error"
+        reason = last_error(part_input.folder / "log") or last_error(log) or "its log has no error"
         tell(Finding("start", "FAIL", reason=f"{error}: {reason}"))
         return
     tell(_gone(regions))
@@ -251,13 +253,13 @@ def _stubs(server: int, model: str) -> set[int]:
     return {pid for pid, command in living_stubs(server) if f"/{model}/" in str(command.code)}
 
 
-def _timed(what: str, act: Callable[[], bool], reason: str) -> Finding:
+def _timed(title: str, act: Callable[[], bool], reason: str) -> Finding:
     started = time.perf_counter()
     try:
         done = act()
     except InferenceServerException as error:
-        return Finding(what, "FAIL", reason=f"{error}; {reason}")
-    return check(what, done, f"done after {duration(time.perf_counter() - started)}", reason)
+        return Finding(title, "FAIL", reason=f"{error}; {reason}")
+    return check(title, done, f"done after {duration(time.perf_counter() - started)}", reason)
 
 
 def _gone(regions: set[str]) -> Finding:
@@ -275,8 +277,8 @@ def _ask(client: InferenceServerClient, model: str) -> Array:
     return np.array(client.infer(model, [tensor]).as_numpy("logits"))
 
 
-def _ask_facts(client: InferenceServerClient, asked: Mapping[str, Any]) -> dict[str, Any]:
-    x = np.frombuffer(json.dumps(asked).encode(), np.uint8)
+def _ask_facts(client: InferenceServerClient, question: Mapping[str, Any]) -> dict[str, Any]:
+    x = np.frombuffer(json.dumps(question).encode(), np.uint8)
     tensor = InferInput("request", list(x.shape), "UINT8")
     tensor.set_data_from_numpy(x)
     facts: dict[str, Any] = json.loads(client.infer(_FACTS, [tensor]).as_numpy("facts").tobytes())

@@ -1,6 +1,6 @@
 """Common parts of hooks: `image`, `labels`, `boxes` and `text` (docs/hooks.md).
 
-Importing a module of it loads numpy and nothing else. Pillow and tokenizers are loaded by the functions that need them.
+Importing one of its modules loads only numpy. Pillow and tokenizers are loaded by the functions that need them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class BadInput(ValueError):
 
 
 def floats(array: npt.NDArray[Any], name: str) -> None:
-    """Raise ValueError unless `array` has a floating-point type of numpy; `name` stands for it in the message."""
+    """Raise ValueError unless `array` has a floating-point type of numpy; `name` names the array in the message."""
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
             f"{name} are floats, not {array.dtype}; bf16 reaches hooks as the u16 of its bits: let the model return f32"

@@ -1,4 +1,4 @@
-"""Sounds: from WAV files to a network's samples, and from its frames to text."""
+"""Sounds: conversion of WAV files to a network's samples, and of a network's frames to text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rsrv.hooks import BadInput
 
 Array = npt.NDArray[Any]
 
-#: Codes of the formats of samples in a WAV file: whole numbers, floats, and the longer header that has one of both.
+#: Codes of the formats of samples in a WAV file: whole numbers, floats, and a longer header that names one of the two.
 _WHOLE, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-#: Channels of a file at most; they become one.
+#: Maximum number of channels in a file. Their mean becomes the only channel.
 _MAX_CHANNELS = 8
-#: Parts of a file at most before its samples. Empty ones take eight bytes each.
+#: Maximum number of parts in a file before its samples. An empty part takes only eight bytes.
 _MAX_PARTS = 1000
 
 
@@ -31,10 +31,11 @@ class Sounds:
 
 
 def decode(files: Array, rate: int, *, most: int) -> list[Array]:
-    """Decode WAV files to samples from -1 to 1, f32 each; the mean of their channels.
+    """Decode WAV files to samples from -1 to 1, f32 each. The channels of a file are averaged.
 
-    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: samples of a sound at most, by the file's
-    header. Raises BadInput for other files, damaged ones, and other rates: rsrv does not resample.
+    files: strings [n] or [n, 1]. rate: samples per second that a file must have. most: maximum number of samples of a sound, as
+    the file's header has it. Raises BadInput for files of other types, damaged files, and other rates, because rsrv does not
+    resample.
     """
     return [_samples(row, bytes(file), rate, most) for row, file in enumerate(files.reshape(len(files)))]
 
@@ -57,13 +58,13 @@ def _samples(row: int, file: bytes, rate: int, most: int) -> Array:
         place += 8 + size + size % 2
     if len(header) < 16 or not data:
         raise BadInput(f"sound {row} is damaged: it has no header or no samples")
-    code, channels, found, _, block, bits = struct.unpack_from("<HHIIHH", header)
+    code, channels, actual, _, block, bits = struct.unpack_from("<HHIIHH", header)
     if code == _EXTENSIBLE and len(header) >= 26:
         (code,) = struct.unpack_from("<H", header, 24)
     if not 0 < channels <= _MAX_CHANNELS or not 0 < block * 8 == channels * bits:
         raise BadInput(f"sound {row} is damaged: it has {channels} channels, and blocks of {block} bytes")
-    if found != rate:
-        raise BadInput(f"sound {row} has {found} samples per second; send {rate}")
+    if actual != rate:
+        raise BadInput(f"sound {row} has {actual} samples per second; send {rate}")
     count = len(data) // block
     if count > most:
         raise BadInput(f"sound {row} has {count} samples; the model reads at most {most}")
@@ -72,7 +73,7 @@ def _samples(row: int, file: bytes, rate: int, most: int) -> Array:
         raise BadInput(
             f"sound {row} has samples of format {code} with {bits} bits; send whole numbers or floats"
         )
-    # Finite numbers of 64 bits may be beyond those of 32.
+    # Finite numbers of 64 bits may be too large for 32 bits.
     with np.errstate(over="ignore", invalid="ignore"):
         mono: Array = values.reshape(-1, channels).mean(1).astype(np.float32)
     if not np.isfinite(mono).all():
@@ -81,7 +82,7 @@ def _samples(row: int, file: bytes, rate: int, most: int) -> Array:
 
 
 def _numbers(data: bytes, code: int, bits: int) -> Array | None:
-    """Return samples from -1 to 1; None for a format that is not known."""
+    """Return samples from -1 to 1, or None if the format is unknown."""
     if code == _FLOAT and bits in (32, 64):
         return np.frombuffer(data, f"<f{bits // 8}").astype(np.float64)
     if code != _WHOLE:
@@ -100,8 +101,8 @@ def _numbers(data: bytes, code: int, bits: int) -> Array | None:
 def pad(sounds: Sequence[Array], lengths: Sequence[int], *, least: int, normalise: bool) -> Sounds:
     """Put sounds into rows of the smallest of `lengths` that holds all of them.
 
-    lengths: samples in a row that the model is compiled for. least: samples that a sound needs, else BadInput. normalise: give each
-    sound the mean 0 and the variance 1, as the feature extractors of wav2vec2 do.
+    lengths: samples in a row that the model is compiled for. least: minimum number of samples of a sound. Shorter ones raise
+    BadInput. normalise: give each sound the mean 0 and the variance 1, as the feature extractors of wav2vec2 do.
     """
     for row, sound in enumerate(sounds):
         if len(sound) < least:
@@ -120,12 +121,13 @@ def pad(sounds: Sequence[Array], lengths: Sequence[int], *, least: int, normalis
 def ctc(logits: Array, frames: Array, words: Sequence[str], *, blank: int, delimiter: str = "|") -> list[str]:
     """Return the likeliest text of each row: repeated tokens become one, and then blanks are left out (CTC, greedy).
 
-    logits: [n, t, words]. frames: [n], how many of the t count. words: the text of each token. delimiter: the token between words.
+    logits: [n, t, words]. frames: [n], the number of frames that belong to the sound. words: the text of each token. delimiter:
+    the token between words.
     """
     texts = []
     for scores, count in zip(logits, frames, strict=True):
         best = scores[: int(count)].argmax(-1)
-        kept = best[np.append(True, best[1:] != best[:-1])] if len(best) else best
-        spoken = (words[token] for token in kept.tolist() if token != blank)
+        changes = best[np.append(True, best[1:] != best[:-1])] if len(best) else best
+        spoken = (words[token] for token in changes.tolist() if token != blank)
         texts.append("".join(" " if word == delimiter else word for word in spoken).strip())
     return texts

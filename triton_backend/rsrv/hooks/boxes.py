@@ -14,10 +14,11 @@ from rsrv.hooks import floats
 Array = npt.NDArray[Any]
 Format = Literal["xyxy", "xywh", "cxcywh"]
 
-#: boxes of one image that suppress each other at a time: enough to make numpy's calls cheap, few enough for the cache
+#: Number of boxes of one image that suppress each other at a time. It is large enough to make numpy's calls cheap, and small
+#: enough for the cache.
 _BLOCK = 256
 
-#: Cells of a map under one bin of a region, from which on nothing of the map is left in their mean.
+#: If a bin of a region covers at least this many cells of a map, the map no longer affects its mean.
 _ENDLESS = 2.0**40
 
 _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
@@ -39,10 +40,13 @@ def convert(boxes: Array, source: Format, target: Format) -> Array:
 
 
 def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
-    """Cut boxes [..., 4] at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
+    """Cut boxes [..., 4] at an image's sides.
+
+    height, width: pixels, as numbers or as arrays with one number for each box, for example [n, 1] for [n, k, 4].
+    """
     right, bottom = np.asarray(width), np.asarray(height)
     limits = np.stack(np.broadcast_arrays(right, bottom, right, bottom), -1)
-    # In the wider of both dtypes: an image may have more pixels than those of the boxes can count.
+    # Use the wider of both dtypes: an image may have more pixels than the dtype of the boxes can count.
     cut: Array = np.clip(boxes, 0, limits).astype(boxes.dtype)
     return cut
 
@@ -52,8 +56,8 @@ def detections(
 ) -> list[list[dict[str, Any]]]:
     """Return each image's objects as transformers' pipelines do: score, label, and a box in whole pixels.
 
-    scores: [n, k, classes + 1], probabilities, the last of no object. boxes: [n, k, 4], centre and size in shares of the image. sizes:
-    [n, 2], heights and widths. Objects whose best score is at most `threshold` are left out.
+    scores: [n, k, classes + 1], probabilities. The last one stands for "no object". boxes: [n, k, 4], centre and size in shares
+    of the image. sizes: [n, 2], heights and widths. Objects whose best score is at most `threshold` are left out.
     """
     corners = convert(boxes, "cxcywh", "xyxy") * np.tile(sizes[:, None, ::-1], 2)
     best, most = scores[..., :-1].argmax(-1), scores[..., :-1].max(-1)
@@ -75,8 +79,9 @@ def detections(
 def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, centre: float = 0.5) -> Array:
     """Return the boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
 
-    stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
-    cell, in shares of it; torchvision's AnchorGenerator has 0, and rounds half the sizes to whole pixels first.
+    stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: place
+    of the centre in a cell, as a share of the cell. torchvision's AnchorGenerator uses 0, and first rounds half the sizes to
+    whole pixels.
     """
     half = np.asarray(sizes, np.float32) / 2
     y, x = (np.arange(cells, dtype=np.float32) * stride + centre * stride for cells in (rows, columns))
@@ -94,7 +99,7 @@ def decode(
     """Move and stretch anchors or regions [..., 4] by a network's deltas, [..., 4] (dx, dy, dw, dh).
 
     centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
-    are divided by `weights` first, and dw, dh are at most `largest`, as in torchvision's BoxCoder.
+    are first divided by `weights`; dw and dh are then limited to `largest`, as in torchvision's BoxCoder.
     """
     deltas = deltas / np.array(weights, deltas.dtype)
     size = boxes[..., 2:] - boxes[..., :2]
@@ -104,9 +109,9 @@ def decode(
 
 
 def iou(a: Array, b: Array) -> Array:
-    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones.
+    """Return the intersection over union of boxes [..., p, 4] and [..., q, 4]: [..., p, q]. It is 0 for two empty boxes.
 
-    In f32, or in f64 for boxes of f64 and of integers: areas are larger than what f16 and short integers hold.
+    The result is f64 for boxes of f64 or integers, otherwise f32, because f16 and short integers cannot hold areas.
     """
     a, b = _wide(a), _wide(b)
     (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = (
@@ -133,27 +138,28 @@ def nms(
 ) -> Array:
     """Suppress boxes [n, k, 4] of n images greedily (non-maximum suppression). Returns a mask of the kept ones, bool [n, k].
 
-    From the best score on (of equal ones the first), a box suppresses all later ones whose intersection over union with it is
-    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, are not kept and suppress
-    none. classes: [n, k], if only boxes of one class suppress each other. Images are independent. Time grows with the
-    square of k: of very many boxes, first take the thousand best (`labels.top_k`).
+    Boxes are visited from the best score to the worst, equal scores in their order. A box suppresses all later boxes whose
+    intersection over union with it is larger than `overlap`. scores: floats [n, k], else ValueError; boxes whose score is NaN
+    or less than `least` are not kept and suppress no other box. classes: [n, k]; if present, a box suppresses only boxes of its
+    own class. Images are independent. Time grows with the square of k. If there are very many boxes, first select the thousand
+    best (`labels.top_k`).
     """
     floats(scores, "scores")
     boxes = _wide(boxes)
-    kept = np.zeros(scores.shape, bool)
+    mask = np.zeros(scores.shape, bool)
     for image, row in enumerate(scores):
         order = np.argsort(-row, kind="stable")
         order = order[row[order] >= least]
         kinds = None if classes is None else classes[image][order]
-        kept[image, order] = _suppress(boxes[image][order], kinds, overlap)
-    return kept
+        mask[image, order] = _suppress(boxes[image][order], kinds, overlap)
+    return mask
 
 
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     """Return the indices of the best kept boxes, i64 [n, most], best first, and a mask of those that exist, bool [n, most].
 
-    scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With
-    k < most it is [n, k].
+    scores: floats [n, k], else ValueError. kept: [n, k], the result of `nms`. `np.take_along_axis(scores, indices, 1)` returns
+    their scores. If k < most, the results are [n, k].
     """
     floats(scores, "scores")
     order = np.lexsort((-scores, ~kept), axis=1)[:, :most].astype(np.int64)
@@ -161,15 +167,15 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
 
 
 def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
-    """Return the map of a pyramid that each region [..., 4] is read from: i64 [...], 0 for the level `lowest`.
+    """Return the level of a pyramid from which each region [..., 4] is read: i64 [...], 0 for the level `lowest`.
 
     floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
     Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
     """
     boxes = _wide(boxes)
     area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)
-    found = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
-    at: Array = found.clip(lowest, highest).astype(np.int64) - lowest
+    chosen = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
+    at: Array = chosen.clip(lowest, highest).astype(np.int64) - lowest
     return at
 
 
@@ -186,15 +192,15 @@ def roi_align(
 ) -> Array:
     """Return the features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
 
-    features: floats [n, c, h, w] or [n, h, w, c] by `layout`, else ValueError; f16 is computed with in f32. boxes: [m, 4] in pixels,
-    owners: integers [m], the image of each. size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c].
-    scale: cells for a pixel, as 1/16. sampling: points across and down whose mean is one element; None for one in each cell under a
-    region, -1 in torchvision. aligned: cells have their values in the middle, as they should; False is what older networks were
-    trained with.
+    features: floats [n, c, h, w] or [n, h, w, c] by `layout`, else ValueError; f16 is converted to f32 for the computation.
+    boxes: [m, 4] in pixels. owners: integers [m], the index of each region's image. size: (rows, columns) of the result, [m, c,
+    rows, columns] or [m, rows, columns, c]. scale: cells per pixel, for example 1/16. sampling: number of points in each
+    direction whose mean is one element. None, which is -1 in torchvision, means one point in each cell under a region. aligned:
+    True if the value of a cell is at its middle, which is correct. Older networks were trained with False.
     """
     floats(features, "features")
     if layout == "nchw":
-        # Channels last, each point is read as one piece of memory.
+        # With the channels last, each point is read as one piece of memory.
         features = np.ascontiguousarray(features.transpose(0, 2, 3, 1))
     _, height, width, channels = features.shape
     dtype = np.result_type(features, np.float32)
@@ -204,16 +210,16 @@ def roi_align(
         extent = np.maximum(extent, dtype.type(1))
     down = _shares(scaled[:, 1], extent[:, 1], size[0], sampling, height)
     across = _shares(scaled[:, 0], extent[:, 0], size[1], sampling, width)
-    found = np.empty((len(boxes), *size, channels), features.dtype)
+    pooled = np.empty((len(boxes), *size, channels), features.dtype)
     tops, bottoms = _used(down)
     lefts, rights = _used(across)
     for index, owner in enumerate(owners):
-        # Both interpolations are products of matrices, of the part of the map under the region.
+        # Both interpolations are products of matrices with the part of the map under the region.
         rows, columns = slice(tops[index], bottoms[index]), slice(lefts[index], rights[index])
         part = features[owner, rows, columns]
         lines = down[index, :, rows] @ part.reshape(len(part), -1)
-        np.matmul(across[index, :, columns], lines.reshape(size[0], -1, channels), out=found[index])
-    return found if layout == "nhwc" else np.ascontiguousarray(found.transpose(0, 3, 1, 2))
+        np.matmul(across[index, :, columns], lines.reshape(size[0], -1, channels), out=pooled[index])
+    return pooled if layout == "nhwc" else np.ascontiguousarray(pooled.transpose(0, 3, 1, 2))
 
 
 def _wide(boxes: Array) -> Array:
@@ -227,26 +233,26 @@ def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells:
     if sampling is not None:
         numbers = np.arange(bins * sampling)
         shares = _linear(start[:, None] + _places(numbers, bins * sampling, extent), cells)
-        found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
-        return found
-    # Of an empty region there is no point, of an endless one hardly any over the map: all is 0.
+        weights: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
+        return weights
+    # An empty region has no point, and an endless one has hardly any point on the map. Their weights are all 0.
     counts = np.ceil(np.where(extent / bins < _ENDLESS, extent / bins, 0)).astype(np.int64)
-    found = np.zeros((len(start), bins, cells), start.dtype)
+    weights = np.zeros((len(start), bins, cells), start.dtype)
     for count in np.unique(counts[counts > 0]):
         (same,) = np.nonzero(counts == count)
         points = bins * int(count)
-        # Of a region that is far larger than the map only those near it are looked at; two are at least half a cell apart.
+        # If a region is far larger than the map, use only the points near the map. Points are at least half a cell apart.
         looked = min(points, 2 * cells + 8)
         first = np.floor((-1 - start[same]) / extent[same] * points).astype(np.int64) - 1
         numbers = first.clip(0, points - looked)[:, None] + np.arange(looked)
         shares = _linear(start[same, None] + _places(numbers, points, extent[same]), cells)
         bin_of = (numbers // count)[:, None] == np.arange(bins)[:, None]
-        found[same] = bin_of.astype(start.dtype) @ shares / count
-    return found
+        weights[same] = bin_of.astype(start.dtype) @ shares / count
+    return weights
 
 
 def _places(numbers: Array, points: int, extent: Array) -> Array:
-    """Return the distances of a region's points with these numbers, of `points` in all, from its start: [m, numbers]."""
+    """Return the distances of points from the start of their region: [m, numbers]. `numbers` are indices among `points` points."""
     kind = extent.dtype.type
     places: Array = (numbers.astype(extent.dtype) + kind(0.5)) / kind(points) * extent[:, None]
     return places
@@ -254,7 +260,7 @@ def _places(numbers: Array, points: int, extent: Array) -> Array:
 
 def _linear(points: Array, cells: int) -> Array:
     """Return the weight of each cell of an axis at each point: [m, points, cells]."""
-    # Beyond the outermost cells the map goes on as it ends, for one cell; then there is nothing.
+    # Beyond its edge, the map continues for one cell with the value of the outermost cell. Further points have the weight 0.
     inside = (points >= -1) & (points <= cells)
     distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=points.dtype))
     shares: Array = (1 - distances).clip(0) * inside[..., None]
@@ -262,7 +268,10 @@ def _linear(points: Array, cells: int) -> Array:
 
 
 def _used(shares: Array) -> tuple[Array, Array]:
-    """Return the cells of an axis with a weight, from the first to just behind the last, one at least: [m] each."""
+    """Return the first cell of an axis with a weight, and the end behind the last one: [m] each.
+
+    The range has at least one cell.
+    """
     used: Array = np.any(shares, axis=1)
     return used.argmax(1), used.shape[1] - used[:, ::-1].argmax(1)
 
@@ -271,18 +280,18 @@ def _suppress(boxes: Array, classes: Array | None, overlap: float) -> Array:
     """Return the mask of kept boxes, bool [k], for boxes [k, 4], best first."""
 
     def rivals(a: Array, b: Array) -> Array:
-        found: Array = iou(boxes[a], boxes[b]) > overlap
-        return found if classes is None else found & (classes[a, None] == classes[b])
+        overlapping: Array = iou(boxes[a], boxes[b]) > overlap
+        return overlapping if classes is None else overlapping & (classes[a, None] == classes[b])
 
-    kept = np.ones(len(boxes), bool)
+    mask = np.ones(len(boxes), bool)
     for start in range(0, len(boxes), _BLOCK):
-        block = start + np.flatnonzero(kept[start : start + _BLOCK])
+        block = start + np.flatnonzero(mask[start : start + _BLOCK])
         among = rivals(block, block)
         left = np.ones(len(block), bool)
         for index in range(len(block)):
             if left[index]:
                 left[index + 1 :] &= ~among[index, index + 1 :]
-        kept[block] = left
-        behind = start + _BLOCK + np.flatnonzero(kept[start + _BLOCK :])
-        kept[behind] = ~rivals(block[left], behind).any(0)
-    return kept
+        mask[block] = left
+        behind = start + _BLOCK + np.flatnonzero(mask[start + _BLOCK :])
+        mask[behind] = ~rivals(block[left], behind).any(0)
+    return mask

@@ -21,19 +21,21 @@ Array = npt.NDArray[Any]
 Images = Array | Sequence[Array]
 Filter = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 
-#: Mean and deviation of ImageNet's images by channel, with 1 for the brightest: most published classifiers use them.
+#: Mean and deviation of ImageNet's images by channel, on a scale from 0 to 1. Most published classifiers use them.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 #: Formats of clients' files. Fewer decoders leave less to attack.
 _FORMATS = ("JPEG", "PNG", "WEBP")
 
-#: Progressive JPEGs have about ten scans. Each takes time for the whole picture, and may be a few bytes long.
+#: Progressive JPEGs have about ten scans. Each scan takes time for the whole picture, although it may be only a few bytes long.
 _MAX_SCANS = 100
-#: The start of a JPEG's segment, whose length follows, or the picture's end: not an FF in a scan's data, nor a marker without length.
+#: Marker of a JPEG's segment with a length, or of the picture's end. Other FF bytes are data of a scan, or markers without a
+#: length.
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
 
-#: EXIF's orientation -> Pillow's name of the transposition that makes a picture upright; TIFF 6.0, "Orientation".
+#: EXIF's tag for the orientation, and Pillow's transposition that makes a picture upright for each of its values (TIFF 6.0,
+#: "Orientation").
 _ORIENTATION = 0x112
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -49,19 +51,19 @@ _UPRIGHT = {
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """Decode JPEG, PNG and WebP files to pixels, u8 [h, w, channels] each, upright by EXIF's orientation.
 
-    `files` are strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes], one file a row with zeros behind it.
-    Transparency is dropped, 16 bits become 8, and an animation gives its first picture. The arrays are read-only.
+    `files` are strings [n] or [n, 1], objects of type bytes, or u8 [n, bytes] with one file in each row and zeros behind it.
+    Transparency is dropped, 16 bits become 8, and only the first picture of an animation is decoded. The arrays are read-only.
 
-    `most_pixels` limits all rows together, by the files' headers, before anything is decoded; Pillow limits one picture to
-    179 million. A pixel takes `channels` bytes, and 10 to 14 in all while its row is decoded, turned, converted and copied;
-    each thread that decodes needs that much.
+    `most_pixels` limits the sum over all rows. It is checked with the files' headers before anything is decoded. Pillow limits
+    one picture to 179 million pixels. A pixel takes `channels` bytes in the result. While its row is decoded, turned, converted
+    and copied, it takes 10 to 14 bytes in each thread that decodes.
 
-    Raises BadInput for other files, damaged or too large ones; but a WebP file that was cut off is decoded with the zeros
-    behind it.
+    Raises BadInput for files of other formats, damaged files, and too large ones. However, a WebP file that was cut off is
+    decoded with the zeros behind it.
     """
     rows: Iterable[Array]
     if files.dtype == object and files.size == len(files):
-        rows = [np.frombuffer(one, np.uint8) for one in files.reshape(len(files))]
+        rows = [np.frombuffer(file, np.uint8) for file in files.reshape(len(files))]
     elif files.ndim == 2 and files.dtype == np.uint8:
         rows = files
     else:
@@ -70,13 +72,15 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     for row, padded in enumerate(rows):
         with _blame_row(row):
             opened.append(_open(padded))
-    if sum(one.width * one.height for one in opened) > most_pixels:
+    if sum(image.width * image.height for image in opened) > most_pixels:
         raise BadInput(f"all images of the request together have more than {most_pixels} pixels")
-    found = []
+    pictures = []
     for row in range(len(opened)):
         with _blame_row(row):
-            found.append(_pixels(opened.pop(0), channels))  # with the image goes Pillow's copy of the pixels
-    return found
+            pictures.append(
+                _pixels(opened.pop(0), channels)
+            )  # Dropping the image frees Pillow's copy of the pixels.
+    return pictures
 
 
 def resize(
@@ -88,9 +92,9 @@ def resize(
 ) -> Array:
     """Resize images of any sizes to u8 [n, height, width, c], size = (height, width); their proportions may change.
 
-    `resample` is a filter of Pillow's. Each but "nearest" averages over all pixels that become one (antialiasing), as in
-    torchvision with antialias=True; OpenCV's cv2.resize doesn't. Pillow changes widths first: with that of the result and their
-    own heights all images together may have `most_pixels`, else BadInput. Only very high and narrow ones come near it.
+    `resample` is a filter of Pillow's. All filters except "nearest" average over all pixels that become one (antialiasing), as
+    in torchvision with antialias=True; OpenCV's cv2.resize does not. Pillow changes widths first. At that point, all images
+    together may have at most `most_pixels` pixels, else BadInput. Only very high and narrow images come near this limit.
     """
     _limit(sum(image.shape[0] * size[1] for image in images), most_pixels)
     return _stack([_resized(image, size, resample) for image in images], size, images)
@@ -107,10 +111,11 @@ def resize_crop(
 ) -> Array:
     """Resize each image to `shorter` pixels of its shorter side, and crop its middle: u8 [n, height, width, c].
 
-    The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
-    down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
-    ValueError. rounding: transformers' processors round the crop's corner down. most_pixels: of all images together once they are scaled and not yet cut, else BadInput: a line of one pixel by
-    thousands, a file of a few bytes, becomes hundreds of times as broad.
+    This is the usual preparation for classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding. The
+    longer side is rounded down, and the crop's corner to the nearest pixel (halves to the even one). size: (height, width),
+    each at most `shorter`, else ValueError. rounding: "transformers" rounds the crop's corner down, as the processors of
+    transformers do. most_pixels: maximum number of pixels of all images together after scaling and before the crop, else
+    BadInput. A file of a few bytes can hold a line of one pixel by thousands, which scaling makes hundreds of times as broad.
     """
     if max(size) > shorter:
         raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
@@ -124,8 +129,8 @@ def resize_crop(
     _limit(sum(height * width for height, width in scaled), most_pixels)
     cropped = []
     for image, whole in zip(images, scaled, strict=True):
-        spare = [had - wanted for had, wanted in zip(whole, size, strict=True)]
-        top, left = (one // 2 if rounding == "transformers" else round(one / 2) for one in spare)
+        spare = [had - cropped for had, cropped in zip(whole, size, strict=True)]
+        top, left = (margin // 2 if rounding == "transformers" else round(margin / 2) for margin in spare)
         middle = (left, top, left + size[1], top + size[0])
         cropped.append(_resized(image, whole, resample, middle))
     return _stack(cropped, size, images)
@@ -133,24 +138,24 @@ def resize_crop(
 
 def crop(pixels: Array, size: tuple[int, int]) -> Array:
     """Cut the middle out of u8 [n, h, w, c]: [n, height, width, c], size = (height, width). The corner is rounded down."""
-    top, left = ((had - wanted) // 2 for had, wanted in zip(pixels.shape[1:3], size, strict=True))
+    top, left = ((had - cropped) // 2 for had, cropped in zip(pixels.shape[1:3], size, strict=True))
     if min(top, left) < 0:
         raise ValueError(f"a crop of {size} does not fit into images of {pixels.shape[1:3]}")
     return pixels[:, top : top + size[0], left : left + size[1]]
 
 
 def sizes(images: Images) -> Array:
-    """Return the heights and widths of images: i32 [n, 2]. They may travel through a model as a tensor of their own."""
+    """Return the heights and widths of images: i32 [n, 2]. They may pass through a model as a separate tensor."""
     return np.array([image.shape[:2] for image in images], np.int32).reshape(-1, 2)
 
 
 def letterbox(
     images: Images, size: tuple[int, int], *, fill: int = 114, resample: Filter = "bilinear"
 ) -> tuple[Array, Array]:
-    """Fit each image into `size` with its proportions, in the middle, `fill` around it: u8 [n, height, width, c].
+    """Scale each image into the middle of `size`, keep its proportions, and add `fill` around it: u8 [n, height, width, c].
 
-    The second result, f32 [n, 4], says where they are: scales across and down, then left and top in pixels. With it
-    `from_letterbox` finds the way back. It may travel through a model as a tensor of its own.
+    The second result, f32 [n, 4], has the places of the images: horizontal and vertical scale, then left and top in pixels.
+    `from_letterbox` needs it. It may pass through a model as a separate tensor.
     """
     pixels, places = [], []
     for image in images:
@@ -168,11 +173,11 @@ def letterbox(
 def from_letterbox(boxes: Array, places: Array) -> Array:
     """Map boxes of letterboxed images to the images: [n, k, 4] each, (left, top, right, bottom).
 
-    places: f32 [n, 4], of `letterbox`. What lies in the fill lies outside of the image afterwards: `boxes.clip` cuts it.
+    places: f32 [n, 4], from `letterbox`. Parts of boxes in the fill end up outside of the image; `boxes.clip` removes them.
     """
     scales, corners = np.tile(places[:, None, :2], 2), np.tile(places[:, None, 2:], 2)
-    found: Array = (boxes - corners) / scales
-    return found
+    mapped: Array = (boxes - corners) / scales
+    return mapped
 
 
 def normalise(
@@ -185,19 +190,19 @@ def normalise(
 ) -> Array:
     """Compute (pixels / 255 - mean) / std of u8 [n, h, w, c] as `dtype`, [n, c, h, w] or [n, h, w, c].
 
-    mean, std: a number for each channel, else ValueError. Each result is the exact value, rounded once.
+    mean, std: a number for each channel, else ValueError. Each result is the exact value, rounded only once.
     """
     if not len(mean) == len(std) == pixels.shape[3]:
         raise ValueError(f"{len(mean)} means and {len(std)} deviations for {pixels.shape[3]} channels")
-    # A byte has 256 values: they are computed once, and looked up.
+    # A byte has only 256 values, so each is computed once and then looked up.
     values = ((np.arange(256) / 255 - np.array(mean)[:, None]) / np.array(std)[:, None]).astype(dtype)
     count, height, width, channels = pixels.shape
-    found = np.empty((count, channels, height, width), dtype)
+    normalised = np.empty((count, channels, height, width), dtype)
     if layout == "nhwc":
-        found = np.empty((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+        normalised = np.empty((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
     for channel, table in enumerate(values):
-        found[:, channel] = table[pixels[..., channel]]
-    return found if layout == "nchw" else found.transpose(0, 2, 3, 1)
+        normalised[:, channel] = table[pixels[..., channel]]
+    return normalised if layout == "nchw" else normalised.transpose(0, 2, 3, 1)
 
 
 def _pillow() -> Any:
@@ -210,7 +215,7 @@ def _pillow() -> Any:
 
 @contextmanager
 def _blame_row(row: int) -> Iterator[None]:
-    """Turn Pillow's errors into BadInput: the file of this row is at fault."""
+    """Turn Pillow's errors into BadInput, which blames the file of this row."""
     pil = _pillow()
     try:
         yield
@@ -223,13 +228,13 @@ def _blame_row(row: int) -> Iterator[None]:
 
 
 def _open(padded: Array) -> PIL.Image.Image:
-    """A file whose header was read, and no more."""
+    """Open a file. This reads only its header."""
     file = padded.tobytes()
     if file.startswith(b"RIFF"):
-        # WebP says how long it is, and may end in zeros.
+        # A WebP file contains its length, and may end in zeros.
         file = file[: 8 + int.from_bytes(file[4:8], "little")]
     else:
-        # With the zeros a file that was cut off would look complete to JPEG's decoder, and grey from there on.
+        # With the zeros, a file that was cut off would seem complete to the JPEG decoder, and would be grey from there on.
         file = file.rstrip(b"\0")
     if file.startswith(b"\xff\xd8") and _has_too_many_scans(file):
         raise ValueError(f"it has more than {_MAX_SCANS} scans")
@@ -238,7 +243,7 @@ def _open(padded: Array) -> PIL.Image.Image:
 
 
 def _has_too_many_scans(jpeg: bytes) -> bool:
-    """Return whether a JPEG has too many scans, without those inside its segments (a thumbnail) and behind its end."""
+    """Return whether a JPEG has too many scans. Scans inside its segments (a thumbnail) and behind its end do not count."""
     scans, place = 0, 0
     while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
         scans += marker[1] == b"\xda"
@@ -249,15 +254,15 @@ def _has_too_many_scans(jpeg: bytes) -> bool:
 
 
 def _pixels(image: PIL.Image.Image, channels: int) -> Array:
-    image.load()  # of a PNG EXIF may come last
+    image.load()  # In a PNG file, EXIF may come last.
     turn = None
-    # What a camera wrote there does not matter, and Pillow raises all kinds of things.
+    # Ignore a damaged EXIF block. Pillow raises many kinds of errors for it.
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     if turn:
         image = image.transpose(_pillow().Image.Transpose[turn])
     if image.mode.startswith("I"):
-        # Pillow would cut 16 bits off at 255.
+        # Pillow would limit values of 16 bits to 255.
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     mode = "RGB" if channels == 3 else "L"
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
@@ -277,11 +282,11 @@ def _resized(
     resample: Filter,
     middle: tuple[int, int, int, int] | None = None,
 ) -> Array:
-    """[height, width, c], of which only `middle` is wanted: left, top, right, bottom."""
+    """Return the image resized to [height, width, c], or only its part `middle`: left, top, right, bottom."""
     pil = _pillow()
     channels = image.shape[2]
-    one = pil.Image.fromarray(image if channels > 1 else image[..., 0])
-    resized = one.resize((size[1], size[0]), pil.Image.Resampling[resample.upper()])
+    picture = pil.Image.fromarray(image if channels > 1 else image[..., 0])
+    resized = picture.resize((size[1], size[0]), pil.Image.Resampling[resample.upper()])
     pixels = np.asarray(resized if middle is None else resized.crop(middle))
     return pixels.reshape(*pixels.shape[:2], channels)
 

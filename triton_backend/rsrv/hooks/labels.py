@@ -17,7 +17,8 @@ Array = npt.NDArray[Any]
 def softmax(logits: Array, axis: int = -1) -> Array:
     """Return exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do not overflow.
 
-    logits: floats, else ValueError. Those of 16 bits are computed with in 32: a sum of many would be infinite.
+    logits: floats, else ValueError. Floats of 16 bits are converted to 32 bits for the computation, because a sum of many would
+    be infinite.
     """
     floats(logits, "logits")
     wide = logits.astype(np.result_type(logits, np.float32), copy=False)
@@ -29,7 +30,7 @@ def softmax(logits: Array, axis: int = -1) -> Array:
 def top_k(scores: Array, k: int) -> tuple[Array, Array]:
     """Return the k largest of floats [..., c], best first, and their indices: [..., k] and i64 [..., k].
 
-    Of equal values the first comes first; NaN comes last. With fewer than k values, all are returned. Raises ValueError for
+    Equal values keep their order. NaN comes last. If there are fewer than k values, all are returned. Raises ValueError for
     other types.
     """
     floats(scores, "scores")
@@ -38,9 +39,9 @@ def top_k(scores: Array, k: int) -> tuple[Array, Array]:
 
 
 def read_names(path: Path | str, *, width: int | None = None) -> Array:
-    """Read the names of classes from a file in UTF-8, one a line: u8 [c, width], zeros behind each.
+    """Read the names of classes from a file in UTF-8 with one name per line: u8 [c, width], with zeros behind each name.
 
-    Indexed with the classes of `top_k` it is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width]. width: bytes; by
-    default of the longest name. Raises ValueError when a name is longer.
+    Indexed with the classes of `top_k`, the result is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width].
+    width: bytes of a row, by default those of the longest name. Raises ValueError when a name is longer.
     """
     return as_text(Path(path).read_text(encoding="utf-8").splitlines(), width=width)

@@ -1,4 +1,4 @@
-"""Loading a bundle's `model.py`: trusted Python of the user's, executed in this process."""
+"""Loading of a bundle's `model.py`, which is trusted Python code of the user, executed in this process."""
 
 import builtins
 import os
@@ -17,19 +17,22 @@ Arrays = dict[str, npt.NDArray[Any]]
 Hook = Callable[[Arrays], Arrays]
 
 
-#: Seconds that an import may take, however short the limit of hooks is: large libraries take some.
+#: Minimum limit of seconds for an import, because large libraries take several seconds, even if the limit of hooks is shorter.
 _IMPORT_S = 60.0
 #: Folders of the executed files.
 _folders: list[Path] = []
 
 
 class HookError(Exception):
-    """model.py or the tokeniser is wrong; the message names the fault and the remedy."""
+    """model.py or the tokeniser is faulty. The message names the fault and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """A model's hooks: each takes and returns {name: array}, row-major, for one request. None: tensors pass unchanged."""
+    """A model's hooks.
+
+    Each takes and returns row-major arrays by name, for one request. If a hook is None, tensors pass unchanged.
+    """
 
     preprocess: Hook | None = None
     postprocess: Hook | None = None
@@ -40,12 +43,12 @@ def load_hooks(path: Path) -> Hooks:
     if not path.exists():
         return Hooks()
     module = _execute(path)
-    found = {name: _function(module, name, "one dict of arrays") for name in ("preprocess", "postprocess")}
-    if not any(found.values()):
+    hooks = {name: _function(module, name, "one dict of arrays") for name in ("preprocess", "postprocess")}
+    if not any(hooks.values()):
         raise HookError(
             "model.py: defines neither preprocess nor postprocess; define one, or remove the file"
         )
-    return Hooks(**found)
+    return Hooks(**hooks)
 
 
 def load_run(path: Path) -> Callable[..., Any]:
@@ -57,7 +60,7 @@ def load_run(path: Path) -> Callable[..., Any]:
 
 
 def import_limit_s(hook_timeout_s: float | None) -> float | None:
-    """Return the limit of an import of `model.py`, by `stub.hook_timeout_s`; None: there is none."""
+    """Return the limit of an import of `model.py` for this `stub.hook_timeout_s`, or None without a limit."""
     return None if hook_timeout_s is None else max(hook_timeout_s, _IMPORT_S)
 
 
@@ -79,7 +82,8 @@ def _execute(path: Path) -> types.ModuleType:
     if number > 1:
         module.__dict__["__builtins__"] = _Imports.of(f"bundle_{number}", folder).builtins
     sys.modules[module.__name__] = module  # pickles, dataclasses and typing look a module up by name
-    # Compiled here, not imported: a .pyc in its folder would look to Triton like a new version of the model.
+    # Compile the file here instead of importing it, because Triton would take a .pyc file in its folder for a new version of
+    # the model.
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
     except UnicodeEncodeError as error:

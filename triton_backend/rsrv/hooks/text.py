@@ -1,4 +1,4 @@
-"""Text: strings, or u8 [n, bytes] in UTF-8 with zeros behind each row; and tokens, by the package tokenizers."""
+"""Texts, as strings or as u8 [n, bytes] in UTF-8 with zeros behind each row; and tokens, made with the package tokenizers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-#: No more bytes of a text are looked at, for each token that is kept: a megabyte would keep a tokeniser busy for most of a second.
+#: Maximum number of bytes of a text that are read per token of the result. Without it, a megabyte of text would take a
+#: tokeniser most of a second.
 _BYTES_PER_TOKEN = 64
 
 
 def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
-    """Encode texts in UTF-8 (bytes as they are), zeros behind each: u8 [n, width]. width: by default the longest one's, 1 at least.
+    """Encode texts in UTF-8, with zeros behind each: u8 [n, width].
+
+    Bytes stay as they are. width: bytes of a row, by default those of the longest text, but at least 1.
 
     Raises ValueError when a text is longer.
     """
-    coded = [one.encode() if isinstance(one, str) else one for one in texts]
+    coded = [text.encode() if isinstance(text, str) else text for text in texts]
     longest = max([1, *map(len, coded)])
     if width is not None and width < longest:
         raise ValueError(f"a text of {longest} bytes in rows of {width}")
     rows = np.zeros((len(coded), width or longest), np.uint8)
-    for row, one in zip(rows, coded, strict=True):
-        row[: len(one)] = np.frombuffer(one, np.uint8)
+    for row, encoded in zip(rows, coded, strict=True):
+        row[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     return rows
 
 
@@ -53,7 +56,7 @@ def as_json(rows: Sequence[Any]) -> Array:
 def from_text(rows: Array) -> list[str]:
     """Decode the texts of strings [n] or [n, 1], objects of type bytes, or of u8 [n, bytes].
 
-    Bytes that are not UTF-8, as of a character that was cut in two, are left out.
+    Bytes that are not UTF-8 are left out, for example a character that was cut in two.
     """
     return _texts(rows, slice(None))
 
@@ -66,7 +69,7 @@ def _texts(rows: Array, part: slice) -> list[str]:
 
 
 def _open(path: Path | str) -> tokenizers.Tokenizer:
-    """Read a tokeniser's file. Raises ImportError without tokenizers, ValueError."""
+    """Read a tokeniser's file. Raises ImportError if tokenizers is not installed, and ValueError."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -87,8 +90,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, *texts: str | None, **options: bool
 def _no_panics() -> Iterator[None]:
     """Turn a panic of the package tokenizers into BadInput.
 
-    A regular expression of the file panics after ten million steps backwards. The panic's class is no Exception: it would end
-    the thread.
+    A regular expression of the file panics after ten million steps of backtracking. The class of a panic is not a subclass of
+    Exception, so a panic would end the thread.
     """
     try:
         yield
@@ -100,9 +103,9 @@ def _no_panics() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens, [n, length] each: their ids, 1 for a token and 0 behind the last, 1 in the second text of a pair.
+    """Tokens, [n, length] each: ids, mask (1 for a token, 0 behind the last one), and type (1 in the second text of a pair).
 
-    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and behind the last token. None
+    starts, ends: places of the tokens in their text, in characters. They are -1 for marks and behind the last token, and None
     unless the Tokeniser was made with spans=True.
     """
 
@@ -114,7 +117,7 @@ class Tokens:
 
 
 class Tokeniser:
-    """Makes tokens of texts as a file `tokenizer.json` says, in rows of one of a few lengths. Safe to use from any thread."""
+    """Makes tokens from texts with a file `tokenizer.json`, in rows of one of a few lengths. Safe to use from any thread."""
 
     def __init__(
         self,
@@ -129,12 +132,11 @@ class Tokeniser:
     ) -> None:
         """Read the tokeniser's file.
 
-        lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or 0.
-        too_long: what happens to a text with more tokens than the largest length. prefix: goes in front of each text, but not of a
-        pair's second one. spans: return places of the tokens, too.
-
-        Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser, and when the largest length
-        does not hold the marks that the file puts around each text or pair.
+        lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or
+        0. too_long: whether a text with more tokens than the largest length is cut or refused. prefix: text put in front of
+        each text, except the second one of a pair. spans: also return places of the tokens. Raises ImportError if tokenizers is
+        not installed. Raises ValueError if the file is missing or is no tokeniser, or if the largest length does not hold the
+        marks that the file puts around each text or pair.
         """
         self._tokenizer = _open(path)
         self._lengths = sorted(lengths)
@@ -146,8 +148,8 @@ class Tokeniser:
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)
         self._cuts, self._prefix, self._spans = too_long == "cut", prefix, spans
-        # The file may ask for padding and for another length; which side is cut stays its affair. Of a pair it may want only one
-        # text cut, which raises where the other is too long by itself.
+        # Override the file's padding and length, and keep its side for cuts. Also override files that cut only one text of a
+        # pair: tokenizers would raise an error if the other text alone is too long.
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()
@@ -158,23 +160,27 @@ class Tokeniser:
             self._tokenizer.enable_truncation(self._lengths[-1], strategy="longest_first", direction=side)
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
-        """Make tokens of texts as in `from_text`, and of the second texts of pairs: Tokens [n, l], l the smallest length for all rows.
+        """Make tokens from texts in a form of `from_text`, and from the second texts of pairs.
 
-        Tokens beyond the largest length are cut off at the file's side, of a pair from the longer text first, and so are bytes
-        beyond 64 for each of its tokens. With too_long="refuse", such a text raises BadInput instead.
+        The result is Tokens [n, l], where l is the smallest length that holds all rows.
+
+        Tokens beyond the largest length are cut off at the side that the file names, in a pair from the longer text first.
+        Bytes beyond 64 for each token of the largest length are also cut off. With too_long="refuse", such a text raises
+        BadInput instead.
         """
-        # Encode one character more, to detect a text that is too long. A part of a character would be left out.
+        # Encode one more character, to detect a text that is too long. A part of a character would be left out.
         most = self._most_bytes + (0 if self._cuts else 4)
         part = slice(-most, None) if self._left else slice(most)
         firsts = _texts(text, part)
         seconds = [None] * len(firsts) if second is None else _texts(second, part)
         if not self._cuts:
             for index, pair in enumerate(zip(firsts, seconds, strict=True)):
-                if any(len(one.encode()) > self._most_bytes for one in pair if one):
+                if any(len(text.encode()) > self._most_bytes for text in pair if text):
                     self._refuse(index, "more")
         if self._prefix:
-            firsts = [self._prefix + one for one in firsts]
-        # One by one: `encode_batch` starts a thread for each processor, in every process that serves a model.
+            firsts = [self._prefix + text for text in firsts]
+        # Encode texts one by one, because `encode_batch` starts a thread for each processor in every process that serves a
+        # model.
         rows = [_encode(self._tokenizer, *pair) for pair in zip(firsts, seconds, strict=True)]
         longest = max((len(row.ids) for row in rows), default=0)
         if longest > self._lengths[-1]:
@@ -203,14 +209,14 @@ class Tokeniser:
 
     def id_of(self, token: str) -> int:
         """Return the id of a token. Raises ValueError if the file has no such token."""
-        found = self._tokenizer.token_to_id(token)
-        if found is None:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None:
             raise ValueError(f"the tokeniser has no token {token!r}")
-        return int(found)
+        return int(token_id)
 
     def words(self, ids: Sequence[int]) -> str:
         """Return the text of tokens in the middle of a text, special ones included."""
-        names = [self._tokenizer.id_to_token(one) or "" for one in ids]
+        names = [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
         decoder = self._tokenizer.decoder
         return " ".join(names) if decoder is None else str(decoder.decode(names))
 
@@ -226,8 +232,8 @@ CONTENT_BEGIN, CONTENT_END = "\ufdd0", "\ufdd1"
 class PromptTokeniser:
     """Makes prompts of texts for a model that generates, and text of its tokens. Safe to use from any thread.
 
-    The text takes the place of `{text}` in a template. Special tokens, as of a chat's turns, count in the template only:
-    in the text they are characters like others.
+    The text takes the place of `{text}` in a template. Special tokens, for example those of a chat's turns, count only in the
+    template. In the text they are ordinary characters.
     """
 
     def __init__(self, path: Path | str, template: str = "{text}") -> None:
@@ -239,12 +245,14 @@ class PromptTokeniser:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         before, after = template.split("{text}")
-        marks = [one.content for one in tokenizer.get_added_tokens_decoder().values() if one.special]
+        marks = [
+            special.content for special in tokenizer.get_added_tokens_decoder().values() if special.special
+        ]
         # The result depends only on the text between the neighbouring special tokens, because spaces belong to words.
-        begin = max((before.rfind(one) + len(one) for one in marks if one in before), default=0)
-        end = min((after.find(one) for one in marks if one in after), default=len(after))
+        begin = max((before.rfind(mark) + len(mark) for mark in marks if mark in before), default=0)
+        end = min((after.find(mark) for mark in marks if mark in after), default=len(after))
         self._left, self._right = before[begin:], after[:end]
-        #: without special tokens in the template, the file puts its own around the text
+        #: True if the template has no special tokens. The file then puts its own around the text.
         self._marked = not (begin or after[end:])
         self._before = _encode(tokenizer, before[:begin], add_special_tokens=False).ids
         self._after = _encode(tokenizer, after[end:], add_special_tokens=False).ids
@@ -288,21 +296,21 @@ class PromptTokeniser:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
-#: stands for bytes that are no character, or not yet
+#: Stands for bytes that are not a character, or not a complete one yet.
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: tokens without a whole character after which their bytes are none
+#: After this many tokens without a whole character, their bytes count as no character.
 _MAX_HELD = 16
 
 
 class TextStream:
-    """The text of an answer while its tokens come: whole characters only, and nothing that a stop text may begin with.
+    """The text of an answer while its tokens arrive.
 
-    Tokens are decoded together with those before them, because a character can have several, and a space may depend on
-    its neighbours.
+    It has only whole characters, and no possible beginning of a stop text. Tokens are decoded together with the tokens before
+    them, because a character can consist of several tokens, and a space may depend on its neighbours.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        """Decode with `decode`. The text ends before the first of the texts `stop`, none of them empty."""
+        """Decode with `decode`. The text ends before the first of the texts in `stop`, which must not be empty."""
         self._decode = decode
         self._stop = stop
         #: The latest tokens.
@@ -315,7 +323,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """Take further tokens, and return the text that is certain now."""
+        """Add further tokens, and return the text that is certain now."""
         for token in tokens:
             if self.stopped:
                 break
@@ -343,11 +351,11 @@ class TextStream:
         return text
 
     def _find_stop(self) -> None:
-        found = [at for one in self._stop if (at := self._held.find(one)) >= 0]
-        if found:
-            self._held, self.stopped = self._held[: min(found)], True
+        places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if places:
+            self._held, self.stopped = self._held[: min(places)], True
 
     def _uncertain(self) -> int:
         """Return the number of characters at the end that may be the beginning of a stop text."""
-        lengths = (n for one in self._stop for n in range(1, len(one)) if self._held.endswith(one[:n]))
+        lengths = (n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n]))
         return max(lengths, default=0)

@@ -1,4 +1,4 @@
-"""Answers about tokens: named entities and words for a mask, as transformers' pipelines give them."""
+"""Answers about tokens: named entities and words for a mask, in the form of transformers' pipelines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def entities(
 ) -> list[list[dict[str, Any]]]:
     """Group neighbouring tokens with the same label, for each row; this is transformers' aggregation strategy `simple`.
 
-    scores: [n, l, labels], probabilities. ids, starts, ends: [n, l] of `Tokeniser` with spans. A label may begin with `B-`, which
-    begins an entity, or `I-`. The label `O` is left out.
+    scores: [n, l, labels], probabilities. ids, starts, ends: [n, l] of `Tokeniser` with spans. A label may begin with `B-`,
+    which begins an entity, or `I-`. The label `O` is left out.
     """
     best, most = scores.argmax(-1), scores.max(-1)
     return [
@@ -57,7 +57,7 @@ def _groups(best: Array, starts: Array, labels: Sequence[str]) -> list[tuple[str
 def candidates(
     scores: Array, tokens: Array, ids: Array, mask: Array, mask_id: int, tokeniser: Tokeniser
 ) -> list[list[dict[str, Any]]]:
-    """Return the likeliest tokens in place of each row's mask, with the text that each makes.
+    """Return the likeliest tokens for the place of each row's mask, with the text that results from each.
 
     scores, tokens: [n, k], best first. ids, mask: [n, l] of `Tokeniser`.
     """

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 
 from rsrv.address import Address
 
-#: unanswered requests in a row: a single one may meet a busy thread, or a suspended machine
+#: Unanswered requests in a row that count as a hang. A single one may meet a busy thread or a suspended machine.
 _QUESTIONS = 6
 
 
@@ -26,7 +26,10 @@ async def listens(address: Address) -> bool:
 
 
 async def wait_for_hang(address: Address, patience_s: float) -> None:
-    """Return when the server has answered nothing for so many seconds. Refused connections mean starting or ending."""
+    """Return when the server has answered nothing for `patience_s` seconds.
+
+    A refused connection does not count, because the server is then starting or ending.
+    """
     pause = patience_s / _QUESTIONS
     silent = 0
     while silent < _QUESTIONS:
@@ -41,7 +44,7 @@ async def wait_for_hang(address: Address, patience_s: float) -> None:
 
 
 async def _ask(address: Address) -> None:
-    """Return when there is an answer, or a refusal."""
+    """Return when the server has answered, or has refused the connection."""
     try:
         reader, writer = await asyncio.open_connection(address.local, address.port)
     except OSError:
@@ -52,7 +55,7 @@ async def _ask(address: Address) -> None:
 
 
 def bind_error(address: Address) -> str:
-    """Return why this process cannot listen at the address; empty if it can."""
+    """Return why this process cannot listen at the address, or an empty text if it can."""
     with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

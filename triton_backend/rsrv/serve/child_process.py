@@ -1,4 +1,4 @@
-"""The server's process: its start, its log and its end, with the processes that it started itself."""
+"""The server's process: its start, its log, its end, and the end of the processes that it started."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rsrv.serve.plan import ServerPlan
 from rsrv.wire.stub_process import regions_of, remove_regions
 
 EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
-#: longest buffered line, bytes; longer ones are cut. rsrv's own lines are shorter
+#: Longest buffered line in bytes. Longer lines are cut. rsrv's own lines are shorter.
 _LONGEST = 1 << 20
 
 
 class Process:
     """One server, from its start. Belongs to the event loop and to the thread that started it.
 
-    The kernel kills it with SIGKILL when that thread ends. Every process that writes to its log's pipe counts
-    as started by it, which finds a server's stubs and its runtime in any process group.
+    The kernel kills it with SIGKILL when that thread ends. Every process that writes to the pipe of its log counts as started
+    by it. This finds the server's stubs and its runtime in any process group.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Process:
         self._pipe = os.readlink(f"/proc/self/fd/{log}")
         self._write = write
         self._regions = regions
-        #: the beginning of a line
+        #: Beginning of a line whose end has not been read yet.
         self._rest = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(log, self._read)
@@ -71,23 +71,23 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """True if the process has ended, reaped or not."""
+        """True if the process has ended, whether or not it was reaped."""
         return self._over.done()
 
     async def over(self) -> None:
-        """Return when it has ended."""
+        """Return when the process has ended."""
         await asyncio.shield(self._over)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless it is reaped: another process may have its pid then."""
+        """Send a signal unless the process is reaped, because another process may have its pid then."""
         if self._popen.returncode is None:
             os.kill(self.pid, number)
 
     async def bury(self, patience: float) -> tuple[int, list[int]]:
         """Reap the ended child; return its status, as in subprocess, and the pids of killed processes.
 
-        These are its own children that did not end within `patience` seconds. Afterwards its log is complete, and the
-        shared memory of its stubs is gone.
+        The killed processes are the server's own children that did not end within `patience` seconds. Afterwards its log is
+        complete, and the shared memory of its stubs is gone.
         """
         left = {pid: asyncio.ensure_future(_over(pid)) for pid in _writers(self._pipe)}
         if left:
@@ -96,7 +96,7 @@ class Process:
         for pid in killed:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # Until it is reaped, no other process group can have its number.
+        # The number of the process group is reserved until the process is reaped.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if killed:
@@ -109,7 +109,7 @@ class Process:
         return self._popen.wait(), killed
 
     def _read(self) -> bool:
-        """Pass on a part of the log; return false if there is no more for now."""
+        """Pass on a part of the log. Return False if no more can be read now."""
         try:
             data = os.read(self._log, 65536)
         except BlockingIOError:
@@ -121,7 +121,7 @@ class Process:
         lines, end, rest = (self._rest + data).rpartition(b"\n")
         if len(rest) > _LONGEST:
             lines, end, rest = lines + end + rest, b"\n", b""
-        # A line of `rsrv serve` itself must not come amid another one.
+        # Pass on whole lines only, so that a line of `rsrv serve` itself does not split one.
         self._rest = rest
         if end:
             self._write(lines + end)
@@ -137,7 +137,7 @@ class Process:
 
 
 async def _over(pid: int) -> None:
-    """Return when a process has ended, reaped or not."""
+    """Return when a process has ended, whether or not it was reaped."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -153,13 +153,13 @@ async def _over(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
-    """Reap an orphan: in a container, orphans become children of the first process."""
+    """Reap an orphan. In a container, orphans become children of the first process."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
 def _writers(pipe: str) -> Iterator[int]:
-    """Yield this user's processes whose output or errors go to a pipe."""
+    """Yield this user's processes whose standard output or error output is a pipe."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and any(_target(entry / "fd" / number) == pipe for number in ("1", "2")):
             yield int(entry.name)

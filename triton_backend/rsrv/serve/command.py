@@ -1,4 +1,4 @@
-"""`rsrv serve`: one command from bundles to a server that follows them."""
+"""`rsrv serve`: one command from bundles to a running server that follows their changes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rsrv.triton_install import Installation, InstallError, default_folder
 from rsrv_gen.known import Known
 
 LOG_FILE = "serve.log"
-#: value of --log for the standard output
+#: Value of --log for the standard output.
 STDOUT = Path("-")
-#: where NVIDIA's container has its server
+#: Path of the server in NVIDIA's container.
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
 def run(options: Namespace) -> int:
-    """Serve until Ctrl-C. Return the exit status: 0; 1 if the server cannot start or ended by itself; 2 for wrong paths."""
+    """Serve until Ctrl-C. Return the exit status: 0, 1 if the server cannot start or ended by itself, or 2 for wrong paths."""
     try:
         if options.demo:
             data = demo.DATA if options.dry_run else options.directory
@@ -101,7 +101,7 @@ def _copy_demo(directory: Path) -> None:
 def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes whole lines to the log."""
     with ExitStack() as stack:
-        # Its handlers write to a file that is closed here.
+        # This function closes the file, so remove the handlers that write to it.
         stack.callback(server.log.handlers.clear)
         if path == STDOUT:
             yield _put
@@ -130,7 +130,7 @@ def _log_lines(path: Path) -> Iterator[Callable[[bytes], None]]:
 
 
 def _put(lines: bytes) -> None:
-    """Write to standard output, which the reader may have closed."""
+    """Write to standard output. Do nothing if its reader has closed it."""
     with suppress(OSError):
         logs.write(sys.stdout.fileno(), lines)
 
@@ -148,7 +148,7 @@ class _LogHandler(logging.Handler):
 
 
 def _set_up_log(format: logs.Format, put: Callable[[bytes], None], *, on_terminal: bool) -> None:
-    """Send the lines of `rsrv serve` to `put`, and its warnings to the terminal, too, if there is one."""
+    """Send the lines of `rsrv serve` to `put`. If there is a terminal, also send its warnings there."""
     handlers: list[logging.Handler] = [_LogHandler(put)]
     handlers[0].setFormatter(logs.formatter(format))
     if on_terminal:
@@ -169,7 +169,7 @@ class _Terminal:
     """
 
     def __init__(self, planned: ServerPlan, options: Namespace, models: int) -> None:
-        """`models` is the number of models that start."""
+        """Make the output. `models` is the number of models that start."""
         page = server.live_page(planned.page)
         log = options.log or options.directory / LOG_FILE
         self._endpoints = view.endpoints(planned, page, log)
@@ -218,13 +218,13 @@ def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
         InstallError: the installation failed.
     """
     if named is not None:
-        found = shutil.which(named)
-        if found is None:
+        path = shutil.which(named)
+        if path is None:
             raise ServeError(f"--tritonserver: there is no program {named}")
-        return os.path.abspath(found)
+        return os.path.abspath(path)
     for candidate in ("tritonserver", str(CONTAINER)):
-        if found := shutil.which(candidate):
-            return os.path.abspath(found)
+        if path := shutil.which(candidate):
+            return os.path.abspath(path)
     installation = Installation.at(default_folder())
     if not installation.is_installed():
         if not ask("No tritonserver was found. Install release 24.10 for this user (100 MB)?"):

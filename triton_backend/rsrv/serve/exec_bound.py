@@ -1,9 +1,9 @@
-"""Program that binds itself to its parent's life, and then becomes another program.
+"""Program that makes the kernel kill it at its parent's end, and then becomes another program.
 
     python exec_bound.py PARENT_PID PROGRAM ARGUMENTS...
 
-The kernel must be asked from within the child, before it becomes the other program; a hook in Popen would
-fork a process that may hold the locks of other threads.
+Only the child itself can ask the kernel for this, before it becomes the other program. A hook in Popen would run in a forked
+process that may hold the locks of other threads.
 """
 
 import ctypes

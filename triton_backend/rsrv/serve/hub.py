@@ -1,4 +1,7 @@
-"""`rsrv serve --hf`: bundles of directories of Hugging Face, exported before the server starts, and kept for the next start."""
+"""`rsrv serve --hf`: bundles exported from Hugging Face directories before the server starts.
+
+They are reused at the next start.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from rsrv.serve.plan import ServeError
 
 #: Folder of the bundles, in the directory of `rsrv serve`.
 FOLDER = "hf"
-#: Folder with what each bundle was exported from; no server takes a hidden folder for a bundle.
+#: Folder that records what each bundle was exported from. No server takes a hidden folder for a bundle.
 _STAMPS = ".exported"
 
 
 def export_all(directories: Sequence[Path], folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """Export the directories that have changed since their last export; return the bundles, all in `folder`.
+    """Export the directories that have changed since their last export. Return the bundles, all in `folder`.
 
-    Each export is a process of its own, which has PyTorch and transformers; this one needs neither. Raises ServeError if a
+    Each export is a process of its own, which has PyTorch and transformers; this process needs neither. Raises ServeError if a
     directory is missing, if two have the same name, or if an export fails.
     """
     bundles: dict[Path, Path] = {}
@@ -75,15 +78,15 @@ def _export(directory: Path, bundle: Path, say: Callable[[str], None]) -> None:
 def fingerprint(directory: Path) -> str:
     """Return a text that changes with the directory, one of its files, or the version of rsrv.
 
-    Files that come with a time, as those of archives do, have another ctime.
+    The ctime also counts, because files from an archive keep their old mtime.
     """
     files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     facts = [
         [
             path.relative_to(directory).as_posix(),
-            (found := path.stat()).st_size,
-            found.st_mtime_ns,
-            found.st_ctime_ns,
+            (status := path.stat()).st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
         ]
         for path in files
     ]

@@ -1,4 +1,4 @@
-"""The process of OpenAI's endpoints of a server. It starts when a model has a task, and restarts when it ends."""
+"""The process of a server's OpenAI endpoints. It starts when a model has a task, and restarts after it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rsrv.triton_command_line import Options, restrictions
 
 log = logging.getLogger("rsrv.serve")
 
-#: Seconds between two looks for a model with a task, for the keys, and for the port.
+#: Seconds between checks for a model with a task, for the keys, and for the port.
 _LOOK_S = 5.0
 #: Longest pause before the process starts again, in seconds.
 _LONGEST_S = 30.0
@@ -33,20 +33,22 @@ async def keep_openai(
     started: Callable[[str], None],
     end: asyncio.Event,
 ) -> None:
-    """Keep the process until `end`, and return when it has answered its calls. If this is cancelled, it is killed.
+    """Run the process until `end`, and return when it has answered its calls.
+
+    If this coroutine is cancelled, the process is killed.
 
     `write` gets whole lines of its log, and `started` the address of each process.
     """
     section = settings.openai
     if section.listen is None:
         return
-    looks, told, pause = TaskLooks(planned.repository), "", 1.0
+    looks, logged, pause = TaskLooks(planned.repository), "", 1.0
     while not end.is_set():
         if await asyncio.to_thread(looks.found):
             reason = await asyncio.to_thread(_closed, section, section.listen)
-            if reason and reason != told:
+            if reason and reason != logged:
                 log.error("OpenAI's endpoints are off: %s. Everything else is served", reason)
-            told = reason
+            logged = reason
             if not reason:
                 began = asyncio.get_running_loop().time()
                 status = await _live(planned, settings, section.listen, write, started, end)
@@ -60,11 +62,11 @@ async def keep_openai(
                     pause,
                 )
         with suppress(TimeoutError):
-            await asyncio.wait_for(end.wait(), pause if not told else _LOOK_S)
+            await asyncio.wait_for(end.wait(), pause if not logged else _LOOK_S)
 
 
 def _closed(section: OpenaiSection, listen: str) -> str:
-    """Return why the port stays closed; empty if it opens."""
+    """Return why the port stays closed, or an empty text if it opens."""
     if reason := closed_reason(listen, section.keys_file):
         return f"{reason} (openai.keys_file)"
     if taken := bind_error(parse_address(listen, any_host=True)):
@@ -91,10 +93,10 @@ async def _live(
     started: Callable[[str], None],
     end: asyncio.Event,
 ) -> int:
-    """Run the process until it ends, or until `end` and its last answer. Return its status."""
+    """Run the process until it ends by itself, or until `end` is set and it has sent its last answer. Return its status."""
     environment = {**os.environ, "RSRV_LOGS__FORMAT": settings.logs.format}
     if secret := restrictions(Options(planned.argv), "grpc").get("model-repository"):
-        # Not on the command line, which other users of the machine see.
+        # Pass the key in the environment, because other users of the machine see the command line.
         environment[OPERATOR] = "=".join(secret)
     process = await asyncio.create_subprocess_exec(
         *(
@@ -109,7 +111,7 @@ async def _live(
         stdin=DEVNULL,
         stdout=DEVNULL,
         stderr=PIPE,
-        # Ctrl-C is for `rsrv serve`, which ends it in order.
+        # Ctrl-C is for `rsrv serve`, which ends this process in order.
         start_new_session=True,
     )
     started(listen)
@@ -126,7 +128,7 @@ async def _live(
 
 
 async def log_lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a log, but for those that are too long for the stream."""
+    """Yield the lines of a log. Lines that are too long for the stream are left out."""
     while True:
         try:
             line = await stream.readline()

@@ -22,7 +22,7 @@ log = logging.getLogger("rsrv.serve")
 _QUIET_S = 1.0
 #: Seconds between two checks of the models that are being unloaded.
 _LOOK_S = 0.1
-#: Seconds for the server's answer on the connection that is kept.
+#: Seconds that the server has to answer on the connection that is kept open.
 _ANSWER_S = 2.0
 
 
@@ -31,16 +31,16 @@ class RunningServer(Protocol):
 
     @property
     def http(self) -> str:
-        """HOST:PORT of its HTTP front end; empty if it has none."""
+        """HOST:PORT of the server's HTTP front end, or empty if it has none."""
 
     async def request_count(self) -> int:
         """Return how many requests have left Triton's queues."""
 
     async def remaining(self) -> dict[str, bool]:
-        """Return the models that are not unloaded, and whether each is ready."""
+        """Return the models that are not unloaded yet, and whether each is ready."""
 
     async def dismiss(self, name: str) -> None:
-        """Unload a model when its requests in flight are answered; refuse new ones from now on."""
+        """Unload a model once its requests in flight are answered. Refuse new requests from now on."""
 
 
 async def end_in_order(
@@ -52,10 +52,10 @@ async def end_in_order(
     that call other models. They are unloaded first.
     """
     try:
-        # Triton ends HTTP first. While this connection is open, it answers gRPC on every release.
+        # Triton ends HTTP first. While this connection is open, Triton answers gRPC in every release.
         connection = await _connect(server.http) if server.http else None
     except TimeoutError:
-        terminate()  # it hangs
+        terminate()  # The server hangs.
         return False
     if connection is not None:
         terminate()
@@ -103,7 +103,7 @@ async def _wait_until_quiet(server: RunningServer, linger_s: float) -> None:
 
 
 async def _unload(server: RunningServer, callers: Collection[str]) -> None:
-    """Unload all models, the callers first; return when all requests in flight are answered."""
+    """Unload all models, the callers first. Return when all requests in flight are answered."""
     for first in (True, False):
         while models := {
             name: ready for name, ready in (await server.remaining()).items() if name in callers or not first

@@ -1,4 +1,4 @@
-"""Plan of `rsrv serve`: the server's command line, environment and addresses. Pure."""
+"""Plan of `rsrv serve`: the server's command line, environment and addresses. It has no side effects."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from rsrv.triton_command_line import (
     unusable_characters,
 )
 
-#: model repository, in the directory of `rsrv serve`
+#: Name of the model repository in the directory of `rsrv serve`.
 REPOSITORY = "models"
-#: Threads of tritonserver for each model, which carry late answers and calls through Triton. By default there are 32, most
-#: of a server's threads. With 2, late answers came as fast; calls of a meta model came slower (0.69 times as many with 8
-#: clients), because each holds a thread and one must stay for answers.
+#: Threads of tritonserver for each model. They carry late answers and calls through Triton. The default of 32 makes up most of
+#: a server's threads. With 2 threads, late answers were as fast. Calls of a meta model were slower (0.69 times as many with 8
+#: clients), because each call holds a thread and one thread must stay free for answers.
 _THREADS_PER_MODEL = 2
-#: one more than the calls that a stub has in flight (`rsrv.stub.bls.MAX_CALLS`)
+#: One more than the calls that a stub has in flight (`rsrv.stub.bls.MAX_CALLS`).
 CALLING_THREADS = 9
 #: Placeholder of the operators' key on the command line until the server starts.
 _KEY = "OPERATOR-KEY"
@@ -40,7 +40,7 @@ _KEY = "OPERATOR-KEY"
 class ServeError(Exception):
     """The server cannot be started; the message names the option or setting, and the remedy."""
 
-    #: exit status of the command
+    #: Exit status of the command.
     status = 1
 
 
@@ -55,19 +55,19 @@ class ServerPlan:
     """The tritonserver that `rsrv serve` keeps running."""
 
     argv: tuple[str, ...]
-    #: additions to the environment of `rsrv serve`
+    #: Additions to the environment of `rsrv serve`.
     environment: Mapping[str, str]
-    #: addresses by Triton's word for each: http, grpc, metrics
+    #: Addresses by Triton's name of each protocol: http, grpc, metrics.
     ports: Mapping[str, Address]
-    #: its model repository
+    #: Path of the model repository.
     repository: Path
-    #: Link to the repository's folder, made before the start because Triton cannot use the folder's own path; else None.
+    #: Link to the repository's folder, or None. It is made before the start if Triton cannot use the folder's own path.
     link: Path | None
-    #: seconds for requests in flight when it stops
+    #: Seconds for requests in flight when the server stops.
     drain_s: float
-    #: address of the live page; None: there is none
+    #: Address of the live page, or None if it is off.
     page: Address | None
-    #: First characters of the names of the shared memory of its stubs, which no other server of the machine has.
+    #: Prefix of the names of the shared memory of its stubs. No other server of the machine has the same prefix.
     regions: str
 
     @property
@@ -86,11 +86,11 @@ class ServerPlan:
 
     @property
     def warning(self) -> str:
-        """What clients on other machines can do with the operators' APIs; empty if they can do nothing."""
+        """Return what clients on other machines can do with the operators' APIs, or an empty text if they can do nothing."""
         return open_apis_warning(Options(self.argv), "Leave out --host or --client-shm (docs/security.md)")
 
     def describe(self) -> str:
-        """Return the plan as text, with a command for a shell that reads the key from its file."""
+        """Return the plan as text. It has a shell command that reads the key from its file."""
         words = [f"{key}={value}" for key, value in sorted(self.environment.items())]
         command = shlex.join([*(["env", *words] if words else ()), *self.argv])
         command = command.replace(
@@ -137,18 +137,18 @@ def plan(
     """
     repository = directory / REPOSITORY
     link = _link(directory, links) if unusable_characters(directory) else None
-    # Servers that share /dev/shm differ in one of these. Triton protects names with this beginning from clients.
+    # Servers that share /dev/shm differ in one of these values. Triton does not let clients use names with this prefix.
     identity = repr((machine, str(directory), sorted(ports.items())))
     regions = f"triton_python_backend_shm_region_{sha256(identity.encode(errors='surrogateescape')).hexdigest()[:12]}_"
     flags = [
         f"--model-repository={(link or directory) / REPOSITORY}",
-        # The control process needs these two to exchange models.
+        # The control process needs these two flags to load and unload models.
         "--model-control-mode=explicit",
         "--load-model=*",
-        # A failed model must not stop the others, nor must a loading one.
+        # The other models must start even if one fails or is still loading.
         "--exit-on-error=false",
         "--strict-readiness=false",
-        # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
+        # The generated configurations are complete. Completing them would cost an additional stub and 1 s per model.
         "--disable-auto-complete-config",
         "--model-load-thread-count=32",
         "--backend-config=python,shm-default-byte-size=1048576",
@@ -178,11 +178,11 @@ def plan(
     )
 
 
-def _restricting(given: Options, *, client_shm: bool) -> list[str]:
-    """Return flags that restrict the operators' APIs, as far as the operator's own flags do not."""
+def _restricting(own: Options, *, client_shm: bool) -> list[str]:
+    """Return flags that restrict the operators' APIs where the operator's own flags do not already do so."""
     flags = []
     for front, option in RESTRICTIONS.items():
-        theirs = restrictions(given, front)
+        theirs = restrictions(own, front)
         apis = [
             api for api in OPERATOR_APIS if api not in theirs and not (client_shm and api == "shared-memory")
         ]

@@ -21,7 +21,10 @@ from rsrv_gen.write import RepositoryWriter, carried, is_alias, is_ours, open_re
 
 
 def complaints(sources: Sources, repository: Path | None = None) -> list[str]:
-    """Return a line for each path without bundles and each broken bundle; an earlier version may be in the repository."""
+    """Return a line for each path without bundles and for each broken bundle.
+
+    The repository may hold an earlier version of a broken one.
+    """
     lines = [*sources.unusable.values()]
     for name, reasons in sources.broken.items():
         effect = "is not served"
@@ -34,10 +37,10 @@ def complaints(sources: Sources, repository: Path | None = None) -> list[str]:
 
 
 def call_through_triton(sources: Sources, settings: Settings) -> bool:
-    """Return true if one of the bundles calls other models through Triton."""
+    """Return True if one of the bundles calls other models through Triton."""
     by_triton = settings.meta.transport == "bls"
     facts = [source.facts for source in sources.good.values()]
-    return any(bool(one.external or (by_triton and one.calls)) for one in facts)
+    return any(bool(bundle.external or (by_triton and bundle.calls)) for bundle in facts)
 
 
 def check(bundles: Sequence[Path], settings: Settings, known: Known | None = None) -> Sources:
@@ -64,7 +67,10 @@ def model_folders(repository: Path) -> set[str]:
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
-    """Return the settings with the bundles' folders, unless already set: the control process watches these."""
+    """Return the settings with the bundles' folders added unless they are already set.
+
+    The control process watches these folders.
+    """
     if settings.lifecycle.bundles:
         return settings
     places = [Path(os.path.abspath(place)) for place in bundles]
@@ -79,16 +85,16 @@ def generate(
     known: Known | None = None,
     tritonserver: str | None = None,
 ) -> list[str]:
-    """Generate a repository; return a line for each model that failed, and one if none has its front. Raises OSError.
+    """Generate a repository. Return a line for each model that failed, and one if no model has its front. Raises OSError.
 
-    `tritonserver` is the path of the program that will serve it, or None if it is not known.
-    An earlier version of a model without a valid bundle is removed if its bundle is known to be none of the given ones.
+    `tritonserver` is the path of the program that will serve the repository, or None if it is unknown. A model without a valid
+    bundle keeps its earlier version, unless its bundle is known to be outside the given paths. Then the model is removed.
     """
     known = Known(repository, linked=settings.lifecycle.link == "hard") if known is None else known
-    # A model without a bundle is removed, unless some bundles are out of sight and it may be one of them.
+    # Remove a model without a bundle. Keep it if some bundles cannot be read now and it may be one of them.
     stays = "not all of the given paths hold bundles" if sources.unusable else ""
     failed: dict[str, str] = {}
-    given = {text for place in (*sources.given, *settings.lifecycle.bundles) for text in _spellings(place)}
+    named = {text for place in (*sources.given, *settings.lifecycle.bundles) for text in _spellings(place)}
     with open_repository(repository, settings.lifecycle.link) as writer:
         planned = steps(
             repository,
@@ -102,7 +108,7 @@ def generate(
                 _carry_out(step, writer, known, failed)
                 stayed = step.verb in ("kept", "refused") and is_ours(repository / step.name)
                 if stayed and not (
-                    _may_be_given(repository / step.name, given, known)
+                    _may_be_given(repository / step.name, named, known)
                     and _may_serve(step.name, repository, sources)
                 ):
                     writer.remove(step.name)
@@ -119,15 +125,17 @@ def generate(
     return problems
 
 
-def _may_be_given(folder: Path, given: set[str], known: Known) -> bool:
-    """Return false if a model's bundle, or one of those in an alias, is known to be in none of the given places."""
+def _may_be_given(folder: Path, named: set[str], known: Known) -> bool:
+    """Return False if a model's bundle, or one of an alias's bundles, is known to be outside the given places."""
     names = carried(folder) if is_alias(folder) else [folder.name]
     places = [_spellings(place) for name in names if (place := known.place(name)) is not None]
-    return all(any({text, os.path.dirname(text)} & given for text in place) for place in places)
+    return all(any({text, os.path.dirname(text)} & named for text in place) for place in places)
 
 
 def _spellings(path: str | Path) -> set[str]:
-    """Return an absolute path as it is, with the links of its folder resolved, and with all: a name may be a link.
+    """Return the spellings of an absolute path: as it is, with the links of its folder resolved, and with all links resolved.
+
+    The last part may itself be a link. Links into a folder that is not mounted may lead nowhere.
 
     The links of a folder that is not mounted may lead nowhere.
     """
@@ -137,7 +145,7 @@ def _spellings(path: str | Path) -> set[str]:
 
 
 def _may_serve(name: str, repository: Path, sources: Sources) -> bool:
-    """Return false if the earlier version of a broken bundle is broken, too, as a link to the bundle is."""
+    """Return False if the earlier version of a broken bundle is also broken, for example because it is a link to the bundle."""
     folder = repository / name
     bundles = [folder / BUNDLE_FOLDER, *(folder / CALLS_FOLDER / callee for callee in carried(folder))]
     try:
@@ -149,7 +157,9 @@ def _may_serve(name: str, repository: Path, sources: Sources) -> bool:
 
 
 def compile_for(card: str, repository: Path) -> None:
-    """Compile the models of a repository for a card, and print what was done.
+    """Compile the models of a repository for a card, and print the results.
+
+    The server compiles models that could not be compiled here. Raises KeyboardInterrupt.
 
     The server compiles those that could not be compiled here. Raises KeyboardInterrupt.
     """

@@ -38,9 +38,9 @@ from rsrv_gen.write import carried
 
 log = logging.getLogger("rsrv.serve")
 
-#: seconds without an answer after which a server that accepts connections is killed and started again
+#: A server that accepts connections but has answered nothing for this many seconds is killed and restarted.
 HANG_S = 60.0
-#: Seconds after SIGTERM in which clients with open connections are still served, at most.
+#: After SIGTERM, clients with open connections are served for at most this many seconds.
 _LINGER_S = 5.0
 #: Seconds after which Triton has sent its last traces.
 _TRACES_S = 8.0
@@ -48,11 +48,11 @@ _TRACES_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Destination of the log, and of what is shown to the operator."""
+    """Destination of the log and of the lines for the operator."""
 
-    #: writes whole lines of the log
+    #: Writes whole lines of the log.
     put: Callable[[bytes], None]
-    #: shows a line
+    #: Shows a line.
     show: Callable[[view.Line], None]
 
 
@@ -121,7 +121,7 @@ def make_plan(options: Namespace, settings: Settings, sources: Sources) -> Serve
 
 
 def _client_shm_flags(options: Namespace) -> list[str]:
-    """Return the flag that some releases of Triton require so that clients may register shared memory."""
+    """Return the flag that lets clients register shared memory, in releases of Triton that require one."""
     if not options.client_shm:
         return []
     try:
@@ -139,23 +139,25 @@ def run(options: Namespace, settings: Settings, planned: ServerPlan, known: Know
     return asyncio.run(_serve(planned, settings, options, broken, output))
 
 
-#: thread counts of libraries that otherwise start a thread for each core of the machine
+#: Thread counts of libraries that would otherwise start a thread for each core of the machine.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
 
 
 def _runtime_python() -> dict[str, str]:
-    """Return the variable that makes the runtime run on this Python, unless the environment names another one."""
+    """Return the variable that makes the runtime use this Python, unless the environment names another one."""
     return {} if os.environ.get("RSRV_RUNTIME_PYTHON") else {"RSRV_RUNTIME_PYTHON": sys.executable}
 
 
 def _thread_counts() -> dict[str, str]:
-    """Return variables for a container with a CPU limit; counts that the environment has stay."""
+    """Return variables for a container with a CPU limit. Counts that the environment already has stay."""
     limit = cpu_limit()
     return {} if limit is None else {name: str(limit) for name in _THREADS if name not in os.environ}
 
 
 def cpu_limit(root: Path = Path("/")) -> int | None:
-    """Return the CPU time per time that a container's limit leaves, in whole cores; None: no limit.
+    """Return a container's CPU limit in whole cores, or None without a limit.
+
+    Inside a container, its control group is the root.
 
     Inside a container, its control group is the root.
     """
@@ -168,16 +170,21 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
         except OSError:
             return None
     if not quota.strip().isdecimal():
-        return None  # max, or -1
+        return None  # The value is "max" or -1.
     cores = int(quota) / int(period)
     return max(1, int(cores)) if cores < len(os.sched_getaffinity(0)) else None
 
 
 def check_free(planned: ServerPlan) -> None:
-    """Raise ServeError if another process has a port of the server; the models would be loaded in vain."""
+    """Raise ServeError if another process uses a port of the server.
+
+    The server would otherwise load its models first and then fail.
+    """
     for kind, address in planned.ports.items():
         if taken := bind_error(address):
-            holder = next((f", by rsrv's server {one}" for one in running() if address.port in one.ports), "")
+            holder = next(
+                (f", by rsrv's server {server}" for server in running() if address.port in server.ports), ""
+            )
             raise ServeError(
                 f"{address} cannot be taken for {kind}: {taken}{holder}. End what listens there, or choose another port "
                 f"(rsrv serve --{kind}-port)"
@@ -185,7 +192,10 @@ def check_free(planned: ServerPlan) -> None:
 
 
 def live_page(page: Address | None) -> str | None:
-    """Return the address of the live page for people, or, if another process answers there, why there is none."""
+    """Return the address of the live page for people.
+
+    If another process answers there, return the reason why there is no page.
+    """
     if page is None:
         return None
     url = f"http://{page}/"
@@ -200,13 +210,13 @@ def live_page(page: Address | None) -> str | None:
 def alone(directory: Path) -> Iterator[None]:
     """Lock the directory for this process. Raises ServeError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    held = hold(directory)
-    if held is None:
+    lock = hold(directory)
+    if lock is None:
         raise ServeError(f"another server uses {directory}: end it, or name another folder with --directory")
     try:
         yield
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 @contextmanager
@@ -302,7 +312,10 @@ async def _serve(
 
 
 async def _unload(planned: ServerPlan, pids: Sequence[int], terminate: Callable[[], None]) -> bool:
-    """Unload the models of the running server, and end it with `terminate`. Return False if the models cannot be unloaded."""
+    """Unload the models of the running server, and end the server with `terminate`.
+
+    Return False if the models cannot be unloaded.
+    """
     callers = {
         name for name in repositories.model_folders(planned.repository) if carried(planned.repository / name)
     }
@@ -314,12 +327,12 @@ async def _unload(planned: ServerPlan, pids: Sequence[int], terminate: Callable[
 
 
 def _idle_s(planned: ServerPlan) -> float:
-    """Return the seconds for a server to end whose models are unloaded. Triton's traces wait for five seconds."""
+    """Return how many seconds a server may take to end after its models are unloaded. Triton's traces wait for five seconds."""
     return _TRACES_S if any(word.startswith("--trace-config") for word in planned.argv) else IDLE_S
 
 
 async def _follow_settings(options: Namespace, repository: Path) -> None:
-    """Give the repository the settings of the operator's file whenever it changes: the server reads them from there."""
+    """Update the repository's settings whenever the operator's file changes, because the server reads them from the repository."""
     looks = FileLooks(options.config)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -328,7 +341,7 @@ async def _follow_settings(options: Namespace, repository: Path) -> None:
 
 
 def take_settings(options: Namespace, repository: Path) -> None:
-    """Write the repository's settings again, from the operator's file as it is now."""
+    """Write the repository's settings again, from the current content of the operator's file."""
     try:
         write_whole(repository / SETTINGS_FILE, dump_settings(read(options)))
     except (ServeError, SettingsError, OSError) as error:
@@ -337,6 +350,8 @@ def take_settings(options: Namespace, repository: Path) -> None:
 
 async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Sequence[Path]) -> None:
     """Return when the repository has models.
+
+    The control process then watches for more. A server without a model has no control process.
 
     Then the control process watches for more; a server without a model has no control process.
     """
@@ -356,9 +371,9 @@ async def _reason_to_restart(http: Address, first: asyncio.Future[None] | None) 
         done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
     finally:
         hang.cancel()
-    for one in done:
-        one.result()
+    for task in done:
+        task.result()
     if hang in done:
         return RestartReason(f"has not answered for {HANG_S:g} s")
-    # A server without models has nothing to drain, yet might use its whole drain time.
+    # A server without models has nothing to drain, but might use its whole drain time.
     return RestartReason("has got models", works=True)

@@ -14,27 +14,27 @@ from rsrv.serve.plan import ServerPlan
 
 log = logging.getLogger("rsrv.serve")
 
-#: restarts in a row after which the server is given up
+#: After this many restarts in a row, give up the server.
 MAX_RESTARTS = 10
-#: seconds of life after which earlier restarts no longer count
+#: After a life of this many seconds, earlier restarts no longer count.
 STABLE_S = 60.0
-#: longest pause, seconds
+#: Longest pause before a restart, in seconds.
 _LONGEST = 30.0
-#: seconds after the drain time until the server is killed
+#: Seconds from the end of the drain time until the server is killed.
 _GRACE = 5.0
-#: Seconds for the server to end by itself after its models are unloaded. It looks at its connections each second.
+#: Seconds for the server to end by itself after its models are unloaded. It checks its connections each second.
 IDLE_S = 2.5
 
 
 class Restarts:
-    """Restarts of the server."""
+    """Counts restarts, and decides when the next one happens."""
 
     def __init__(self) -> None:
-        #: in a row
+        #: Restarts in a row.
         self.count = 0
 
     def ended(self, lived_s: float) -> float | None:
-        """Return the seconds until the restart: 1, 2, 4, and so on, at most 30; None: its restarts are used up."""
+        """Return the seconds until the restart: 1, 2, 4, and so on, at most 30. Return None if no restarts are left."""
         if lived_s >= STABLE_S:
             self.count = 0
         self.count += 1
@@ -47,9 +47,9 @@ class Restarts:
 class StopSignals:
     """Events that stop `rsrv serve`, set by signals."""
 
-    #: stop; requests in flight have the configured time
+    #: Set to stop. Requests in flight have the configured time.
     end: asyncio.Event = field(default_factory=asyncio.Event)
-    #: stop at once
+    #: Set to stop at once.
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     def once_more(self) -> None:
@@ -62,7 +62,7 @@ class RestartReason:
     """Reason to kill the running server and start it again."""
 
     reason: str
-    #: the server did not fail, so this is not a failed life
+    #: True if the server did not fail, so that its end does not count as a failure.
     works: bool = False
 
 
@@ -73,17 +73,17 @@ async def _only_terminate(terminate: Callable[[], None]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorHooks:
-    """Effects of supervising: the log, the clock and callbacks."""
+    """Effects that the supervisor needs: the log, the clock and callbacks."""
 
-    #: writes the server's lines
+    #: Writes the server's lines.
     write: Callable[[bytes], None]
-    #: called at each start, with the pid
+    #: Called at each start, with the pid.
     started: Callable[[int], None]
-    #: returns a reason to restart the running server
+    #: Returns a reason to restart the running server.
     watch: Callable[[], Awaitable[RestartReason]]
-    #: waits for a number of seconds
+    #: Waits for a number of seconds.
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: seconds for the server's own children to end after it
+    #: Seconds for the server's own children to end after it.
     follow_s: float = 5.0
     #: Ends the server with the function in its argument. Returns True when the models are unloaded, False if they cannot
     #: be unloaded.
@@ -99,24 +99,24 @@ async def supervise(server: ServerPlan, hooks: SupervisorHooks, orders: StopSign
     """
     restarts = Restarts()
     while True:
-        lived, said, failed = await _live(server, hooks, orders)
+        lived, outcome, failed = await _live(server, hooks, orders)
         if orders.end.is_set():
-            log.info("tritonserver %s", said)
+            log.info("tritonserver %s", outcome)
             return 0
         if not failed:
             continue
         pause = restarts.ended(lived)
         if pause is None:
-            log.error("tritonserver %s, and its %d restarts are used up", said, MAX_RESTARTS)
+            log.error("tritonserver %s, and its %d restarts are used up", outcome, MAX_RESTARTS)
             return 1
-        log.error("tritonserver %s after %.1f s; starting it again in %g s", said, lived, pause)
+        log.error("tritonserver %s after %.1f s; starting it again in %g s", outcome, lived, pause)
         await _first(hooks.rest(pause), orders.end.wait())
         if orders.end.is_set():
             return 0
 
 
 async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> tuple[float, str, bool]:
-    """Run the server once; return its life in seconds, the words for its end, and true for a failure."""
+    """Run the server once. Return the length of its life in seconds, a text about its end, and True for a failure."""
     clock = asyncio.get_running_loop().time
     born = clock()
     try:
@@ -140,14 +140,17 @@ async def _live(server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals)
     status, killed = await process.bury(hooks.follow_s)
     if killed:
         log.warning("tritonserver left processes, which were killed: %s", ", ".join(map(str, killed)))
-    said = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    outcome = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     if restart is None:
-        return lived, said, True
-    return lived, f"{restart.reason} and {said}", not restart.works
+        return lived, outcome, True
+    return lived, f"{restart.reason} and {outcome}", not restart.works
 
 
 async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, orders: StopSignals) -> None:
-    """Make the server end. Kill it if it stays after its models are unloaded, if its time is over, or if the user is in a hurry."""
+    """Make the server end.
+
+    Kill it if it still runs after its models are unloaded, if its time is over, or if the user is in a hurry.
+    """
     terminate = partial(process.send, signal.SIGTERM)
     unloading = asyncio.ensure_future(hooks.unload(terminate))
     try:
@@ -160,7 +163,7 @@ async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, or
                     "all models are unloaded, but clients keep connections open, for which tritonserver would wait: it is killed"
                 )
     except TimeoutError:
-        # On an overloaded machine, 24.10 waits for ever for stubs that it takes for dead.
+        # On an overloaded machine, release 24.10 waits for ever for stubs that it considers dead.
         log.warning("tritonserver has not ended %g s after its drain time: it is killed", _GRACE)
     finally:
         unloading.cancel()
@@ -168,7 +171,7 @@ async def _stop(process: Process, server: ServerPlan, hooks: SupervisorHooks, or
 
 
 async def _succeeds(unloading: asyncio.Future[bool], terminate: Callable[[], None]) -> None:
-    """Return when the models are unloaded; never if they cannot be."""
+    """Return when the models are unloaded. Never return if they cannot be unloaded."""
     try:
         if await asyncio.shield(unloading):
             return

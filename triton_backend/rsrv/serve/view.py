@@ -28,13 +28,13 @@ from rsrv.wire.stub_process import living_stubs
 from rsrv_gen.plan import BUNDLE_FOLDER
 from rsrv_gen.write import is_alias
 
-#: seconds between two looks, and between attempts to reach the control service
+#: Seconds between two checks, and between attempts to reach the control service.
 LOOK_S = 0.25
-#: Checks until a model that is neither cold nor failed is shown as not loaded. For example, an operator has unloaded it.
+#: Checks until a model that is neither cold nor failed is shown as not loaded, for example because an operator has unloaded it.
 _UNCLEAR_LOOKS = 40
-#: seconds for the control service to come up after the server, and to answer
+#: Seconds for the control service to start after the server, and to answer a request.
 CONTROL_S, _STATUS_S = 15.0, 2.0
-#: Seconds without a line after which a starting server says what it waits for. They double each time.
+#: If a starting server has shown no line for this many seconds, show what it waits for. The interval doubles each time.
 QUIET_S = 10.0
 #: Characters of an error that are shown.
 _MAX_ERROR = 300
@@ -64,44 +64,45 @@ class Changes:
         """`models` and `aliases` return the names of the models and of the aliases in the repository."""
         self._models, self._aliases = models, aliases
         present = models()
-        #: bundles that were broken before the start, and whose earlier version serves on: that has been shown
+        #: Bundles that were broken before the start and whose earlier version still serves. They have been shown.
         self._kept = {name: reason for name, reason in broken.items() if name in present}
-        #: the last shown state; the other bundles that were broken before the start are shown then
+        #: The last shown state of each model. Other bundles that were broken before the start are shown at the start.
         self._shown = {name: ("failed", text) for name, text in broken.items() if name not in present}
-        #: versions of each model by key, the latest last, and of each by device
+        #: Versions of each model by key, the latest last, and of each version by device.
         self._versions: dict[str, dict[str, dict[int, pb.Version]]] = {}
         self._failures: dict[str, str] = {}
-        #: models that may have changed since the last call of `lines`, and before that; and those that went away
+        #: Models that may have changed since the last call of `lines`, those that changed before it, and those that were
+        #: removed.
         self._touched: set[str] = set()
         self._waiting: set[str] = set()
         self._gone: set[str] = set()
         #: Number of checks, by model, without a known reason why the model had left the runtimes.
         self._unclear = Counter[str]()
-        #: a device's models are known
+        #: True once the models of a device are known.
         self.known = False
 
     def take(self, update: pb.WatchStateResponse) -> None:
-        """Take an update of the control service."""
+        """Process an update of the control service."""
         touched = self._apply(update)
         self._touched |= touched
         if update.HasField("snapshot"):
-            # The models of a new runtime come one after the other: none of the others is gone.
+            # The models of a new runtime arrive one after the other. Models that have not arrived yet are not gone.
             self.known, touched = True, set()
         self._gone = {name for name in self._gone | touched if name not in self._versions}
 
     def ready(self) -> set[str]:
-        """Return the models that the next call of `lines` says are ready."""
-        found = {name for name in self._waiting if _is_ready(self._state(name))}
-        return {name for name in found if not _is_ready(self._shown.get(name))}
+        """Return the models that the next call of `lines` will report as ready."""
+        names = {name for name in self._waiting if _is_ready(self._state(name))}
+        return {name for name in names if not _is_ready(self._shown.get(name))}
 
     def left(self) -> bool:
-        """Return whether a model has left the runtimes since the last line about it. It may be cold, failed or removed."""
+        """Return whether a model has left the runtimes since its last line. It may be cold, failed or removed."""
         return not self._waiting.isdisjoint(self._gone)
 
     def lines(self, lives: Mapping[str, str] | None = None) -> Iterator[str]:
-        """Yield a line for each model whose state changed before the last call: by now Triton also has that state.
+        """Yield a line for each model whose state changed before the last call. By now Triton also has that state.
 
-        `lives` has the state of each model in the words of the control service. Starting models get their lines later.
+        `lives` has the state of each model as the control service names it. Starting models get their lines later.
         """
         lives = lives or {}
         due, self._waiting, self._touched = self._waiting, self._touched, set()
@@ -112,7 +113,7 @@ class Changes:
                 continue
             state, before = self._state(name), self._shown.get(name)
             if state is None:
-                # A model that is loading again keeps its last line: it serves, or its failure was shown.
+                # A model that is loading again keeps its last line: either it serves, or its failure has been shown.
                 if name in self._gone:
                     yield from self._left(name, lives, models)
                 continue
@@ -133,15 +134,15 @@ class Changes:
     def _serves(self, name: str) -> bool:
         """Return whether a version of a model is ready on any device."""
         versions = self._versions.get(name, {}).values()
-        return any(one.state == pb.STATE_READY for devices in versions for one in devices.values())
+        return any(device.state == pb.STATE_READY for devices in versions for device in devices.values())
 
     def _left(self, name: str, lives: Mapping[str, str], models: Collection[str]) -> Iterator[str]:
-        """Yield the line for a model that has left the runtimes or an ended failure, if the reason is known."""
+        """Yield the line for a model that has left the runtimes, or whose failure has ended, if the reason is known."""
         word, before = lives.get(name, "").partition(",")[0], self._shown.get(name)
         if name in models and word not in ("cold", "asleep"):
             self._unclear[name] += 1
             if self._unclear[name] < _UNCLEAR_LOOKS:
-                # The control service will know in a few seconds whether it is cold or has failed.
+                # The control service will report in a few seconds whether it is cold or has failed.
                 self._touched.add(name)
                 return
             word = "not loaded"
@@ -175,12 +176,14 @@ class Changes:
         return word if word in ("cold", "asleep", "starting") else "ready"
 
     def _apply(self, update: pb.WatchStateResponse) -> set[str]:
-        """Take an update; return the names of the models that it may change."""
+        """Process an update. Return the names of the models that it may change."""
         match update.WhichOneof("update"):
             case "failures":
                 before = self._failures
-                found = {one.name: one.text for one in update.failures.failures}
-                self._failures = {name: text for name, text in found.items() if self._kept.get(name) != text}
+                failures = {failure.name: failure.text for failure in update.failures.failures}
+                self._failures = {
+                    name: text for name, text in failures.items() if self._kept.get(name) != text
+                }
                 return {*before, *self._failures}
             case "snapshot":
                 device = update.snapshot.device
@@ -198,7 +201,7 @@ class Changes:
                 name = update.change.key.rpartition("@")[0]
                 self._drop(name, update.change.key, update.change.device)
                 return {name}
-        # The last states hold while a runtime is silent.
+        # The last states stay while a runtime is silent.
         return set()
 
     def _put(self, entry: pb.Entry, device: int) -> None:
@@ -213,7 +216,7 @@ class Changes:
             self._versions.pop(name, None)
 
     def _state(self, name: str) -> tuple[str, str] | None:
-        """Return whether a model is ready, with its key, or failed, with the reason; None: neither, or it is gone."""
+        """Return whether a model is ready, with its key, or failed, with the reason. Return None in other states."""
         if name in self._failures:
             return "failed", self._failures[name]
         for key, devices in reversed(self._versions.get(name, {}).items()):
@@ -250,7 +253,7 @@ def endpoints(planned: ServerPlan, page: str | None, log: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return the path as seen from the working directory, if it is in there."""
+    """Return the path relative to the working directory if it is inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -272,7 +275,7 @@ class Patience:
         self._spoke = now
 
     def waited(self, now: float) -> float | None:
-        """Return the seconds since the start if it is time for a line, or None."""
+        """Return the seconds since the start if a line is due, or None."""
         if now - self._spoke < self._pause:
             return None
         self._spoke = now
@@ -287,7 +290,7 @@ def waits_for(
 
     Args:
         models: number of models in the repository.
-        starting: models that are starting, as the control process reports; empty without a control process.
+        starting: models that are starting, as the control process reports. Empty without a control process.
         processes: models that have a process.
         runtime: True if a runtime runs.
         error: the last error in the log.
@@ -316,7 +319,7 @@ async def follow(
     changes = Changes(broken, partial(_models, planned.repository), partial(_aliases, planned.repository))
     patience, listening, serves = CONTROL_S, False, False
     directory, shown = runtime_directory(pid, "0"), ""
-    # By default gRPC waits longer and longer between attempts: models would become ready unseen for up to two minutes.
+    # By default gRPC waits longer after each failed attempt. Models that become ready would stay unseen for up to two minutes.
     options = [
         (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
     ]
@@ -344,13 +347,14 @@ async def follow(
                 yield Line(failure, "waits")
             if not serves and listening:
                 models = _models(planned.repository)
-                # Without its control service, what the server has loaded is not known here.
+                # Without its control service, the models that the server has loaded are unknown here.
                 known = changes.known or not models
-                # The control process starts beside the models, and may be later; without a model there is none.
+                # The control process starts concurrently with the models and may be ready later. A server without a model has
+                # none.
                 patience -= LOOK_S
                 if known or shown or patience < 0:
                     serves = True
-                    # The models that were ready when it began to listen come before the line.
+                    # Models that were ready when the server began to listen get their lines before the line about serving.
                     for text in (*changes.lines(), *changes.lines()):
                         yield Line(text)
                     counts = Counter[str](failed=len(models))
@@ -366,7 +370,7 @@ async def follow(
 
 
 def _serving(counts: Counter[str]) -> str:
-    """Return the line for a serving server, with the number of its models that serve."""
+    """Return the line for a serving server, with the number of its ready models."""
     text = f"Serving {counts.total() - counts['failed'] - counts['starting']} of {counts.total()} models"
     cold = counts["cold"] + counts["asleep"]
     details = [f"{cold} of them cold until their first request"] if cold else []
@@ -375,7 +379,7 @@ def _serving(counts: Counter[str]) -> str:
 
 
 def _models(repository: Path) -> set[str]:
-    """Return the models of a repository, without its aliases."""
+    """Return the models of a repository, without aliases."""
     return {name for name in model_folders(repository) if not is_alias(repository / name)}
 
 
@@ -405,7 +409,7 @@ async def _watch(control: control_pb2_grpc.ControlStub, changes: Changes) -> NoR
 
 
 async def _lives(control: control_pb2_grpc.ControlStub) -> dict[str, str]:
-    """Return the state of each model; empty if the control service does not answer."""
+    """Return the state of each model. Empty if the control service does not answer."""
     with suppress(grpc.RpcError):
         return lives(await control.GetStatus(pb.GetStatusRequest(), timeout=_STATUS_S))
     return {}

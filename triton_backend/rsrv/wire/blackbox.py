@@ -1,8 +1,8 @@
-"""Black box of a runtime: a file in its private directory that says what its threads did when it died.
+"""Black box of a runtime: a file in its private directory that records what its threads did when it died.
 
-The runtime maps the file, and each of its threads stores in a slot what it does with which model. A fatal signal, and
-an end because of what the threads do, append a text. The next runtime replaces the file; a stub opens it while its
-runtime lives, so both read the same after the death.
+The runtime maps the file. Each of its threads stores its phase and its model in a slot. A fatal signal appends a text, as does
+the runtime itself when it ends because of a thread. The next runtime replaces the file. A stub opens it while its runtime
+lives, so both read the same content after the death.
 """
 
 import os
@@ -17,7 +17,7 @@ from rsrv.wire import paths
 
 
 class Phase(IntEnum):
-    """Work of a thread on a model; LOOPING needs no model."""
+    """Work of a thread on a model. LOOPING needs no model."""
 
     BUILDING = 1
     WARMING = 2
@@ -38,52 +38,55 @@ _TEXTS = {
     Phase.LOOPING: "looping",
 }
 
-#: bytes for one slot: the phase, 1 if it hung, the number of the model's tasks that ended well there (exact, or rounded
-#: down to a power of two), and the model's key with a zero byte at its end
+#: Bytes of one slot. It holds the phase, a byte that is 1 if the thread hung, the number of the model's tasks that this thread
+#: has completed (exact, or rounded down to a power of two), and the model's key with a zero byte at its end.
 SLOT_BYTES = 512
 ENDED = Struct("<Q")
 ENDED_AT, KEY_AT = 2, 2 + ENDED.size
 LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
 SLOTS = 7
-#: bytes of all slots; the text of a crash follows
+#: Bytes of all slots. The text of a crash follows them.
 BYTES = SLOT_BYTES * SLOTS
-#: 1 if the runtime has ended so that its device sleeps: beyond the longest key of the last slot
+#: Place of a byte that is 1 if the runtime has ended so that its device sleeps. It is the last byte of the last slot, which no
+#: key reaches.
 ASLEEP_AT = BYTES - 1
-#: set in the byte of the phase while a request executes alone
+#: Bit in the byte of the phase that is set while a request executes alone.
 ALONE_BIT = 0x80
 
 How = Literal["hung", "crashed", "killed"]
 
 
 class UnfinishedTask(NamedTuple):
-    """Task that had not ended when a runtime died."""
+    """A task that had not ended when a runtime died."""
 
     phase: Phase
     hung: bool
     key: str
-    #: tasks of the same model that had ended well in that thread
+    #: Number of the same model's tasks that this thread had completed.
     ended: int = 0
-    #: True if it is the execution of a request that executes alone, because a runtime died while it executed before.
+    #: True if this task is the execution of a request that executes alone, because a runtime died while it executed before.
     alone: bool = False
 
 
 def read_slots(content: bytes) -> list[UnfinishedTask]:
     """Read a black box, without invalid records. If the loop hung, no task is to blame, and the result is empty."""
-    found: list[UnfinishedTask] = []
+    tasks: list[UnfinishedTask] = []
     if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, BYTES, SLOT_BYTES)):
-        return found
+        return tasks
     for at in range(0, BYTES, SLOT_BYTES):
         slot = content[at : at + SLOT_BYTES]
         key = slot[KEY_AT:].partition(b"\0")[0].decode(errors="replace")
         phase = slot[0] & ~ALONE_BIT if slot else 0
         if key and phase in (Phase.BUILDING, Phase.WARMING, Phase.LOADING, Phase.EXECUTING):
             (ended,) = ENDED.unpack_from(slot, ENDED_AT)
-            found.append(UnfinishedTask(Phase(phase), slot[1] != 0, key, ended, slot[0] != phase))
-    return found
+            tasks.append(UnfinishedTask(Phase(phase), slot[1] != 0, key, ended, slot[0] != phase))
+    return tasks
 
 
 def how_it_ended(content: bytes) -> How:
     """Return how the process of a black box ended.
+
+    A kill during a crash counts as a crash. A kill -9, the kernel's out-of-memory killer and an intended end leave no text.
 
     A kill in the middle of a crash is a crash. A kill -9, the kernel's out-of-memory killer and an end on purpose leave
     no text.
@@ -94,22 +97,24 @@ def how_it_ended(content: bytes) -> How:
 
 
 def is_suspect(content: bytes, key: str) -> bool:
-    """Return whether executions of the model `key`, or of any if it is "", may have ended the process of a black box.
+    """Return whether executions of the model `key` (of any model if it is "") may have ended the process of a black box.
+
+    If no slot names an execution, for example after a failure of the loop, any execution may have ended it.
 
     If no slot says what executed, as after a failure of the loop, any execution may have.
     """
     how = how_it_ended(content)
-    found: Sequence[UnfinishedTask] = read_slots(content)
-    if how == "killed" or not found:
+    tasks: Sequence[UnfinishedTask] = read_slots(content)
+    if how == "killed" or not tasks:
         return how != "killed"
     return any(
-        one.phase is Phase.EXECUTING and key in ("", one.key) and (one.hung or how == "crashed")
-        for one in found
+        task.phase is Phase.EXECUTING and key in ("", task.key) and (task.hung or how == "crashed")
+        for task in tasks
     )
 
 
 class BlackBoxReader:
-    """Black box of a living runtime, to be read after its end."""
+    """Reader for the black box of a living runtime. It is read after the runtime's end."""
 
     def __init__(self, directory: Path) -> None:
         """Open the box of the runtime that serves `directory` now. Without one, each end counts as a crash."""
@@ -126,9 +131,9 @@ class BlackBoxReader:
         return self._fd >= 0 and os.pread(self._fd, 1, ASLEEP_AT) == b"\1"
 
     def is_suspect(self, key: str) -> bool:
-        """Return what the function `is_suspect` does, when the runtime is gone."""
+        """Return the result of the function `is_suspect`. Call it when the runtime has ended."""
         if self._fd < 0:
             return True
-        # One byte of the text says that there is one.
+        # The first byte of the text shows whether there is one.
         content = os.pread(self._fd, BYTES + 1, 0)
         return len(content) < BYTES or is_suspect(content, key)

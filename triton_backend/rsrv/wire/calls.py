@@ -23,14 +23,14 @@ from rsrv.wire.frames import (
 
 
 class Entrance(NamedTuple):
-    """Request of a run for admission: DONE with `Status.OK` admits it, any other status ends it."""
+    """Request to admit a run. DONE with `Status.OK` admits it; any other status ends it."""
 
-    request: int  # unique on this connection, as that of a submission
-    run: int  # the token: random, so that no other client can name it; not 0
-    deadline_ns: int  # CLOCK_MONOTONIC, 0: none
-    priority: int  # as a submission's
-    further: int = 0  # 1: a stage of a run that began on another device, whose runtime counts how it ends
-    tag: int = 0  # as a submission's
+    request: int  # Number of the run, unique on this connection, also among submissions.
+    run: int  # Random token, so that no other client can name it. Never 0.
+    deadline_ns: int  # CLOCK_MONOTONIC, or 0 for none.
+    priority: int  # Same meaning as in a submission.
+    further: int = 0  # True for a stage of a run that began on another device. That device's runtime counts how the run ends.
+    tag: int = 0  # Same meaning as in a submission.
 
 
 _ENTRANCE = struct.Struct("<QQqHH4xQ")
@@ -39,16 +39,16 @@ _ENTRANCE = struct.Struct("<QQqHH4xQ")
 class Where(IntEnum):
     """Kind of place that a `Spot` names."""
 
-    #: in shared memory, row-major: `at` bytes into `segment`
+    #: In shared memory, row-major, `at` bytes into `segment`.
     MEMORY = 0
-    #: on the device, as the tensor number `at` that the run keeps there
+    #: On the device: the tensor with number `at` that the run keeps there.
     DEVICE = 1
-    #: an output that the caller does not want
+    #: Nowhere: the caller does not need this output.
     NOWHERE = 2
 
 
 class Spot(NamedTuple):
-    """Place of one input of a sub-call, or wanted place of an output."""
+    """Place of one input of a sub-call, or the place where an output shall go."""
 
     where: int
     segment: int = 0
@@ -61,14 +61,14 @@ _SPOT = struct.Struct("<HxxIQ")
 class Call(NamedTuple):
     """A sub-call. Its spots are in the order of the callee's tensors."""
 
-    request: int  # unique on this connection, as that of a submission
+    request: int  # Unique on this connection, also among submissions.
     run: int
-    callee: int  # index in the list of REGISTERED
+    callee: int  # Index in the list of REGISTERED.
     variant: int
     rows: int
     inputs: Sequence[Spot]
     outputs: Sequence[Spot]
-    flags: int = 0  # as a submission's
+    flags: int = 0  # Same meaning as in a submission.
 
 
 _CALL = struct.Struct("<QQHHIHHI")
@@ -78,7 +78,7 @@ class RunExit(NamedTuple):
     """End of a run: its tensors on the device are freed."""
 
     run: int
-    status: Status  # how it ended, for the statistics
+    status: Status  # How the run ended, for the statistics.
 
 
 _LEAVING = struct.Struct("<QQ")
@@ -113,7 +113,7 @@ def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
 
 
 def pack_calls(calls: Sequence[Call]) -> bytes:
-    """Return one CALL frame. Raises ProtocolError if it is too large: calls have any number of tensors."""
+    """Return one CALL frame. Raises ProtocolError if the frame is too large, because calls have any number of tensors."""
     parts = [HEADER.pack(Kind.CALL, 0, len(calls))]
     for call in calls:
         counts = len(call.inputs), len(call.outputs)

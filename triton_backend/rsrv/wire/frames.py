@@ -18,17 +18,17 @@ MAGIC = 0x56525352
 PROTOCOL_VERSION = 13
 FOREIGN_PEER = "the peer does not speak rsrv's protocol"
 
-#: bytes; well under the kernel's default socket buffer, so that one frame always fits.
+#: Bytes of the largest frame. It is well below the kernel's default socket buffer, so one frame always fits.
 MAX_FRAME = 128 * 1024
 
-#: of the reason of a failure in a report, at most
+#: Maximum number of characters of a failure's reason in a report.
 REASON_CHARACTERS = 200
 
 HEADER = struct.Struct("<HHI")
 
 
 class Kind(IntEnum):
-    # stub -> runtime
+    # From stub to runtime.
     HELLO = 1
     REGISTER = 2
     SEGMENT = 3
@@ -37,23 +37,23 @@ class Kind(IntEnum):
     CANCEL = 6
     STATUS = 7
     COMMAND = 9
-    # of meta models (`calls`)
+    # Frames of meta models (`calls`).
     ENTER = 10
     LEAVE = 11
     CALL = 12
     RELEASE = 13
-    # subscribes to changes: a snapshot first, then every change
+    # Subscribes to changes: a snapshot first, then every change.
     WATCH = 14
-    # measurements of the stub
+    # Measurements of the stub.
     REPORT = 15
-    # of requests that are traced (`traces`)
+    # Frames of traced requests (`traces`).
     TRACE = 25
     SPANS = 26
-    # of generations (`generation`)
+    # Frames of generations (`generation`).
     GENERATE = 29
-    # which requests wait for a registration that is not answered
+    # Which requests wait for a registration that the runtime has not answered yet.
     DEMAND = 31
-    # runtime -> stub
+    # From runtime to stub.
     WELCOME = 16
     REGISTERED = 17
     REJECTED = 18
@@ -80,7 +80,7 @@ class Status(IntEnum):
     NOT_RESIDENT = 7
     INTERNAL = 8
     PAUSED = 9
-    #: of a request of a sequence: the runtime does not know the sequence, or does not any more
+    #: Outcome for a request of a sequence that the runtime does not know, or no longer knows.
     SEQUENCE_LOST = 10
     #: The model was cold or its runtime has died, and a runtime builds the model.
     STARTING = 11
@@ -91,32 +91,32 @@ class ProtocolError(Exception):
 
 
 class OtherVersionError(ProtocolError):
-    """The peer speaks another version of the protocol; the message says what to do."""
+    """The peer speaks another version of the protocol. The message names the remedy."""
 
 
-#: flag of a submission: nothing else uses the device while it executes, because a runtime died while it executed
+#: Flag of a submission: nothing else uses the device during its execution, because a runtime died while it executed before.
 ALONE = 1
-#: flag of a submission: it waited for this runtime, so that a full queue does not refuse it
+#: Flag of a submission: the request has waited for this runtime, so a full queue does not refuse it.
 WAITED = 2
-#: flags of a submission of a sequence: the sequence begins with it, ends with it
+#: Flags of a submission that begins a sequence, or ends one.
 START, END = 4, 8
 
 
 class Submission(NamedTuple):
     """One request. Its inputs lie at `inputs_at` of the segment; its outputs go to `outputs_at`."""
 
-    request: int  # unique on this connection
-    deadline_ns: int  # CLOCK_MONOTONIC, 0: none
+    request: int  # Unique on this connection.
+    deadline_ns: int  # CLOCK_MONOTONIC, or 0 for none.
     rows: int
     variant: int
-    priority: int  # Triton's: 0 default, 1 highest
+    priority: int  # Triton's priority: 0 default, 1 highest.
     segment: int
-    flags: int  # ALONE, WAITED, START, END
-    inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
+    flags: int  # ALONE, WAITED, START and END.
+    inputs_at: int  # Byte offsets, multiples of layout.ALIGNMENT.
     outputs_at: int
-    run: int = 0  # token of the meta model's run that makes this sub-call; 0: none
-    tag: int = 0  # `request_tag` of the client's id, by which the request can be aborted; 0: none
-    #: Number of its sequence, if the model is stateful, or of the large request that it is a part of. 0: none.
+    run: int = 0  # Token of the meta model's run that makes this sub-call, or 0.
+    tag: int = 0  # `request_tag` of the client's id, which can abort the request, or 0.
+    #: Number of the sequence if the model is stateful, or of the large request that this one is a part of. 0: neither.
     sequence: int = 0
     #: Length of its tensors along the padded axis. 0: the model has none.
     length: int = 0
@@ -126,19 +126,19 @@ SUBMISSION = struct.Struct("<QqIHHIIQQQQQQ")
 
 
 class Completion(NamedTuple):
-    """End of one request. With `Status.OK` its outputs are in place; otherwise `text` tells the client the reason."""
+    """End of one request. With `Status.OK` its outputs are in place. Otherwise `text` has the reason for the client."""
 
     request: int
     status: Status
-    size: int = 0  # the compiled batch size of its execution
-    rows: int = 0  # useful rows in that execution
-    execute_ns: int = 0  # duration of that execution
+    size: int = 0  # Compiled batch size of the execution.
+    rows: int = 0  # Useful rows in that execution.
+    execute_ns: int = 0  # Duration of that execution.
     text: str = ""
 
 
 COMPLETION = struct.Struct("<QHHIIIQ")
 
-#: entries in one frame, so that it stays below MAX_FRAME even with an error text for each
+#: Maximum number of entries in one frame, which keeps it below MAX_FRAME even with an error text for each.
 MAX_ENTRIES = 1024
 
 
@@ -151,7 +151,7 @@ def request_tag(id: str) -> int:
 
 
 def pack_entries(kind: Kind, entry: struct.Struct, values: Sequence[tuple[Any, ...]]) -> bytes:
-    """Return one frame of entries of a fixed size; MAX_ENTRIES of any kind fit into one."""
+    """Return one frame of entries of a fixed size. MAX_ENTRIES entries of any kind fit into one frame."""
     frame = bytearray(HEADER.size + entry.size * len(values))
     HEADER.pack_into(frame, 0, kind, 0, len(values))
     at = HEADER.size
@@ -164,7 +164,7 @@ def pack_entries(kind: Kind, entry: struct.Struct, values: Sequence[tuple[Any, .
 def unpack_entries(
     kind: Kind, entry: struct.Struct, frame: bytes | memoryview, count: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Return the entries of a frame of `pack_entries`. Raises ProtocolError at once if it is longer or shorter."""
+    """Return the entries of a frame of `pack_entries`. Raises ProtocolError if the frame has another length."""
     body = memoryview(frame)[HEADER.size :]
     if len(body) != count * entry.size:
         raise ProtocolError(f"{kind.name} of {count} entries has {len(body)} bytes")
@@ -172,7 +172,7 @@ def unpack_entries(
 
 
 pack_submissions = partial(pack_entries, Kind.SUBMIT, SUBMISSION)
-#: makes the fields of each `Submission`, as plain tuples: this is the runtime's most frequent loop
+#: Reads each `Submission` as a plain tuple, because this is the runtime's most frequent loop.
 unpack_submissions = partial(unpack_entries, Kind.SUBMIT, SUBMISSION)
 
 
@@ -258,7 +258,7 @@ def pack_rejected(reason: str, client: str) -> bytes:
 
 
 def pack_cold(start_timeout_s: float, *, flat: bool = False) -> bytes:
-    """Return COLD: the model starts when a request waits for it, which may take `start_timeout_s`."""
+    """Return COLD: the model starts when a request waits for it. The start may take `start_timeout_s`."""
     if flat:
         return HEADER.pack(Kind.COLD, 0, 0) + struct.pack("<q", int(min(1e9 * start_timeout_s, 2**63 - 1)))
     return pack_json(Kind.COLD, {"start_timeout_s": start_timeout_s, "retry_after_s": 0})
@@ -271,7 +271,7 @@ class StartProgress(NamedTuple):
     text: str
     #: Seconds that requests may wait for the next step.
     limit_s: float
-    #: Seconds until the model can serve at the earliest; 0.0: not known.
+    #: Least number of seconds until the model can serve, or 0.0 if unknown.
     least_s: float = 0.0
 
 
@@ -327,7 +327,7 @@ def hello() -> bytes:
 
 
 def check_hello(frame: bytes | memoryview) -> None:
-    """Check the first frame of a connection, in either direction. Raises ProtocolError with both versions named."""
+    """Check the first frame of a connection, in either direction. Raises ProtocolError; its message names both versions."""
     kind, _ = read_header(frame)
     body = unpack_json(frame) if kind in (Kind.HELLO, Kind.WELCOME) else {}
     if body.get("magic") != MAGIC:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, pack_entries, pack_json, unpack_entries
 
-#: a request and its token; four bytes are reserved
+#: A request and its token. Four bytes are reserved.
 _TOKEN = struct.Struct("<Qi4x")
-#: entries of one TOKENS frame
+#: Maximum number of entries in one TOKENS frame.
 _MAX_TOKENS = (MAX_FRAME - HEADER.size) // _TOKEN.size
 
 
@@ -21,42 +21,56 @@ class Generate(NamedTuple):
 
     request: int  # unique on this connection, like the number of a submission
     prompt: Sequence[int]
-    max_tokens: int | None = None  # None: the model's
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
+    max_tokens: int | None = None  # None for the model's own value.
+    temperature: float = 0.0  # 0 for greedy.
+    top_k: int = 0  # 0 for off.
+    top_p: float = 1.0  # 1 for off.
     seed: int = 0
-    stop: Sequence[int] | None = None  # tokens that end the answer; None: the model's
-    deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
-    priority: int = 0  # Triton's: 0 default, 1 highest
-    tag: int = 0  # `request_tag` of the client's id; 0: none
-    tokens_per_s: float = 0.0  # when `edf` wants each token, counted from the arrival; 0: by the deadline
+    stop: Sequence[int] | None = None  # Tokens that end the answer, or None for the model's own ones.
+    deadline_ns: int = 0  # CLOCK_MONOTONIC, or 0 for none.
+    priority: int = 0  # Triton's priority: 0 default, 1 highest.
+    tag: int = 0  # `request_tag` of the client's id, or 0 for none.
+    tokens_per_s: float = (
+        0.0  # When `edf` wants each token, counted from the arrival, or 0 to use the deadline.
+    )
 
 
-def pack_generate(one: Generate) -> bytes:
+def pack_generate(request: Generate) -> bytes:
     """Return a GENERATE frame. Raises ProtocolError if the prompt does not fit."""
-    return pack_json(Kind.GENERATE, {**one._asdict(), "prompt": list(one.prompt)})
+    return pack_json(Kind.GENERATE, {**request._asdict(), "prompt": list(request.prompt)})
 
 
 def read_generate(value: dict[str, Any]) -> Generate:
-    """Return the generation that GENERATE's JSON asks for. Values may be senseless, but have the right types.
+    """Return the generation that GENERATE's JSON describes.
+
+    Its values have the right types, but may be out of range. Raises ProtocolError.
 
     Raises ProtocolError.
     """
     try:
-        one = Generate(**value)
+        request = Generate(**value)
     except TypeError as error:
         raise ProtocolError(f"GENERATE: {error}") from None
-    counts = (one.request, one.top_k, one.seed, one.deadline_ns, one.priority, one.tag)
+    counts = (
+        request.request,
+        request.top_k,
+        request.seed,
+        request.deadline_ns,
+        request.priority,
+        request.tag,
+    )
     if (
         not all(type(count) is int and count >= 0 for count in counts)
-        or not (one.max_tokens is None or type(one.max_tokens) is int)
-        or not all(type(share) in (int, float) for share in (one.temperature, one.top_p, one.tokens_per_s))
-        or not _are_tokens(one.prompt)
-        or not (one.stop is None or _are_tokens(one.stop))
+        or not (request.max_tokens is None or type(request.max_tokens) is int)
+        or not all(
+            type(share) in (int, float)
+            for share in (request.temperature, request.top_p, request.tokens_per_s)
+        )
+        or not _are_tokens(request.prompt)
+        or not (request.stop is None or _are_tokens(request.stop))
     ):
         raise ProtocolError("GENERATE with a field of another type, or a negative number")
-    return one
+    return request
 
 
 def _are_tokens(value: Any) -> bool:
@@ -71,5 +85,5 @@ def pack_tokens(tokens: Sequence[tuple[int, int]]) -> list[bytes]:
     ]
 
 
-#: makes pairs of a request and its next token
+#: Reads pairs of a request and its next token.
 unpack_tokens = partial(unpack_entries, Kind.TOKENS, _TOKEN)

@@ -1,7 +1,7 @@
 """Layout of the tensors of one request in shared memory, for both ends.
 
-A request's inputs form one block, its outputs another: the tensors in the order of registration, each
-row-major and at a multiple of ALIGNMENT. So a place and a number of rows suffice; nothing else is sent.
+A request's inputs form one block, its outputs another: the tensors in the order of registration, each row-major and at a
+multiple of ALIGNMENT. So frames need only a place and a number of rows.
 """
 
 import struct
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-#: bytes; a cache line, and the alignment of buffers that XLA reads in place.
+#: Bytes of a cache line, and the alignment of buffers that XLA reads in place.
 ALIGNMENT = 64
 
-#: token -> numpy's dtype, for every dtype that can be sent; types that numpy lacks are sent as their bits.
+#: numpy's dtype for each token that can be sent. Types that numpy lacks are sent as their bits.
 NUMPY = {token: np.dtype(name) for token, name in {
     "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
     "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
@@ -23,7 +23,7 @@ NUMPY = {token: np.dtype(name) for token, name in {
     "i64": "int64", "u64": "uint64", "f64": "float64",
 }.items()}  # fmt: skip
 
-#: token -> bytes per element
+#: Bytes per element for each token.
 ITEMSIZE = {token: dtype.itemsize for token, dtype in NUMPY.items()}
 
 
@@ -43,7 +43,7 @@ class Tensor:
     padded_axis: int | None = None
 
     def at_length(self, length: int) -> "Tensor":
-        """Return the tensor with another extent of its padded axis."""
+        """Return the tensor with another length of its padded axis."""
         at = self.padded_axis
         if at is None:
             return self
@@ -78,14 +78,14 @@ class Block:
                 offsets.append(at)
                 at += aligned(tensor.nbytes(rows))
             known = tuple(offsets), at
-            if len(self._cache) < 4096:  # a client may send any number of rows
+            if len(self._cache) < 4096:  # A client may send any number of rows.
                 self._cache[rows] = known
         return known
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled input-shape variant: its tensors, and the compiled sizes, ascending."""
+    """One compiled input-shape variant: its tensors, and the compiled batch sizes in ascending order."""
 
     inputs: Block
     outputs: Block
@@ -106,22 +106,23 @@ class Variant:
         return self if length == self.length else replace(self, inputs=inputs, outputs=outputs)
 
 
-#: lengths whose tensors are kept
+#: Maximum number of lengths whose tensors are cached.
 _MAX_LENGTHS = 4096
 
 
 @dataclass(frozen=True)
 class Interface:
-    """Executable side of a model, as a stub gets it at registration."""
+    """A model's tensors, sizes and limits, as a stub gets them at registration."""
 
     variants: tuple[Variant, ...]
-    #: rows must equal a compiled size: some output has no batch axis, so padding would change it
+    #: True if the rows of a request must equal a compiled batch size, because padding would change an output without a batch
+    #: axis.
     exact: bool
     _lengths: dict[int, tuple[int, Variant]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest requests, if the variants are the lengths of a padded axis, ascending; 0: they are not."""
+        """Length of the longest requests if the variants are the lengths of a padded axis in ascending order, otherwise 0."""
         return self.variants[-1].length
 
     def at_length(self, length: int) -> tuple[int, Variant]:
@@ -171,10 +172,11 @@ def _tensor_from_json(value: list[Any]) -> Tensor:
 
 #: "FLAT"
 FLAT_MAGIC = 0x54414C46
-#: magic, flags, the numbers of inputs, outputs and variants, slot, cost and retry_ns; then of each tensor behind its name
+#: Heads of the flat form. First magic, flags, the numbers of inputs, outputs and variants, slot, cost and retry_ns; then, for
+#: each tensor, the part behind its name.
 _HEAD, _TYPE = struct.Struct("<IIIIIIQQ"), struct.Struct("<BBhh")
 _BATCHED, _EXACT, _TRACED = 1, 2, 4
-#: the types that clients send, by number
+#: Types that clients send, by number.
 _FLAT_TYPES = (
     "bool", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "bf16", "f32", "f64",
 )  # fmt: skip
@@ -191,7 +193,9 @@ def pack_flat(
     retry_ns: int = 0,
     key: str = "",
 ) -> bytes:
-    """Return REGISTERED's document for a model without hooks; `client` and the other values as there.
+    """Return REGISTERED's document for a model without hooks.
+
+    `client` and the other values are those of REGISTERED. Raises ValueError for a type that no client can send.
 
     Raises ValueError for a type that no client can send.
     """

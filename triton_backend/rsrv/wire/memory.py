@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Bytes of an arena's first segment, and bytes that an idle arena keeps.
 FIRST_BYTES, KEEP_BYTES = 1 << 20, 64 << 20
 
-#: bytes; suffices for the status of thousands of models
+#: Bytes of the largest document. They suffice for the status of thousands of models.
 _MAX_DOCUMENT = 64 << 20
 
 
@@ -37,7 +37,7 @@ class SharedMemoryError(Exception):
 
 
 def create_sealed(nbytes: int, name: str) -> int:
-    """Return a memfd of this size; its pages are allocated when they are touched. Raises OSError."""
+    """Return a memfd of this size. The kernel allocates its pages when they are touched. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -62,7 +62,7 @@ def _map_foreign(fd: int, access: int, most: int) -> mmap.mmap:
 
 
 def map_segment(fd: int, most: int) -> Bytes:
-    """Map a stub's segment. Raises SharedMemoryError if the stub could still shrink it, or beyond `most` bytes."""
+    """Map a stub's segment. Raises SharedMemoryError if the stub could still shrink it, or if it has more than `most` bytes."""
     return np.frombuffer(_map_foreign(fd, mmap.PROT_READ | mmap.PROT_WRITE, most), np.uint8)
 
 
@@ -76,7 +76,7 @@ class Place:
 
 
 class _Segment:
-    """One memfd, mapped, and its free ranges, ascending by offset and never adjacent."""
+    """One mapped memfd, and its free ranges in ascending order. Free ranges are never adjacent."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -128,9 +128,9 @@ class Arena:
         self._segments: dict[int, _Segment] = {}
         self._next = 0
         self._closed = False
-        #: (segment id, descriptor) of segments that the runtime does not know yet; see `announced`
+        #: Pairs (segment id, descriptor) of segments that the runtime does not know yet. See `announced`.
         self.fresh: list[tuple[int, int]] = []
-        #: ids of freed segments that the runtime still maps
+        #: Ids of freed segments that the runtime still maps.
         self.dropped: list[int] = []
 
     def take(self, nbytes: int) -> Place:
@@ -143,7 +143,7 @@ class Arena:
             if offset is not None:
                 return Place(id, offset, nbytes)
         size = self._first
-        while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments suffice
+        while size < nbytes or size < self.nbytes < self._keep:  # Sizes double, so that few segments suffice.
             size *= 2
         size = size if size <= self._keep else -(-nbytes // 4096) * 4096
         if size > self._first and size > self._spare():
@@ -162,14 +162,14 @@ class Arena:
         return Place(id, offset, nbytes)
 
     def announced(self) -> None:
-        """Close the descriptor of the first of `fresh`, which the runtime has now; the mapping stays."""
+        """Close the first descriptor of `fresh`, because the runtime has it now. The mapping stays."""
         _, fd = self.fresh.pop(0)
         os.close(fd)
 
     def give(self, place: Place) -> None:
         segment = self._segments.get(place.segment)
         if segment is None:
-            return  # the arena was closed before the request ended
+            return  # The arena was closed before the request ended.
         segment.give(place.offset, place.nbytes)
         if segment.idle and self.nbytes > self._keep:
             self._drop(place.segment)
@@ -179,11 +179,11 @@ class Arena:
         return self._segments[place.segment].bytes
 
     def memory(self, place: Place) -> mmap.mmap:
-        """Return the mapping that holds a place; the place's offset counts from its start."""
+        """Return the mapping that holds a place. The place's offset counts from the mapping's start."""
         return self._segments[place.segment].memory
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Return the segment and the offset there of a range of this process's memory; None outside of all segments."""
+        """Return the segment and the offset in it for a range of this process's memory, or None if no segment contains it."""
         for id, segment in self._segments.items():
             offset = address - segment.address
             if 0 <= offset <= segment.nbytes - nbytes:
@@ -216,7 +216,7 @@ class Arena:
 
 
 def create_document(value: dict[str, Any] | bytes) -> int:
-    """Return a memfd that holds a JSON object, or a document in flat form, of any size; the caller owns it."""
+    """Return a memfd with a JSON object or a document in flat form, of any size. The caller owns the memfd."""
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
     fd = create_sealed(len(text), "rsrv-document")
     os.pwrite(fd, text, 0)
@@ -245,11 +245,13 @@ def read_document(fd: int) -> dict[str, Any]:
     return value
 
 
-#: the most seconds between two rounds of an idle runtime whose server has several devices
+#: Maximum number of seconds between two rounds of an idle runtime whose server has several devices.
 BEAT_S = 0.1
-#: seconds since the last round from which on an idle runtime seems to be stopped: on a busy machine it waits for a core
+#: If an idle runtime has had no round for this many seconds, it seems to be stopped. The limit is long because a runtime waits
+#: for a core on a busy machine.
 SILENT_S = 0.5
-#: bytes of a board; and its cells, of which models have all but the first two: further models have none
+#: Bytes of a board, and its number of cells. The first two have other uses; the remaining ones belong to models. Further models
+#: have no cell.
 BOARD_BYTES = 64 << 10
 BOARD_SLOTS = BOARD_BYTES // 8
 
@@ -257,13 +259,13 @@ BOARD_SLOTS = BOARD_BYTES // 8
 class Board:
     """How busy the device is, and which weights it has, published by the runtime for every stub.
 
-    A memfd of u64, aligned, so that writes are atomic. The first is the expected time at which the device is idle, in
-    nanoseconds of CLOCK_MONOTONIC, with its lowest bit set while the device has work: a time that has passed means that
-    the device is idle, or that its work is overdue. Each round of the runtime's loop changes it, so that of an idle
-    device it is the time of the last round, at most BEAT_S ago if the server has several devices. The second has the
-    nanoseconds until a further run of a meta model would be admitted, 0 while a place is free or the server has one
-    device. The others are the slots of models, with the nanoseconds that loading the model's weights would take, 0 if
-    they are on the device.
+    The board is a memfd of aligned u64 cells, so that writes are atomic. The first cell has the expected time at which the
+    device becomes idle, in nanoseconds of CLOCK_MONOTONIC. Its lowest bit is set while the device has work. A time in the past
+    means that the device is idle, or that its work is overdue. Each round of the runtime's loop writes the cell. On an idle
+    device it is therefore the time of the last round, which is at most BEAT_S ago if the server has several devices. The second
+    cell has the nanoseconds until a further run of a meta model would be admitted. It is 0 while a place is free, and if the
+    server has one device. The other cells are the slots of models. Each has the nanoseconds that loading the model's weights
+    would take, or 0 if the weights are on the device.
     """
 
     def __init__(self) -> None:
@@ -277,7 +279,7 @@ class Board:
         self._cells[1] = wait_ns
 
     def publish_load(self, slot: int, load_ns: int) -> None:
-        """Publish a model's cell; without a slot, which is 0, there is none."""
+        """Publish a model's cell. A model with slot 0 has no cell."""
         if slot:
             self._cells[slot] = load_ns
 

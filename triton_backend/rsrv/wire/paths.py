@@ -9,25 +9,25 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
-#: why the runtime could not be started the last time
+#: Why the runtime could not be started the last time.
 FAILURE = "failure"
-#: why the runtime found no device the last time
+#: Why the runtime found no device the last time.
 NO_DEVICE = "no-device"
-#: models that the next runtime brings back
+#: Models that the next runtime brings back.
 HANDOVER = "handover.json"
-#: there while the device sleeps: the Unix time since which it does
+#: Exists while the device sleeps, and holds the Unix time when it fell asleep.
 ASLEEP = "asleep"
 #: The runtime's last record before the device fell asleep, in the form of STATUS_REPLY.
 LAST_RECORD = "last-record"
-#: of the control process: its socket, its lock, and the settings of operators
+#: Files of the control process: its socket, its lock, and the operators' settings.
 CONTROL_SOCKET = "control.sock"
 CONTROL_LOCK = "control.lock"
 OVERRIDES = "overrides.json"
 SETTINGS = "settings.yaml"
-#: activity of the runtime, and the crashes of earlier ones
+#: Activity of the runtime, and the crashes of earlier runtimes.
 BLACKBOX = "blackbox"
 DEATHS = "deaths.json"
-#: signatures and executables of modules that the runtimes have compiled
+#: Signatures and executables of modules that the runtimes have compiled.
 MODULES = "modules.jsonl"
 #: Folder with executables that cannot be kept in the compilation cache, in the directory of a server's device 0.
 COMPILED = "compiled"
@@ -35,7 +35,7 @@ COMPILED = "compiled"
 NOT_PRIVATE = (
     "%s must be a directory of uid %u with mode 0700; remove it, or set RSRV_RUNTIME_DIR to another place"
 )
-#: of a server, in the directory of its device 0: the resolved `runtime.devices`, and the placement table
+#: Files of a server in the directory of its device 0: the resolved `runtime.devices`, and the placement table.
 DEVICES = "devices.json"
 PLACEMENT = "placement"
 
@@ -58,7 +58,7 @@ def runtime_directory(server_pid: int, gpu: str) -> Path:
 
 
 def is_stale(name: str) -> bool:
-    """Return whether a name as of `runtime_directory` belongs to a server that has ended."""
+    """Return whether a name in the form of `runtime_directory` belongs to a server that has ended."""
     pid, started, _ = name.split("-", 2)
     return pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started)
 
@@ -70,7 +70,7 @@ def read_devices(directory: Path) -> list[str]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file of which others read the old content or the new one at any time, and no part."""
+    """Write a file in one step: readers see the old content or the new content, never a part."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.rename(path)
@@ -79,7 +79,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def runtime_command(
     python: str, directory: Path, server_pid: int, settings: Path, device: str, ready_fd: int | None = None
 ) -> list[str]:
-    """Return the command that starts the runtime of a directory; its options are those of `python -m rsrv.runtime`."""
+    """Return the command that starts the runtime of a directory. Its options are those of `python -m rsrv.runtime`."""
     return [
         # -P: files in the server's working directory must not shadow modules.
         python, "-P", "-m", "rsrv.runtime",
@@ -92,7 +92,7 @@ def runtime_command(
 
 
 def asleep_since(directory: Path) -> float | None:
-    """Return the Unix time since which a runtime's device sleeps; None: it does not. A connection would wake it."""
+    """Return the Unix time when a runtime's device fell asleep, or None if it is awake. Connecting would wake it."""
     try:
         return float((directory / ASLEEP).read_text())
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def asleep_since(directory: Path) -> float | None:
 
 
 def start_time(pid: int) -> int:
-    """Return the clock ticks from boot to the start of a process; 0 if it is gone."""
+    """Return the clock ticks from boot to the start of a process, or 0 if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -113,8 +113,8 @@ def make_private(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise RuntimeDirectoryError(NOT_PRIVATE % (directory, os.getuid())) from None
 
 
@@ -135,22 +135,22 @@ def hold(directory: Path) -> int | None:
 def sweep(base: Path, kind: str = "gpu*") -> None:
     """Remove the directories of this kind that killed processes left.
 
-    A pid that is unknown here may live in another container that shares `base`: locked directories stay.
+    Locked directories stay, because a pid that is unknown here may belong to a process in another container that shares `base`.
     """
     for directory in base.glob(f"*-*-{kind}"):
         if is_stale(directory.name):
             try:
-                held = hold(directory)
+                lock = hold(directory)
             except OSError:
-                continue  # another process removes it, or another user owns it
-            if held is not None:
+                continue  # Another process removes the directory, or another user owns it.
+            if lock is not None:
                 remove(directory)
-                os.close(held)
+                os.close(lock)
 
 
 def remove(directory: Path) -> None:
     ours = (SOCKET, LOCK, FAILURE, CONTROL_SOCKET, CONTROL_LOCK, BLACKBOX, MODULES)
-    #: files that are written beside, and renamed
+    #: Files that are written under another name and then renamed.
     replaced = (NO_DEVICE, ASLEEP, LAST_RECORD, HANDOVER, OVERRIDES, SETTINGS, DEATHS, DEVICES, PLACEMENT)
     for name in (*ours, *replaced, *(f"{name}.new" for name in replaced)):
         (directory / name).unlink(missing_ok=True)
@@ -158,4 +158,4 @@ def remove(directory: Path) -> None:
     try:
         directory.rmdir()
     except OSError:
-        return  # already gone, or it holds a foreign file, which stays
+        return  # The directory has gone already, or it holds a foreign file. A foreign file stays.

@@ -1,7 +1,7 @@
-"""The placement table: on which devices of a server each model shall run, in a file that processes share.
+"""The placement table: a file shared by processes that names the devices on which each model of a server shall run.
 
 The control process writes it, and stubs read it without a lock on the file. The file has a header and two halves; the table of
-generation g is in half g % 2. So a writer that dies while it fills the next half harms nothing.
+generation g is in half g % 2. A writer that dies while it fills the next half therefore harms nothing.
 """
 
 import mmap
@@ -14,24 +14,24 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
-#: magic, capacity (entries of a half), reserved, generation (0: no table yet)
+#: Magic, capacity (entries of a half), reserved, and generation (0: no table yet).
 _HEADER = struct.Struct("<8sIIQ")
 MAGIC = b"rsrvpt01"
 HEADER_BYTES = 64
-#: index of the generation among the file's u64
+#: Index of the generation among the file's u64.
 _GENERATION = 2
-#: generation, number of entries, crc32 of these two and the entries
+#: Generation, number of entries, and crc32 of these two and the entries.
 _HALF = struct.Struct("<QII")
 _CHECKED = struct.Struct("<QI")
-#: digest of a model's name, mask of devices; ascending by digest
+#: Digest of a model's name, and mask of its devices. Entries are in ascending order of digests.
 _ENTRY = struct.Struct("<16sQ")
 _DIGEST_BYTES = 16
-#: generation of a file that another one replaced
+#: Generation of a file that another file has replaced.
 _MOVED = 2**64 - 1
 
-#: entries of a new file's half, at least
+#: Minimum number of entries of a new file's half.
 _LEAST_CAPACITY = 256
-#: seconds between attempts to read a table that is absent or damaged
+#: Seconds between attempts to read a table that is absent or damaged.
 RETRY_S = 1.0
 
 
@@ -47,7 +47,7 @@ class _MappedTable:
     """A mapped table."""
 
     def __init__(self, fd: int, access: int) -> None:
-        """Map a file, and close its descriptor. Raises OSError, and ValueError if it is no table."""
+        """Map a file, and close its descriptor. Raises OSError, and ValueError if the file is no table."""
         try:
             size = os.fstat(fd).st_size
             if size < HEADER_BYTES:
@@ -59,7 +59,7 @@ class _MappedTable:
         self.capacity: int = capacity
         if magic != MAGIC or size != _size(self.capacity):
             raise ValueError("the file has another format")
-        #: aligned, so that each is read and written at once
+        #: The file as aligned u64, so that each is read and written at once.
         self._cells = memoryview(self._memory).cast("Q")
 
     @property
@@ -75,22 +75,22 @@ class _MappedTable:
         return HEADER_BYTES + generation % 2 * (_HALF.size + self.capacity * _ENTRY.size)
 
     def newest(self) -> int:
-        """Return the generation of the newest half, written completely or not."""
+        """Return the generation of the newest half, also while that half is being written."""
         first, second = (_HALF.unpack_from(self._memory, self._half(number))[0] for number in (0, 1))
         return int(max(first, second))
 
     def fill(self, generation: int, entries: bytes) -> None:
-        """Write a table; only the file's generation makes it valid."""
+        """Write a table. The table becomes valid when the file's generation changes."""
         half, count = self._half(generation), len(entries) // _ENTRY.size
         at = half + _HALF.size
         self._memory[at : at + len(entries)] = entries
         _HALF.pack_into(self._memory, half, generation, count, _checksum(generation, count, entries))
 
     def entries(self, generation: int) -> bytes | None:
-        """Return the table of a generation; None if it is not there as a whole."""
+        """Return the table of a generation, or None if it is not complete."""
         half = self._half(generation)
-        found, count, checksum = _HALF.unpack_from(self._memory, half)
-        if found != generation or count > self.capacity:
+        stored, count, checksum = _HALF.unpack_from(self._memory, half)
+        if stored != generation or count > self.capacity:
             return None
         at = half + _HALF.size
         entries = self._memory[at : at + count * _ENTRY.size]
@@ -106,7 +106,7 @@ def _size(capacity: int) -> int:
 
 
 class PlacementWriter:
-    """Writes the table; there must be only one. A later one continues the generations of an earlier one."""
+    """Writer of the table. There must be only one. A later writer continues the generations of an earlier one."""
 
     def __init__(self, path: Path) -> None:
         """Open the file of an earlier writer, if there is one. Raises OSError."""
@@ -124,7 +124,7 @@ class PlacementWriter:
         self._generation = self._file.newest() if generation == _MOVED else generation
 
     def read(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the masks of these models, as far as the table has them."""
+        """Return the masks of these models. Models that are not in the table are left out."""
         entries = None if self._file is None else self._file.entries(self._generation)
         masks = dict(_ENTRY.iter_unpack(entries or b""))
         return {name: masks[digest] for name in names if (digest := _digest(name)) in masks}
@@ -144,12 +144,12 @@ class PlacementWriter:
         return generation
 
     def _replace(self, count: int, generation: int, entries: bytes) -> _MappedTable:
-        """Make a file with room for further models, and put it in the place of the old one."""
+        """Make a file with room for more models, and put it in the place of the old one."""
         capacity = max(_LEAST_CAPACITY, 1 << count.bit_length())
         beside = self._path.with_name(f"{self._path.name}.new")
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # A file with holes would end the process where the file system is full.
+            # Write the file in full: writing into a file with holes kills the process if the file system is full.
             os.posix_fallocate(fd, 0, _size(capacity))
             os.pwrite(fd, _HEADER.pack(MAGIC, capacity, 0, 0), 0)
         except BaseException:
@@ -158,7 +158,7 @@ class PlacementWriter:
         file = _MappedTable(fd, mmap.PROT_READ | mmap.PROT_WRITE)
         file.fill(generation, entries)
         file.generation = generation
-        # First: readers of the old file would otherwise never leave it if this process died in between.
+        # Mark the old file first. If this process died in between, its readers would otherwise never leave it.
         if self._file is not None:
             self._file.generation = _MOVED
             self._file.close()
@@ -176,11 +176,11 @@ class PlacementReader:
     """Reads the devices of one model and of its callees from the table. Thread-safe."""
 
     def __init__(self, path: Path, name: str, callees: Iterable[str] = ()) -> None:
-        """Read nothing yet: the file need not exist."""
+        """Make the reader. It reads nothing yet, so the file need not exist."""
         self._path = path
         self._digest = _digest(name)
         self._callees = {name: _digest(name) for name in callees}
-        #: masks of the callees, as `mask` read them last
+        #: Masks of the callees, as `mask` read them last.
         self.callees: Mapping[str, int] = dict.fromkeys(self._callees, 0)
         self._file: _MappedTable | None = None
         self._generation = 0
@@ -192,8 +192,8 @@ class PlacementReader:
     def mask(self, now: float) -> int:
         """Return the model's devices, bit n for device n, at `now`, a monotonic time in seconds.
 
-        0: there is no table yet, or the model is not in it; then it may run on all devices. A damaged table changes
-        nothing.
+        0 means that there is no table yet, or that the model is not in it. The model may then run on all devices. A damaged
+        table changes nothing.
         """
         file = self._file
         if file is not None and file.generation == self._generation:
@@ -204,7 +204,7 @@ class PlacementReader:
             return self._mask
 
     def _read(self) -> bool:
-        """Read the table as it is now. Returns False if there is no whole one."""
+        """Read the current table. Return False if no complete one exists."""
         file = self._file
         if file is None or file.generation == _MOVED:
             self.close()
@@ -219,7 +219,7 @@ class PlacementReader:
             if entries is not None:
                 self._mask = _find(entries, self._digest)
                 self.callees = {name: _find(entries, digest) for name, digest in self._callees.items()}
-                self._generation = generation  # last: other threads compare it without the lock
+                self._generation = generation  # Write this attribute last, because other threads compare it without the lock.
                 return True
             # The writer may have overtaken this reader twice; otherwise the half is damaged.
             before, generation = generation, file.generation
@@ -228,18 +228,18 @@ class PlacementReader:
         return False
 
     def close(self) -> None:
-        """Drop the file, which is unmapped when no thread looks at it any more."""
+        """Drop the file. It is unmapped when no thread uses it any more."""
         self._file = None
 
 
 def _find(entries: bytes, digest: bytes) -> int:
-    """Return a model's mask in a table; 0 if it is not there."""
+    """Return a model's mask in a table, or 0 if the table does not have the model."""
     count = len(entries) // _ENTRY.size
     at = bisect_left(
         range(count), digest, key=lambda i: entries[i * _ENTRY.size : i * _ENTRY.size + _DIGEST_BYTES]
     )
     if at < count:
-        found, mask = _ENTRY.unpack_from(entries, at * _ENTRY.size)
-        if found == digest:
+        stored, mask = _ENTRY.unpack_from(entries, at * _ENTRY.size)
+        if stored == digest:
             return int(mask)
     return 0

@@ -1,4 +1,4 @@
-"""Sockets between stub and runtime: SOCK_SEQPACKET, one frame per message, descriptors beside it."""
+"""Sockets between stub and runtime: SOCK_SEQPACKET, one frame per message, with descriptors attached."""
 
 import array
 import errno
@@ -22,13 +22,13 @@ from rsrv.wire.frames import (
 from rsrv.wire.memory import read_flat
 from rsrv.wire.paths import SOCKET, runtime_directory
 
-#: connections that may wait to be accepted
+#: Connections that may wait to be accepted.
 _BACKLOG = 1024
-#: descriptors that may come with one frame: a segment, the board
+#: Maximum number of descriptors that one frame carries: a segment, the board.
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
-# As plain numbers: combining the library's flags costs more than the system call.
+# Plain numbers, because combining the library's flags costs more than the system call.
 _TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -72,7 +72,7 @@ def listen(path: Path) -> socket.socket:
 def take_over(fd: int) -> socket.socket:
     """Return the listening socket of a process that has ended, with the connections that wait in it."""
     sock = socket.socket(fileno=fd)
-    # Again: clients see the credentials of the process that did so last.
+    # Call listen() again: clients see the credentials of the process that called it last.
     sock.listen(_BACKLOG)
     return sock
 
@@ -92,7 +92,7 @@ def connect(path: Path) -> socket.socket:
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
     """Wait until one of the descriptors can be read, or a pidfd's process has ended; return all such descriptors.
 
-    Not with select(), which is limited to descriptors up to 1023: a server has more.
+    This uses poll(), because select() is limited to descriptors up to 1023 and a server has more.
     """
     poll = select.poll()
     for fd in fds:
@@ -101,7 +101,7 @@ def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
 
 
 def check_peer(sock: socket.socket) -> int:
-    """Return the peer's pid. Raises ProtocolError unless it runs as this user."""
+    """Return the peer's pid. Raises ProtocolError if it runs as another user."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     if uid != os.getuid():
@@ -110,7 +110,7 @@ def check_peer(sock: socket.socket) -> int:
 
 
 def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
-    """Send one frame. Raises Closed, and BlockingIOError if the socket does not block and is full."""
+    """Send one frame. Raises Closed, and BlockingIOError if the socket is non-blocking and full."""
     try:
         if fds:
             socket.send_fds(sock, [frame], list(fds), _NOSIGNAL)
@@ -121,7 +121,9 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
 
 
 class Receiver:
-    """Reads frames into one buffer, so that a read costs no allocation.
+    """Reads frames into one buffer, so that a read allocates nothing.
+
+    Receivers may share one `buffer` of MAX_FRAME bytes. A frame is valid until any of them receives the next one.
 
     Receivers may share one `buffer` of MAX_FRAME bytes; a frame is valid until any of them receives the next.
     """
@@ -135,13 +137,13 @@ class Receiver:
     def receive(self) -> tuple[memoryview, list[int]]:
         """Return one frame, valid until the next call, and its descriptors, which the caller owns.
 
-        Raises Closed, ProtocolError, and BlockingIOError if the socket does not block and is empty.
+        Raises Closed, ProtocolError, and BlockingIOError if the socket is non-blocking and empty.
         """
         try:
             try:
                 size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
             except ConnectionResetError:
-                # The peer ended with frames unread. The kernel says so once, before it hands over what the peer had sent.
+                # The peer ended with unread frames. The kernel reports this once, before it delivers what the peer had sent.
                 size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
         except ConnectionError as error:
             raise Closed(str(error)) from None
@@ -175,7 +177,7 @@ def read_record(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> bytes
 
 
 def ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> bytes:
-    """Send one frame; return the body of the answer, from a descriptor or the frame. Raises as `read_record`."""
+    """Send one frame, and return the body of the answer, from a descriptor or the frame. Raises the errors of `read_record`."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)

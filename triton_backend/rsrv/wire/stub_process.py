@@ -24,9 +24,9 @@ class StubCommand:
 
     @classmethod
     def read(cls, pid: int | str) -> Self | None:
-        """Return the command line of a process; None: it is no stub, or has ended.
+        """Return the command line of a process, or None if it is no stub, has ended, or belongs to another user.
 
-        Another user's process is none: it could have any command line, and name shared memory that is not its own.
+        Another user's process could have any command line, and name shared memory that is not its own.
         """
         process = Path(f"/proc/{pid}")
         try:
@@ -60,16 +60,16 @@ def living_stubs(server: int) -> Iterator[tuple[int, StubCommand]]:
 def remove_regions(regions: Iterable[str]) -> None:
     """Remove the shared memory of stubs that have ended. A stub that ended in order has removed it itself.
 
-    From release 26.04 on, stubs leave shared memory whenever their server ends abruptly; before, only while a model was
-    loading. In a pod it would take memory until the pod's end.
+    From release 26.04 on, stubs leave shared memory whenever their server ends abruptly. Earlier releases did so only while a
+    model was loading. In a pod it would take memory until the pod's end.
     """
     for region in regions:
-        with suppress(OSError):  # it is gone, or belongs to another user
+        with suppress(OSError):  # It has gone, or belongs to another user.
             (_SHARED_MEMORY / region).unlink()
 
 
 def regions_of(prefix: str) -> set[str]:
-    """Return the shared memory whose name begins so, also that of stubs which were never started."""
-    with suppress(OSError):  # the system has no /dev/shm
+    """Return the shared memory whose name begins with this text, also that of stubs that were never started."""
+    with suppress(OSError):  # The system has no /dev/shm.
         return {name for name in os.listdir(_SHARED_MEMORY) if name.startswith(prefix)}
     return set()

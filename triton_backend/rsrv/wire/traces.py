@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from rsrv.wire.frames import Kind, ProtocolError, pack_entries, pack_json, unpack_entries
 
-#: spans in one frame: requests wait some 6 us for each
+#: Maximum number of spans in one frame. Requests wait for about 6 us per span.
 MAX_SPANS = 32
-#: characters of a text in a span
+#: Maximum number of characters of a text in a span.
 MAX_TEXT = 200
 
 Attributes = Mapping[str, str | int | float]
@@ -23,33 +23,33 @@ MARK = struct.Struct("<Q16s8s")
 
 
 class Mark(NamedTuple):
-    """Mark of a traced request: the next one of the connection with this number."""
+    """Mark of a traced request, for the next request of the connection with this number."""
 
     request: int
-    #: 32 hexadecimal digits
+    #: 32 hexadecimal digits.
     trace: str
-    #: 16 hexadecimal digits: the parent of the runtime's spans of the request
+    #: 16 hexadecimal digits: the parent of the runtime's spans of the request.
     span: str
 
 
 class Span(NamedTuple):
-    """A finished part of a trace. Ids are hexadecimal digits, times nanoseconds of CLOCK_MONOTONIC."""
+    """A finished part of a trace. Ids are hexadecimal digits; times are nanoseconds of CLOCK_MONOTONIC."""
 
     trace: str
-    #: another span of rsrv, or the client's
+    #: Another span of rsrv, or the client's span.
     parent: str
-    #: "": no span refers to it
+    #: Empty if no span refers to this one.
     id: str
     name: str
     start_ns: int
     end_ns: int
-    #: reason of its failure; "": none
+    #: Reason of the failure, or empty.
     error: str
     attributes: Attributes
 
 
 def pack_marks(marks: Sequence[Mark]) -> bytes:
-    """Return one TRACE frame; at most frames.MAX_ENTRIES entries."""
+    """Return one TRACE frame with at most frames.MAX_ENTRIES entries."""
     entries = [(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks]
     return pack_entries(Kind.TRACE, MARK, entries)
 
@@ -60,22 +60,22 @@ def unpack_marks(frame: bytes | memoryview, count: int) -> Iterator[Mark]:
 
 
 def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:
-    """Return the SPANS frames for these spans. `dropped`: number of dropped spans since the last frame."""
+    """Return the SPANS frames for these spans. `dropped` is the number of spans dropped since the last frame."""
     if len(spans) <= MAX_SPANS:
         try:
             return [pack_json(Kind.SPANS, {"spans": spans, "dropped": dropped})]
         except ProtocolError:
-            # Long texts; a single span always fits.
+            # Texts may be long. A single span always fits.
             if len(spans) < 2:
                 raise
     half = len(spans) // 2
     return [*pack_spans(spans[:half], dropped), *pack_spans(spans[half:], 0)]
 
 
-def read_spans(told: Mapping[str, Any]) -> tuple[list[Span], int]:
+def read_spans(document: Mapping[str, Any]) -> tuple[list[Span], int]:
     """Return the spans of a SPANS frame, and the number of dropped ones. Raises ProtocolError."""
     try:
-        spans, dropped = [_read(value) for value in told["spans"]], int(told["dropped"])
+        spans, dropped = [_read(value) for value in document["spans"]], int(document["dropped"])
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ProtocolError(f"SPANS that cannot be read: {type(error).__name__}: {error}") from None
     if not 0 <= dropped < 1 << 63:

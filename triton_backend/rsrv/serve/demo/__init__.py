@@ -18,7 +18,7 @@ MODEL = "digits"
 
 
 def copy_to(directory: Path) -> None:
-    """Copy the bundles, the settings and the request into the directory, but for what it has already.
+    """Copy the bundles, the settings and the request into the directory. Files that exist there stay as they are.
 
     Raises:
         OSError: a file cannot be written.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from rsrv.stub.replies import Responses
 from rsrv.stub.session import Attachment, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.blackbox import read_slots
+from rsrv_bundle.export import export_bundle
 from tests.builders import write_meta
 from tests.fakes import FakeError, FakePbUtils, FakeRequest
-from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, export_doubling
 from tests.unit.runtime.metas import (
     OUTPUTS,
     FakeCallees,
@@ -166,6 +168,45 @@ def test_calls_in_parallel_are_repeated_as_they_were_sent(deaths: Deaths, start_
 
     expected = sum(10**n * (2 * n + 1 + n % 2) for n in range(8))
     assert_y(answer_of(one), rows(1, expected))
+
+
+@pytest.mark.parametrize("kind", ["another output", "other columns"])
+def test_a_call_is_repeated_as_the_next_version_of_its_model_takes_it(
+    start_runtime: StartRuntime, start_meta: StartMeta, tmp_path: Path, kind: str
+) -> None:
+    """The runtime died while the bundles were exchanged. A call that does not fit the new version is refused."""
+    bundle, columns = tmp_path / "callee", 5 if kind == "other columns" else 3
+
+    def compute(inputs: Any, weights: Any) -> list[Any]:
+        return [2 * inputs[0] + weights[0]] * (2 if kind == "another output" else 1)
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        return {"y": call("callee", inputs)["y"]}
+
+    export_doubling(bundle, w=[1, 1, 1])
+    runtime = start_runtime()
+    engine = start_meta(runtime, run, ["callee"], bundles={"callee": bundle})
+    runtime.device.gate.clear()
+    one = request(value=3)
+    assert engine.execute([one]) is None
+    runtime.device.gate.wait_until_held()
+    rmtree(bundle)
+    export_bundle(
+        lambda params, x: dict.fromkeys("yz" if kind == "another output" else "y", 2 * x + params["w"]),
+        {"w": np.ones(columns, np.float32)},
+        {"x": np.zeros((1, columns), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=bundle,
+    )
+    runtime.stop()
+    runtime.device.gate.set()
+    start_runtime(compute=compute)
+
+    if kind == "other columns":
+        text = "input 'x': expected shape [-1, 5] (axis 0 is the batch), got [1, 3]"
+        assert_fails(answer_of(one), FakeError.INVALID_ARG, text)
+    else:
+        assert_y(answer_of(one), rows(1, 7))
 
 
 def test_a_run_goes_on_at_the_other_device(

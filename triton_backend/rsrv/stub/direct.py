@@ -235,14 +235,17 @@ class DirectRun:
     def again(self, lost: DirectCall, callee: Callee) -> DirectCall:
         """Send a call that another runtime did not answer, with its inputs as they were then. Raises RequestFailure.
 
-        The outputs get new memory, because a runtime that was only stopped may still write to the old memory.
+        This runtime may have another version of the callee, so the call is planned again. The outputs get new memory,
+        because a runtime that was only stopped may still write to the old memory.
         """
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
-        call = DirectCall(
-            self, callee, lost.plan, lost.client_rows, list(lost.values), lost.kept, {}, since, span
-        )
         try:
-            return self._send(call)
+            kept = check_keep(callee, lost.kept)
+            names = [planned.tensor.name for planned in lost.plan.inputs]
+            values, plan = callee.endpoint.plan_again(
+                dict(zip(names, lost.values, strict=True)), self._client_id
+            )
+            return self._send(DirectCall(self, callee, plan, lost.client_rows, values, kept, {}, since, span))
         except RequestFailure as failure:
             end_call(span, callee.remote.name, since, failure, self.stage)
             raise

@@ -262,6 +262,15 @@ class Endpoint:
             hook = partial(_on_copies, self.hooks.preprocess)
             arrays, seconds = self._run("preprocess", "pre", hook, arrays, client_id, span)
             self.preprocess.learn(seconds)
+        inputs, plan = self._plan(arrays, client_id)
+        # A postprocess may restore the number of rows.
+        if rows not in (None, plan.rows) and self.hooks.preprocess and not self.hooks.postprocess:
+            raise self._wrong_input(f"has {plan.rows} rows for a request of {rows}", client_id)
+        return inputs, plan
+
+    def _plan(
+        self, arrays: Mapping[str, Array | Elsewhere], client_id: str
+    ) -> tuple[list[Any], ExecutionPlan]:
         inputs: list[Any] = []
         extents: list[tuple[int, ...]] = []
         for spec in self._interface.variants[0].inputs.tensors:
@@ -275,23 +284,24 @@ class Endpoint:
             inputs.append(array)
             extents.append(array.shape)
         shapes = tuple(extents)
-        plan = self._plans.get(shapes) or self._resolve(shapes, client_id)
-        # A postprocess may restore the number of rows.
-        if rows not in (None, plan.rows) and self.hooks.preprocess and not self.hooks.postprocess:
-            raise self._wrong_input(f"has {plan.rows} rows for a request of {rows}", client_id)
-        return inputs, plan
+        return inputs, self._plans.get(shapes) or self._resolve(shapes, client_id)
 
     def refuse_rows(self, plan: ExecutionPlan) -> RequestFailure:
         """Return the failure of a request with more rows than the largest compiled size."""
         sizes = self._interface.variants[plan.variant].sizes
         return invalid(TOO_MANY_ROWS % (plan.rows, ", ".join(map(str, sizes))))
 
-    def plan_part(self, inputs: Sequence[Array], client_id: str) -> ExecutionPlan:
-        """Return the plan for a part of the module's inputs. Raises RequestFailure if the compiled sizes have changed."""
-        plan = self._resolve(tuple(array.shape for array in inputs), client_id)
+    def plan_again(
+        self, arrays: Mapping[str, Array | Elsewhere], client_id: str
+    ) -> tuple[list[Any], ExecutionPlan]:
+        """Return inputs that were prepared before, in the module's order, and their plan for one execution.
+
+        The next runtime may have another version of the model. Raises RequestFailure if that takes no such inputs.
+        """
+        inputs, plan = self._plan(arrays, client_id)
         if plan.rows > plan.largest:
             raise self.refuse_rows(plan)
-        return plan
+        return inputs, plan
 
     def _resolve(self, shapes: tuple[tuple[int, ...], ...], client_id: str) -> ExecutionPlan:
         try:

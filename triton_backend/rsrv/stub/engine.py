@@ -543,10 +543,8 @@ class Engine(ModelReplica[ModelRequest]):
 
     def _plan_part(self, request: PartRequest) -> tuple[list[Array], ExecutionPlan]:
         """Return the inputs of a part and their plan. Raises RequestFailure."""
-        inputs = request.large.inputs(request.part)
-        plan = self._endpoint.plan_part(inputs, request.id)
-        names = (planned.tensor.name for planned in plan.inputs)
-        arrays = dict(zip(names, inputs, strict=True))
+        arrays = request.large.inputs(request.part)
+        inputs, plan = self._endpoint.plan_again(arrays, request.id)
         request.deaths = max(request.deaths, self._process.front.check(arrays))
         request.nbytes = plan.input_bytes
         return inputs, plan

@@ -65,12 +65,12 @@ class LargeRequest:
         """Return True if the request has its outcome. Its other parts are then useless."""
         return self._parts.ended
 
-    def inputs(self, part: RowRange) -> list[Array]:
-        """Return the inputs of a part, in the module's order."""
-        return [
-            array[rows_of(planned, part)]
+    def inputs(self, part: RowRange) -> dict[str, Array]:
+        """Return the inputs of a part by name."""
+        return {
+            planned.tensor.name: array[rows_of(planned, part)]
             for planned, array in zip(self._plan.inputs, self._inputs, strict=True)
-        ]
+        }
 
     def take(self, part: RowRange, outcome: RequestFailure | Mapping[str, Array]) -> None:
         """Take the failure or the outputs of a part, and submit the next parts or end the request."""

@@ -165,6 +165,22 @@ def test_wrong_rows_are_named(client: Client, rows: Any, error: str) -> None:
         list(client.map("m", rows))
 
 
+def test_ranges_of_columns_are_sent_alone(server: FakeServer, client: Client) -> None:
+    """The answers have the numbers of their rows. Ranges out of order, and of rows without columns, are refused."""
+    rows = np.arange(20)
+    assert [number for number, _ in client.map("m", rows, ranges=[(1, 3), (3, 3), (9, 14)])] == [
+        1,
+        2,
+        *range(9, 14),
+    ]
+    assert server.requests == [[1, 2], [9, 10, 11, 12], [13]]
+    for wrong in ([(5, 8), (7, 9)], [(0, 21)], [(3, 2)], [(-1, 2)]):
+        with pytest.raises(InputError, match="ranges: "):
+            client.map("m", rows, ranges=wrong).arrays()
+    with pytest.raises(InputError, match="needs rows in columns"):
+        client.map("m", iter(rows), ranges=[(0, 1)]).arrays()
+
+
 def test_rows_of_sequences_are_refused(server: FakeServer, client: Client) -> None:
     """Rows of a model with state depend on each other."""
     server.configuration = {**CONFIG, "sequence_batching": {}}

@@ -22,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -274,14 +274,14 @@ class AsyncClient:
                 if batch := grouping.rest():
                     yield batch
                 return
-            made = batches(signature, rows, rows_per_request, ranges)
-            if isinstance(rows, Iterable) and not isinstance(rows, (Mapping, np.ndarray, str)):
-                # The caller's iterable may be slow. It runs on a thread, so that nothing else of the loop waits for it.
-                loop = asyncio.get_running_loop()
-                while (batch := await loop.run_in_executor(None, next, made, None)) is not None:
+            if isinstance(rows, (Mapping, np.ndarray)):
+                for batch in batches(signature, rows, rows_per_request, ranges):
                     yield batch
                 return
-            for batch in made:
+            # A file or an iterable may be slow. It is read on a thread, so that nothing else of the loop waits for it.
+            read = partial(asyncio.get_running_loop().run_in_executor, None)
+            made = await read(batches, signature, rows, rows_per_request, ranges)
+            while (batch := await read(next, made, None)) is not None:
                 yield batch
 
         return AsyncMapResults(self._map(model, requests(), in_flight, ordered, timeout_s))

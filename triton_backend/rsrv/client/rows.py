@@ -81,7 +81,11 @@ def _column_batches(
     count = len(next(iter(named.values())))
     if count and rows_per_request is None:
         rows_per_request = _fitting(signature, {name: column[:1] for name, column in named.items()})
+    read = 0
     for first, last in [(0, count)] if ranges is None else ranges:
+        if not read <= first <= last <= count:
+            raise InputError(f"ranges: {(first, last)} does not follow row {read} of {count} rows")
+        read = last
         for start in range(first, last, rows_per_request or 1):
             stop = min(start + (rows_per_request or 1), last)
             part = {name: _contents(column[start:stop]) for name, column in named.items()}

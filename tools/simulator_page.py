@@ -1,4 +1,4 @@
-"""Make the tables and the pictures of docs/tuning.md about idle limits and about several devices.
+"""Make the tables and the pictures of docs/simulator.md about idle limits and about several devices.
 
 python tools/simulator_page.py     # rewrites the tables in the page, docs/images/idle.png and simulator-fleet.png
 """
@@ -13,7 +13,7 @@ from rsrv.sim.simulate import simulate_fleet
 from rsrv.sim.sweep import IdleSweep, run_sweep, sweep_rows
 from scheduler_page import DOCS, IMAGES, rewrite, table
 
-PAGE = DOCS / "tuning.md"
+PAGE = DOCS / "simulator.md"
 PICTURE = IMAGES / "simulator-fleet.png"
 #: columns of `rsrv-sim`'s table that the page leaves out
 _OMITTED = ("missed", "loads", "rows", "fill", "max / mean")

@@ -13,7 +13,7 @@ from tests.pages import ROOT, blocks
 from tests.unit.sim.helpers import metrics
 
 DOCS = ROOT / "docs"
-TUNING = (DOCS / "tuning.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "simulator.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_is_explained() -> None:
@@ -30,13 +30,13 @@ def test_every_metric_is_explained() -> None:
 
 def test_the_example_is_a_scenario() -> None:
     """The scenario in the text can be copied."""
-    (lines,) = (lines for language, _, lines in blocks(TUNING) if language == "yaml")
+    (lines,) = (lines for language, _, lines in blocks(PAGE) if language == "yaml")
     assert parse_scenario("\n".join(lines)).duration == 60
 
 
 @pytest.mark.parametrize("scenario", sorted((DOCS / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_loads_and_says_what_it_shows(scenario: Path) -> None:
-    """The page on tuning promises a comment in each."""
+    """The page promises a comment in each."""
     load_scenario(scenario)
 
     assert scenario.read_text(encoding="utf-8").startswith("# ")

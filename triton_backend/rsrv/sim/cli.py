@@ -25,7 +25,7 @@ def parser() -> CommandParser:
     top = CommandParser(
         prog="rsrv-sim",
         description="Run rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
-        epilog=f"docs/tuning.md describes scenarios and metrics.\n{EXIT_STATUS}",
+        epilog=f"docs/simulator.md describes scenarios and metrics.\n{EXIT_STATUS}",
     )
     top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
     top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")

@@ -14,7 +14,7 @@ from rsrv.wire.frames import StartProgress, Status
 class FrontRequest(Protocol):
     """The facts about a client's request that the front needs. Requests are compared by identity."""
 
-    #: Number of runtimes that died while they executed the request.
+    #: Number of runtimes that died while they executed the request, or an earlier request with equal inputs.
     deaths: int
     #: Time when the request first waited for a runtime; later deaths do not change it. 0: it has not waited yet.
     waiting_since: float
@@ -152,7 +152,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """A request has its answer. It is a suspect that was submitted, or a waiting request long after its deadline."""
+    """A suspect that was submitted has its answer, or the stub has answered a waiting request after its deadline."""
 
     request: FrontRequest
 

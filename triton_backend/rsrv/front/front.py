@@ -317,9 +317,10 @@ class Front:
         for device in self._devices.values():
             if now < device.due:
                 continue
-            # A model that was cold here starts without a request only if the placement table names this device.
-            is_cold = device.state is ServingState.REJECTED and device.asked and not device.started
-            if is_cold and not (self._serves and self._is_named(device)):
+            # After a failed start, the model becomes cold again here, and the next request starts it. There is one exception:
+            # if the model serves elsewhere and the placement table names this device, the front tries again by itself.
+            start_failed = device.state is ServingState.REJECTED and device.asked and not device.started
+            if start_failed and not (self._serves and self._is_named(device)):
                 device.move(ServingEvent.FORGIVE)
                 device.asked = False
             else:
@@ -443,11 +444,11 @@ class Front:
 
     def _outage(self, now: float) -> Outage:
         devices, steps = self._devices.values(), [*self._in({ServingState.STARTING})]
-        is_down, is_cold = not self._serves, not any(device.started for device in devices)
+        is_down, was_ready = not self._serves, any(device.started for device in devices)
         return Outage(
             is_down=is_down,
-            is_cold=is_cold,
-            is_starting=is_down and (bool(steps) or is_cold),
+            was_ready=was_ready,
+            is_starting=is_down and (bool(steps) or not was_ready),
             retry_s=self._retry_s,
             # Without a limit from a runtime, use the general one: a runtime may end before its last frame is read.
             limit_s=self._start_timeout_s or self._retry_s,

@@ -16,9 +16,9 @@ class Outage:
 
     #: True if no runtime serves the model.
     is_down: bool
-    #: True if the model has not been ready since it was last cold, so that no runtime with the ready model has died.
-    is_cold: bool
-    #: True if the model is cold, or if a runtime builds it, for example after the death of another runtime.
+    #: True if the model was ready on a device, and has not been cold there since.
+    was_ready: bool
+    #: True if no runtime serves the model, and a request can start it or a runtime builds it.
     is_starting: bool
     #: Longest wait for a runtime, in seconds.
     retry_s: float
@@ -39,7 +39,7 @@ def refuse_arrival(
 ) -> Refusal | None:
     """Return why a request cannot begin to wait, or None. `count` requests with inputs of `nbytes` wait already."""
     # Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
-    if request.is_sub_call and not outage.is_cold:
+    if request.is_sub_call and outage.was_ready:
         return Status.RUNTIME_DOWN, rules.DOWN
     refusal = refuse_waiting(request, outage, now)
     is_full = count >= rules.MAX_REQUESTS or nbytes + request.nbytes > rules.MAX_REQUEST_BYTES
@@ -55,8 +55,8 @@ def refuse_waiting(request: FrontRequest, outage: Outage, now: float) -> Refusal
     if request.deaths >= rules.MAX_DEATHS:
         return Status.INTERNAL, rules.SUSPECT
     request.waiting_since = request.waiting_since or now
-    # During a start, the limit of its latest step holds, even if it is shorter than an earlier one. A start may end in a death.
-    # The request then waits at least as long as it could have waited for the start.
+    # During a start, the limit of the latest step replaces the limits of earlier steps, which may be longer. If the runtime dies
+    # during the start, the request keeps that limit unless `retry_s` from its first wait is longer.
     until = _wait_until(request.waiting_since, outage)
     request.retry_until = until if outage.is_starting else max(request.retry_until, until)
     deadline_s = request.deadline_s

@@ -156,7 +156,8 @@ static const char* find_reason(const struct devices* devices, uint64_t mask, int
 void read_outage(struct outage* outage, const struct devices* devices, uint64_t mask, int64_t retry_ns,
                  int64_t start_timeout_ns, int64_t now) {
     bool is_built = false;
-    outage->is_down = outage->is_cold = true;
+    outage->is_down = true;
+    outage->was_ready = false;
     outage->retry_ns = retry_ns;
     // Without a limit from a runtime, use the general one: a runtime may end before its last frame is read.
     outage->limit_ns = start_timeout_ns ? start_timeout_ns : retry_ns;
@@ -166,7 +167,7 @@ void read_outage(struct outage* outage, const struct devices* devices, uint64_t 
     for (uint32_t i = 0; i < devices->count; i++) {
         const struct device* one = devices->all[i];
         outage->is_down &= one->state != STATE_READY;
-        outage->is_cold &= !one->started;
+        outage->was_ready |= one->started;
         if (one->stepped_ns > outage->stepped_ns) outage->stepped_ns = one->stepped_ns;
         if (one->state != STATE_STARTING) continue;
         if (!is_built && one->step) snprintf(outage->step, sizeof outage->step, "%s", one->step);
@@ -174,7 +175,7 @@ void read_outage(struct outage* outage, const struct devices* devices, uint64_t 
         if (one->ready_at_ns && (!outage->ready_at_ns || one->ready_at_ns < outage->ready_at_ns))
             outage->ready_at_ns = one->ready_at_ns;
     }
-    outage->is_starting = outage->is_down && (is_built || outage->is_cold);
+    outage->is_starting = outage->is_down && (is_built || !outage->was_ready);
     const char* reason = outage->is_down ? find_reason(devices, mask, now) : NULL;
     if (reason) text_add(&outage->why, "%s", reason);
 }
@@ -239,7 +240,7 @@ bool refuse_waiting(
 bool refuse_arrival(struct pending* one, const struct outage* outage, uint32_t count, uint64_t bytes, int64_t now,
                     enum status* status, struct text* text) {
     // Only the dead runtime knew the run of this sub-call. The meta model repeats the run in the next runtime.
-    bool is_lost = one->run && !outage->is_cold;
+    bool is_lost = one->run && outage->was_ready;
     if (!is_lost) {
         if (refuse_waiting(one, outage, now, status, text)) return true;
         if (count < MAX_REQUESTS && bytes + one->waiting_bytes <= MAX_REQUEST_BYTES) return false;

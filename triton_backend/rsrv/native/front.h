@@ -57,8 +57,8 @@ int find_start(const struct devices*, uint64_t mask, int64_t now);
 // Why a model has no runtime.
 struct outage {
     bool is_down;      // false: the model has a runtime
-    bool is_cold;      // the model was not ready since it was cold, so that no runtime with the ready model has died
-    bool is_starting;  // the model is cold, or a runtime builds it, perhaps after the death of another runtime
+    bool was_ready;    // the model was ready on a device, and has not been cold there since
+    bool is_starting;  // no runtime serves the model, and a request can start it or a runtime builds it
     int64_t retry_ns;     // longest wait for a runtime
     int64_t limit_ns;     // longest wait for the next step of a start
     int64_t stepped_ns;   // time of the latest step of a start; 0: there was no step

@@ -137,7 +137,7 @@ class Scheduler:
     # --- the one entry -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Handle an event, and and return the instructions that follow, in order.
+        """Handle an event, and return the instructions that follow, in order.
 
         1. Check: an event that breaks the contract of `events` raises, and changes nothing.
         2. Apply: requests are queued or refused; executions, loads and warm-ups end; models and settings change.

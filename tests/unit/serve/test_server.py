@@ -18,7 +18,7 @@ import pytest
 from local_triton import free_ports
 from rsrv.address import Address
 from rsrv.cli.main import main
-from rsrv.serve import server
+from rsrv.serve import repositories, server
 from rsrv.serve.operator_key import operator_key
 from rsrv.serve.plan import ServeError
 from rsrv.settings import SettingsError, read_settings
@@ -121,7 +121,7 @@ def test_auto_asks_the_tritonserver_that_is_started(
     monkeypatch.setattr(plan, "LIBRARY", library)
     monkeypatch.setattr(plan, "load_obstacle", lambda library: "")
     monkeypatch.setattr(fronts, "backend_api", lambda program: "1.99" if program == "/bin/true" else "1.19")
-    monkeypatch.setattr(server.repositories, "compile_for", Mock(side_effect=ServeError("enough")))
+    monkeypatch.setattr(repositories, "compile_for", Mock(side_effect=ServeError("enough")))
     ports = [
         f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
     ]

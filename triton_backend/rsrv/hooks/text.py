@@ -80,10 +80,12 @@ def _open(path: Path | str) -> tokenizers.Tokenizer:
         raise ValueError(f"{path} is no tokeniser: {error}") from None
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, *texts: str | None, **options: bool) -> tokenizers.Encoding:
+def _encode(
+    tokenizer: tokenizers.Tokenizer, text: str, pair: str | None = None, *, add_special_tokens: bool = True
+) -> tokenizers.Encoding:
     """Return the tokens of a text or of a pair. Raises BadInput for a text that the tokeniser cannot read."""
     with _no_panics():
-        return tokenizer.encode(*texts, **options)
+        return tokenizer.encode(text, pair, add_special_tokens=add_special_tokens)
 
 
 @contextmanager

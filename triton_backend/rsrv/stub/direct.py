@@ -240,7 +240,7 @@ class DirectRun:
         """
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         try:
-            kept = check_keep(callee, lost.kept)
+            kept = check_keep(callee, sorted(lost.kept))
             names = [planned.tensor.name for planned in lost.plan.inputs]
             values, plan = callee.endpoint.plan_again(
                 dict(zip(names, lost.values, strict=True)), self._client_id

@@ -167,6 +167,18 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
     assert admitted(driver.end(other)) == [late.id]
 
 
+def test_a_run_that_ends_while_its_model_is_held_makes_room_for_no_other() -> None:
+    """The run took no slot, so the next run begins only when another one ends."""
+    driver = admission()
+    driver.add(program("a"))
+    stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
+    driver.ask(stalled, other, late)
+    driver.pause(Pause.HOLD, "a")
+
+    assert driver.end(stalled) == []
+    assert admitted(driver.end(other)) == [late.id]
+
+
 def test_a_held_model_that_is_removed_delays_no_run() -> None:
     """What its runs make of that is up to them."""
     driver = admission()

@@ -108,6 +108,17 @@ def test_a_read_of_weights_that_return_makes_way_for_a_request() -> None:
     assert state(machine, "a") is WeightState.READING
 
 
+def test_a_read_that_nothing_needs_any_more_makes_way_for_weights_that_return() -> None:
+    """No request waits for the disk, but weights that the last runtime had do."""
+    machine = machine_of("a")
+    request = machine.request("a")
+    machine.arrive(request)
+    machine.cancel(request)
+
+    assert machine.send(ModelAdded(program("b"), restore=0, on_disk=True)) == [AbandonLoad("a", 1)]
+    assert machine.abandon_load("a") == [ReadWeights("b", 2)]
+
+
 def test_reads_for_warm_ups_take_turns_with_those_for_requests() -> None:
     """A request waits for one new model at most, however many came."""
     machine = machine_of("a")
@@ -180,6 +191,9 @@ def test_a_deadline_that_a_read_cannot_meet_sheds_its_request() -> None:
 
     machine.tick(machine.now + 9.0)
     assert machine.outcome(on_time) is None
+    in_time = machine.request(deadline=machine.now + 2.5)
+    machine.arrive(in_time)
+    assert machine.outcome(in_time) is None
     assert machine.read("a") == [LoadWeights("a", 4)]
 
 

@@ -96,6 +96,25 @@ def test_a_pause_is_no_wait_for_weights(machine: Driver) -> None:
     assert (slow.wait.paused, parts(slow)) == (2.0, (0.5, 0.0, 0.0, 0.004))
 
 
+def test_the_latest_of_many_pauses_is_known(machine: Driver) -> None:
+    """A request waits behind another model and then for the latest pause, however many pauses came before."""
+    machine.add(program("a", weight_bytes=10), program("b", weight_bytes=10))
+    for _ in range(20):
+        machine.pause(Pause.HOLD, "a")
+        machine.pause(None, "a")
+    machine.arrive(machine.request("b"))
+    machine.arrive(machine.request("a"))
+    machine.now = 3.0
+    machine.pause(Pause.HOLD, "a")
+    machine.finish(seconds=0.0)
+    machine.now = 5.0
+    machine.pause(None, "a")
+    machine.finish(seconds=0.5)
+
+    slow = slowest(machine, "a")
+    assert (slow.wait.paused, parts(slow)) == (2.0, (0.0, 0.0, 3.0, 0.5))
+
+
 def test_a_request_whose_deadline_passed_is_kept(machine: Driver) -> None:
     """A request that never executed is kept with what it waited for."""
     machine.add(program("a"), resident=False)

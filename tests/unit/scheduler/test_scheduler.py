@@ -104,6 +104,17 @@ def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
     assert executions(out)[0].requests == (second.id,)
 
 
+def test_a_failed_execution_changes_no_estimate(machine: Driver) -> None:
+    """An execution that fails at once does not make its model look fast."""
+    machine.add(program("a"))
+    before = machine.scheduler.snapshot().models["a"].costs
+    machine.arrive(machine.request())
+
+    machine.finish(seconds=0.0001, error="device fault")
+
+    assert machine.scheduler.snapshot().models["a"].costs == before
+
+
 # --- refusals, in the order of the checks -----------------------------------------------------------------
 
 
@@ -140,6 +151,19 @@ def test_row_limit_refuses_what_a_size_would_hold(machine: Driver) -> None:
 
     assert machine.outcome(does_not) is Reason.TOO_MANY_ROWS
     assert machine.outcome(fits) is None
+
+
+def test_row_limit_holds_after_a_warm_up(machine: Driver) -> None:
+    """The costs that a warm-up measures replace the estimates, and the limit stays."""
+    machine.add(program("a", max_batch_rows=10), warm_up=True)
+    machine.warm_up_ends("a")
+    fits, does_not = machine.request(rows=10), machine.request(rows=11)
+
+    machine.arrive(fits, does_not)
+
+    assert machine.outcome(does_not) is Reason.TOO_MANY_ROWS
+    assert machine.outcome(fits) is None
+    assert machine.scheduler.snapshot().models["a"].max_rows == 10
 
 
 def test_full_queue_says_when_to_retry(machine: Driver) -> None:

@@ -120,6 +120,16 @@ def test_all_goes_on_if_it_takes_too_long(driver: Driver) -> None:
     assert len(executions(driver.finish())) == 1
 
 
+def test_a_waiting_run_begins_when_the_time_is_over(driver: Driver) -> None:
+    """A run that finds a free slot does not wait for the next event."""
+    later = driver.run_of()
+    driver.arrive(driver.request())
+    driver.wind_down(0.005)
+    assert driver.ask(later) == []
+
+    assert driver.tick(driver.now + 0.005) == [WoundDown(runs=0, executions=1), Admit(later.id)]
+
+
 def test_a_withdrawn_command_leaves_no_trace(driver: Driver) -> None:
     """Queued requests execute at once, also if the device had come to rest."""
     assert driver.wind_down(30) == [AT_REST]

@@ -154,6 +154,21 @@ def test_a_model_that_the_next_runtime_builds_is_waited_for_as_one_that_starts()
     assert (late.status, late.text) == (Status.RUNTIME_DOWN, rules.DOWN)
 
 
+def test_a_request_outlives_a_start_that_ends_in_a_death() -> None:
+    """The request waits for the next runtime for as long as it could have waited for the start."""
+    driver = down()
+    request = driver.arrive()
+    announce(driver, after=5.0)
+    driver.tick(after=30.0)
+
+    driver.end_attempt(Unreached(0, "it ended", ended=True))
+
+    assert waits(request)
+    driver.tick(after=0.1)
+    driver.register()
+    assert driver.submitted == [request]
+
+
 def test_a_process_that_no_runtime_understands_is_replaced() -> None:
     """The next process may serve, or its load fails visibly. Without the replacement, this process would try for ever."""
     driver = down()
@@ -299,6 +314,27 @@ def test_waiting_requests_are_bounded() -> None:
         assert waits(driver.arrive(nbytes=0))
 
     assert driver.arrive(nbytes=0).text == rules.DOWN
+
+
+def test_the_bytes_of_requests_that_no_runtime_took_count_on() -> None:
+    """A request that comes back to the queue takes its room there again."""
+    driver = down()
+    request = driver.arrive(nbytes=rules.MAX_REQUEST_BYTES)
+    driver.takes_none = True
+    driver.register()
+    driver.send(RuntimeLost(0))
+
+    assert driver.arrive(nbytes=1).text == rules.DOWN
+    assert waits(request)
+
+
+def test_cancelled_requests_take_no_room() -> None:
+    """Any number of requests may wait and be cancelled before others wait."""
+    driver = down()
+    for _ in range(2):
+        driver.send(RequestCancelled(driver.arrive(nbytes=rules.MAX_REQUEST_BYTES)))
+
+    assert waits(driver.arrive(nbytes=rules.MAX_REQUEST_BYTES))
 
 
 def test_a_start_that_too_many_wait_for_is_the_reason_of_those_beyond() -> None:

@@ -75,12 +75,15 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
 
 
 def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:
-    """The closed descriptor of an unannounced segment is never sent."""
+    """The descriptor of an unannounced segment is closed, and never sent."""
+    arena.take(100)
+    before = open_files()
     large = arena.take(8 << 20)
 
     arena.give(large)
 
     assert all(id != large.segment for id, _ in arena.fresh)
+    assert open_files() <= before
 
 
 def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:

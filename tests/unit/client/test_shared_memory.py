@@ -92,6 +92,22 @@ def test_regions_are_reused_and_all_given_up() -> None:
     asyncio.run(scenario())
 
 
+def test_growing_requests_replace_their_regions() -> None:
+    """Each request is larger than the one before: the regions that became too small are given up."""
+
+    async def scenario() -> None:
+        server = Sharing()
+        server.in_use = False
+        regions = Regions(server)
+        for size in range(1, 9):
+            region = await regions.take(size << 20)
+            assert region
+            regions.give_back(region)
+            assert server.known == {region.name}
+
+    asyncio.run(scenario())
+
+
 def test_two_clients_of_a_process_share_no_region() -> None:
     """The server knows regions by name, so the names of both clients' regions differ."""
 

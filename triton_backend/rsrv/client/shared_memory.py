@@ -102,6 +102,9 @@ class Regions:
             if region.size >= size:
                 self._free.remove(region)
                 return region
+        if self._free:
+            # Replace a region that is too small. Otherwise, each larger request would add one.
+            self._abandoned.insert(0, self._free.pop(0))
         seconds = min(seconds, CALL_S)
         await self._unregister_abandoned(seconds)
         if len(self._abandoned) > _MOST_ABANDONED:

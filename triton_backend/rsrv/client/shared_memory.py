@@ -6,6 +6,7 @@ server keeps its mapping until somebody unregisters the region: `close`, or, if 
 
 import asyncio
 import errno
+import math
 import mmap
 import os
 import time
@@ -268,4 +269,4 @@ def _bytes(datatype: str, shape: Sequence[int]) -> int | None:
     if datatype == "BYTES" or min(shape, default=0) < 0:
         return None
     itemsize = 2 if datatype == "BF16" else np.dtype(triton_to_np_dtype(datatype)).itemsize
-    return itemsize * int(np.prod(shape, dtype=np.int64))
+    return itemsize * math.prod(shape)

@@ -21,7 +21,7 @@ CONTEXT = 0.6e9
 #: Parts of a bar: the class of its colour and its bytes.
 Bar = list[tuple[str, float]]
 
-WIDTH, LEFT, RIGHT, BAR, STEP = 880, 190, 790, 26, 40
+WIDTH, LEFT, RIGHT, BAR, STEP = 640, 150, 560, 26, 40
 STYLE = """
   svg { --paper: #ffffff; --ink: #1f2328; --grey: #59636e; --context: #8c959f; --weights: #0072b2; --process: #e69f00 }
   @media (prefers-color-scheme: dark) {
@@ -61,12 +61,12 @@ def panels() -> list[tuple[str, str, dict[str, Bar]]]:
     return [
         (
             "GPU memory: arithmetic",
-            "contexts of 0.6 GB, as tritonserver's own on an H100 (those of plain models were not measured), and the weights",
+            "weights, and contexts of 0.6 GB, like tritonserver's own on an H100 (others were not measured)",
             card,
         ),
         (
-            "Host memory: one added process as measured, times 40, and rsrv's copy of the weights",
-            "not included: what a server has once (0.3 GB for tritonserver and rsrv)",
+            "Host memory: measured for one added model, times 40",
+            "with rsrv's copy of the weights, without the processes that a server has once (0.3 GB)",
             host,
         ),
     ]
@@ -79,7 +79,7 @@ def size(number: float) -> str:
 
 def draw() -> str:
     """Return the picture as SVG."""
-    title = f"Memory of {MODELS} fine-tunes of a ResNet-18 (46.8 MB, of which 44.8 MB are the same)"
+    title = f"{MODELS} fine-tunes of a ResNet-18: 46.8 MB each, 44.8 MB of it shared"
     lines = [f'<text class="title" x="20" y="32" style="font-size: 16px">{title}</text>']
     x = 20
     for name, label in (("context", "CUDA contexts"), ("weights", "weights"), ("process", "processes")):

@@ -15,7 +15,7 @@ import pytest
 from rsrv.sim.scenario import read_trace
 from rsrv.sim.schema import TraceKeys
 from rsrv.wire.frames import Status
-from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, mentions, strays
+from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, blocks, commands, mentions, strays
 
 COMMANDS = commands()
 #: A few rows as in the public traces whose converters are on the pages, and the times and models of the requests.
@@ -147,6 +147,23 @@ def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
     """With PYTHONPATH=bundles, a maker called from the repository's root writes below build."""
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_no_page_of_prose_is_longer_than_a_reader_reads(page: Path) -> None:
+    """A page has at most 1,500 words beside its code and its tables, or its first paragraph says that it is a reference."""
+    text = page.read_text(encoding="utf-8")
+    opening = text.partition("\n\n")[2].partition("\n\n")[0]
+    if "reference" not in opening:
+        assert words_of_prose(text) <= 1500
+
+
+def words_of_prose(text: str) -> int:
+    """Return the number of words outside of blocks of code and of tables."""
+    lines = text.splitlines()
+    for _, first, inside in blocks(text):
+        lines[first - 1 : first - 1 + len(inside)] = [""] * len(inside)
+    return sum(len(line.split()) for line in lines if not line.startswith("|"))
 
 
 def test_every_error_tag_has_its_row() -> None:

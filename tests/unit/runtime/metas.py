@@ -335,7 +335,8 @@ def memory_of(engine: MetaEngine) -> tuple[int, int]:
     """Return the bytes of its connections' memory, and how many of them are taken."""
     gc.collect()
     total = taken = 0
-    for lane in engine._connections:
+    assert engine._idle is not None
+    for lane in engine._idle.connections:
         lane.array((1,), np.dtype(np.uint8))  # This frees what has no reference any more.
         while lane._returned:
             lane._arena.give(lane._returned.popleft())

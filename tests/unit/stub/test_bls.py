@@ -197,7 +197,7 @@ def test_a_call_of_a_run_by_stage_names_its_device(triton: FakeBls, make: Callab
     remote = Remote("note", interface, wires[:1], wires[1:], True, (), 0)
     endpoint: Any = None
     ended: list[None] = []
-    spans = Spans(lambda: ended.append(None))
+    spans = Spans(lambda: ended.append(None), threading.Lock())
     calls = ThroughTriton(make(), in_ns(SOON), "", OpenSpan(spans, "ab" * 16, "cd" * 8))
     connection: Any = None
     run = DirectRun(connection, Entrance(0, 7, 0, 0), "")

@@ -80,13 +80,13 @@ class Numpy2UnderOldTriton(FakeTensor):
 
     @staticmethod
     def from_dlpack(name: str, capsule: Any) -> "Numpy2UnderOldTriton":
-        return Numpy2UnderOldTriton(name, FakeTensor.from_dlpack(name, capsule)._array, received=True)
+        return Numpy2UnderOldTriton(name, FakeTensor.from_dlpack(name, capsule).as_numpy(), received=True)
 
 
 class NothingWorks(FakeTensor):
     @staticmethod
     def from_dlpack(name: str, capsule: Any) -> "NothingWorks":
-        return NothingWorks(name, FakeTensor.from_dlpack(name, capsule)._array)
+        return NothingWorks(name, FakeTensor.from_dlpack(name, capsule).as_numpy())
 
     def to_dlpack(self) -> Any:
         return np.zeros(3, np.float32).__dlpack__()
@@ -107,7 +107,7 @@ def test_a_broken_pairing_is_noticed_and_worked_around(caplog: pytest.LogCapture
     made = tensors.make("y", array, "i64")
     arrived = Numpy2UnderOldTriton("x", array, received=True)
 
-    np.testing.assert_array_equal(made._array, array)
+    np.testing.assert_array_equal(FakeTensor.as_numpy(made), array)
     np.testing.assert_array_equal(tensors.read(arrived, "i64"), array)
 
 
@@ -124,7 +124,7 @@ def test_a_working_pairing_uses_numpy(caplog: pytest.LogCaptureFixture) -> None:
     tensors.check_text()
     assert logged_here(caplog) == []
 
-    assert tensors.read(tensor, "i64") is tensor._array
+    assert tensors.read(tensor, "i64") is tensor.as_numpy()
 
 
 class Bf16Tensor(FakeTensor):

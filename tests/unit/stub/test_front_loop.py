@@ -39,6 +39,7 @@ class Outage:
     tries: int = 0
     told: list[Mapping[str, int]] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
+    replies: dict[FakeRequest, Reply] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.loop = FrontLoop(lambda: time.monotonic() + self.passed)
@@ -85,7 +86,7 @@ class Outage:
         """Let a request wait that was executing when as many runtimes died."""
         triton = triton or FakeRequest({"x": np.zeros((1, 3), np.float32)})
         request = ClientRequest(triton, ArrivalTime.now())
-        request.reply = Reply(triton.get_response_sender(), RESPONSES)
+        request.reply = self.replies[triton] = Reply(triton.get_response_sender(), RESPONSES)
         request.deaths = deaths
         self.loop.add(request, OUTCOMES)
         return triton
@@ -199,9 +200,9 @@ def test_requests_end_in_time_though_the_placement_table_cannot_be_read(
 
 
 def test_a_fault_after_the_end_of_the_thread_leaves_no_run_waiting(outage: Outage) -> None:
-    """The inbox is emptied although one of its items fails."""
+    """The run is answered although work before it has failed."""
     outage.loop.close()
-    outage.loop._inbox.put(Mock(side_effect=RuntimeError("unforeseen")))
+    outage.loop.post(Mock(side_effect=RuntimeError("unforeseen")))
 
     with pytest.raises(RequestFailure, match="unloaded"):
         outage.loop.may_go_on(ClientRequest(FakeRequest({}), ArrivalTime.now()))
@@ -250,8 +251,7 @@ def test_a_wait_that_is_in_vain_ends(outage: Outage, end: object, text: str) -> 
 def test_a_request_that_was_answered_meanwhile_is_not_submitted(outage: Outage) -> None:
     """The request's deadline passed while it waited, so it has its only answer."""
     request, other = outage.add(), outage.add()
-    (reply,) = (one for one in RESPONSES.owed() if one._sender._request is request)
-    reply.send_failure(Status.DEADLINE, "late")
+    outage.replies[request].send_failure(Status.DEADLINE, "late")
     assert "late" in failure_of(request)
 
     outage.come_back()

@@ -279,7 +279,7 @@ def test_a_stop_text_ends_the_answer_and_the_work(model: Model) -> None:
     model.life.end(asked.request, "cancelled", Status.CANCELLED)
 
     assert rest_of(request) == ("ab ", "stop")
-    wait_until(lambda: model.engine._deferred.idle)
+    wait_until(lambda: model.engine.idle)
     assert request.answers.empty()
 
 
@@ -488,6 +488,6 @@ def test_a_hundred_answers_end_each_once(model: Model) -> None:
 
     for request in requests:
         assert rest_of(request) == (words.decode(), "length")
-    wait_until(lambda: model.engine._deferred.idle)
+    wait_until(lambda: model.engine.idle)
     assert all(one.answers.empty() for one in requests)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)

@@ -120,6 +120,6 @@ def test_each_stream_ends_once(seed: int) -> None:
         return all(map(ends, crowd.requests))
 
     wait_until(all_ended)
-    wait_until(lambda: crowd.model.engine._deferred.idle)
+    wait_until(lambda: crowd.model.engine.idle)
     assert {ends(one) for one in crowd.requests} == {1}
     crowd.model.close()

@@ -727,12 +727,14 @@ def test_a_registration_is_watched_before_requests_use_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("error", [HookError("no such function"), SystemExit(3)])
-def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(error: BaseException) -> None:
+def test_a_fault_of_the_models_code_fails_its_start_on_all_devices(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """Requests get the reason, and no other device tries the code."""
     process, fakes = StubProcess(Tensors(FakePbUtils), Responses(FakePbUtils)), Fakes(2, cold=True)
+    monkeypatch.setattr(fakes, "make", Mock(side_effect=error))
     replicas = unloaded(fakes, process=process)
     replicas.load()
-    replicas._make = Mock(side_effect=error)
     request = FakeRequest({})
 
     assert replicas.execute([request]) is None

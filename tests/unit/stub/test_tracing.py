@@ -1,5 +1,7 @@
 """Trace contexts of requests, and their spans until they are reported."""
 
+from threading import Lock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def test_an_invalid_context_is_no_failure(text: str) -> None:
 
 def test_an_open_span_is_the_parent_of_others() -> None:
     """Its own context is read back."""
-    open_span = OpenSpan(Spans(ignored), TRACE, PARENT)
+    open_span = OpenSpan(Spans(ignored, Lock()), TRACE, PARENT)
 
     assert read_traceparent(open_span.traceparent) == (TRACE, open_span.id)
     child = open_span.child()
@@ -58,7 +60,7 @@ def test_an_open_span_is_the_parent_of_others() -> None:
 
 def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
     """Otherwise the parameter counts; without either, or not sampled, the request is not traced."""
-    spans, other = Spans(ignored), f"00-{TRACE}-{'1' * 16}-01"
+    spans, other = Spans(ignored, Lock()), f"00-{TRACE}-{'1' * 16}-01"
 
     def parent(context: str | None, parameter: str) -> str | None:
         open_span = spans.begin(FakeRequest({}, traceparent=context), {"traceparent": parameter})
@@ -74,7 +76,7 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TraceParent", "TRACEPARENT"])
 def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
     """HTTP ignores case, and Triton forwards the header as it was."""
-    open_span = Spans(ignored).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
+    open_span = Spans(ignored, Lock()).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
 
     assert open_span is not None
     assert (open_span.trace, open_span.parent) == (TRACE, PARENT)
@@ -86,14 +88,14 @@ def test_the_context_of_tritons_span_may_be_invalid(context: str) -> None:
     request = FakeRequest({})
     request.context = context
 
-    open_span = Spans(ignored).begin(request, {"traceparent": SAMPLED})
+    open_span = Spans(ignored, Lock()).begin(request, {"traceparent": SAMPLED})
     assert open_span is not None
     assert open_span.parent == PARENT
 
 
 def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """Its requests are served, and not traced."""
-    spans = Spans(ignored)
+    spans = Spans(ignored, Lock())
 
     assert spans.begin(object(), {}) is None
     assert spans.begin(object(), {}) is None
@@ -102,7 +104,7 @@ def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) 
 
 def test_a_refused_request_says_why() -> None:
     """The span has its status and its error; long texts are cut."""
-    spans = Spans(ignored)
+    spans = Spans(ignored, Lock())
     open_span = OpenSpan(spans, TRACE, PARENT)
 
     end_request(open_span, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, rows=2)
@@ -121,7 +123,7 @@ def test_a_refused_request_says_why() -> None:
 
 def test_a_call_of_a_run_by_stage_names_its_device() -> None:
     """Calls of other runs have the device of the run."""
-    spans = Spans(ignored)
+    spans = Spans(ignored, Lock())
     for device in (None, 1):
         end_call(OpenSpan(spans, TRACE, PARENT), "a", 0.0, None, device)
 
@@ -134,7 +136,7 @@ def test_a_call_of_a_run_by_stage_names_its_device() -> None:
 def test_spans_that_are_not_reported_are_counted_and_dropped() -> None:
     """The first ones stay; the number of dropped ones is returned once."""
     added: list[None] = []
-    spans = Spans(lambda: added.append(None), max_waiting=MAX_SPANS + 10)
+    spans = Spans(lambda: added.append(None), Lock(), max_waiting=MAX_SPANS + 10)
     open_span = OpenSpan(spans, TRACE, PARENT)
     for number in range(MAX_SPANS + 25):
         open_span.add_child(f"part {number}", 0.0)

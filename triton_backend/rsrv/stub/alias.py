@@ -113,7 +113,6 @@ class Alias:
         self._responses = responses
         self._split = split
         self._load = load
-        self._lock = threading.Lock()
         self._closed = False
         self._targets: dict[str, Replicas] = {}
         self._shadows: tuple[Shadow, ...] = ()
@@ -135,13 +134,17 @@ class Alias:
         return failures
 
     def _add(self, name: str, target: Replicas, shadow: Shadow | None) -> None:
-        with self._lock:
-            if not self._closed:
-                self._targets[name] = target
-                self._instead = self._split.among(self._targets)
-                self._shadows += (shadow,) if shadow is not None else ()
-                return
-        target.close()
+        self._targets[name] = target
+        self._instead = self._split.among(self._targets)
+        self._shadows += (shadow,) if shadow is not None else ()
+        if self._closed:
+            self._close_targets()
+
+    def _close_targets(self) -> None:
+        """Close the targets. A thread closes those that it removes, because the loading thread may also call this."""
+        for name in list(self._targets):
+            if (target := self._targets.pop(name, None)) is not None:
+                target.close()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer Triton's requests, as `EntryPoint.execute`."""
@@ -188,12 +191,10 @@ class Alias:
         return name if name in self._targets else self._instead.choose(request)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
+        self._closed = True
         for shadow in self._shadows:
             shadow.close()
-        for one in self._targets.values():
-            one.close()
+        self._close_targets()
 
 
 class AliasStub(ModelStub):

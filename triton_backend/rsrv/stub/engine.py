@@ -535,7 +535,9 @@ class Engine(ModelReplica[ModelRequest]):
         request.rows = plan.rows
         if plan.rows > plan.largest:
             finish = partial(self._finish_large, one)
-            one.large = LargeRequest(request, one.inputs, plan, self._submit_parts, finish)
+            one.large = LargeRequest(
+                request, one.inputs, plan, self._submit_parts, finish, self._process.front.post
+            )
             return 0
         one.inputs_at = at
         one.outputs_at = at + plan.input_bytes

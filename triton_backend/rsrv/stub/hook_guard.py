@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -68,23 +69,26 @@ class Backstop(Protocol):
     def cancel(self) -> None: ...
 
 
+#: Guards the process's backstop: who wants it when, and whether a guard has armed it.
+_backstop_lock = threading.RLock()
+
+
 class Faulthandler:
     """A thread of C's that writes all stacks to the server's log and ends the process, without the interpreter's lock.
 
     The process has one such thread, for the earliest of the times that its guard and its imports of `model.py` want.
     """
 
-    _lock = threading.Lock()
     #: End time of each instance, by time.monotonic.
     _ends: ClassVar[dict["Faulthandler", float]] = {}
 
     def put_off(self, seconds: float) -> None:
-        with self._lock:
+        with _backstop_lock:
             self._ends[self] = time.monotonic() + seconds
             self._set()
 
     def cancel(self) -> None:
-        with self._lock:
+        with _backstop_lock:
             if self._ends.pop(self, None) is not None:
                 self._set()
 
@@ -116,11 +120,12 @@ class DrainAndExit:
         self._responses = responses
         self._leave = leave
         self._backstop = backstop or Faulthandler()
-        self._begun = threading.Lock()
+        #: Numbers the calls. Two threads never get the same number.
+        self._calls = count(1)
 
     def __call__(self, text: str) -> None:
         """Answer all requests with INTERNAL and this text, and end the process. Only the first call has an effect."""
-        if not self._begun.acquire(blocking=False):
+        if next(self._calls) > 1:
             return
         lift_limit()  # lack of memory may be the reason
         self._backstop.put_off(_DRAIN_S)
@@ -220,7 +225,6 @@ class HookGuard:
         self._allowance = 0
         self._timeout = 0.0
         self._backstop = backstop or Faulthandler()
-        self._lock = threading.Lock()
         #: True if the backstop runs or is not needed.
         self._armed = True
         #: True if a hook has started since the last check.
@@ -285,7 +289,7 @@ class HookGuard:
 
     def close(self) -> None:
         self._closed.set()
-        with self._lock:
+        with _backstop_lock:
             self._armed = True
             self._backstop.cancel()
 
@@ -316,7 +320,7 @@ class HookGuard:
         self._end(f"the model's {interval.hook} hook hangs; the model is being restarted")
 
     def _put_off(self, *, idle: bool) -> None:
-        with self._lock:
+        with _backstop_lock:
             self._armed = False  # from here on, a thread that starts a hook arms the backstop
             used, self._used = self._used, False
             if used or not idle:
@@ -347,7 +351,7 @@ class _SlotContext(AbstractContextManager[None]):
         guard._intervals[thread] = self._interval
         guard._used = True
         if not guard._armed:
-            with guard._lock:
+            with _backstop_lock:
                 guard._arm()
 
     def __exit__(

@@ -4,7 +4,6 @@ The preprocess hook has seen the whole request, and the postprocess hook sees th
 request of its own: it waits, and moves to the next runtime, as other requests do.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import getrandbits
@@ -19,7 +18,10 @@ from rsrv.stub.tensors import Array
 
 
 class LargeRequest:
-    """The parts of one request, and its outputs as far as they are there. Thread-safe."""
+    """The parts of one request, and its outputs as far as they are there.
+
+    After `begin`, only the front's thread changes the state of the parts.
+    """
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class LargeRequest:
         plan: ExecutionPlan,
         submit: Callable[[Sequence["PartRequest"]], None],
         finish: Callable[[RequestFailure | None, Mapping[str, Array]], None],
+        post: Callable[[Callable[[], None]], None],
     ) -> None:
         """Make the request. Call `begin` afterwards to submit its first parts.
 
@@ -38,19 +41,20 @@ class LargeRequest:
             submit: Submits parts. The first one must reach the runtime first, because it takes the request's place in the queue.
             finish: Called once, with the module's outputs, when all parts are answered, or with the failure of the first part
                 that fails.
+            post: Lets the front's thread do work.
         """
         self.request = request
         self._inputs = inputs
         self._plan = plan
         self._submit = submit
         self._finish = finish
+        self._post = post
         #: The module's outputs by name.
         self._outputs: dict[str, Array] = {
             planned.tensor.name: np.empty(planned.shape, planned.dtype) for planned in plan.outputs
         }
         #: Number that the parts have in common in the runtime.
         self.number = getrandbits(63) | 1
-        self._lock = threading.Lock()
         self._parts = Parts(plan.rows, plan.largest)
 
     def begin(self) -> None:
@@ -73,23 +77,23 @@ class LargeRequest:
         }
 
     def take(self, part: RowRange, outcome: RequestFailure | Mapping[str, Array]) -> None:
-        """Take the failure or the outputs of a part, and submit the next parts or end the request."""
+        """Take the failure or the outputs of a part. Any thread may call this."""
         failure = outcome if isinstance(outcome, RequestFailure) else None
         if not isinstance(outcome, RequestFailure):
             for planned in self._plan.outputs:
                 name = planned.tensor.name
                 self._outputs[name][rows_of(planned, part)] = outcome[name]
-        with self._lock:
-            ends = self._parts.end(answered=failure is None)
-        if ends:
+        self._post(partial(self._end_part, failure))
+
+    def _end_part(self, failure: RequestFailure | None) -> None:
+        """Submit the next parts, or end the request."""
+        if self._parts.end(answered=failure is None):
             self._finish(failure, self._outputs)
         else:
             self._submit_next()
 
     def _submit_next(self) -> None:
-        with self._lock:
-            parts = self._parts.take()
-        if parts:
+        if parts := self._parts.take():
             self._submit([PartRequest(self, part) for part in parts])
 
 

@@ -7,7 +7,6 @@ which ask for admission with their first sub-call. The others wait in the runtim
 import inspect
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -60,6 +59,20 @@ class MetaModel:
     restartable: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Idle:
+    """Connections of one attachment that no run uses. Only the thread that takes one out may use or close it."""
+
+    attachment: Attachment
+    callees: Mapping[str, Callee]
+    connections: list[RuntimeConnection]
+
+    def close(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self.connections.pop().close()
+
+
 class MetaEngine(ModelReplica[MetaRequest]):
     """Answers the requests of one meta model."""
 
@@ -83,24 +96,18 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._model = model
         #: length of a run; execute() does not wait for the first ones
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
-        self._running = 0
+        self._running: set[MetaRequest] = set()
         #: The requests that were last answered in place. Triton reads their responses after execute() has returned.
         self._answered: list[MetaRequest] = []
-        self._lock = threading.Lock()
-        #: Idle connections of one attachment.
-        self._connections: list[RuntimeConnection] = []
-        self._attachment: Attachment | None = None
-        #: The callees of this attachment.
-        self._callees: dict[str, Callee] = {}
+        #: Connections for the next runs. None: there is no runtime.
+        self._idle: _Idle | None = None
         self.use(attachment)
 
     def use(self, attachment: Attachment) -> None:
         callees = make_callees(attachment.models, self._model.hooks, self._process.guard, self.meters)
-        with self._lock:
-            old, self._connections = self._connections, [attachment.direct]
-            self._attachment, self._callees = attachment, callees
-        for connection in old:
-            connection.close()
+        old, self._idle = self._idle, _Idle(attachment, callees, [attachment.direct])
+        if old is not None:
+            old.close()
         super().use(attachment)
 
     def pack(self, entries: Sequence[Any]) -> bytes:
@@ -116,7 +123,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
             return free_s
         # The board's cells count the calls of running runs and all waiting runs, but not yet the runs that came just
         # now.
-        ahead: int = (self._running + self._deferred.pending) // self._concurrency
+        ahead: int = (len(self._running) + self._deferred.pending) // self._concurrency
         return free_s + max(self._run_length.seconds * ahead, attachment.direct.admission_in_s())
 
     def _forecast(self, attachment: Attachment) -> Forecast:
@@ -129,26 +136,20 @@ class MetaEngine(ModelReplica[MetaRequest]):
         super().close(direct=direct)
         if self._bls is not None:
             self._bls.close()
-        for connection in self._take_connections():
-            connection.close()
+        self._close_idle()
 
     def _leave(self, attachment: Attachment) -> bool:
         if self._running:
             return False
-        connections = self._take_connections()
         super()._leave(attachment)
-        for connection in connections:
-            connection.close()
+        self._close_idle()
         return True
 
-    def _take_connections(self) -> list[RuntimeConnection]:
-        """Return the connections that no run uses, to close them.
-
-        The other connections are closed when their runs end.
-        """
-        with self._lock:
-            connections, self._connections, self._attachment = self._connections, [], None
-        return connections
+    def _close_idle(self) -> None:
+        """Close the connections that no run uses. The other connections are closed when their runs end."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.close()
 
     # --- a batch ------------------------------------------------------------------------------------------
 
@@ -174,10 +175,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
     def _divide(self, batch: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
         """Return the requests to run at once, and those that wait for admission. Leave out requests that have failed."""
         valid = [one for one in batch if one.request.failure is None]
-        with self._lock:
-            free = max(0, self._concurrency - self._running) if self._gated else len(valid)
-            running, waiting = valid[:free], valid[free:]
-            self._running += len(running)
+        free = max(0, self._concurrency - len(self._running)) if self._gated else len(valid)
+        running, waiting = valid[:free], valid[free:]
+        self._running.update(running)
         return running, waiting
 
     def _start(self, batch: list[MetaRequest]) -> None:
@@ -203,10 +203,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
         return [one.response or self._failed(one) for one in batch]
 
     def _hand_over(self, one: MetaRequest) -> None:
-        with one.lock:
-            self._deferred.reply(one.request)
-            ended = one.response is not None or one.request.failure is not None
-        if ended:
+        self._deferred.reply(one.request)
+        # If the run ends at this moment, its thread also answers. The reply takes only the first answer.
+        if one.response is not None or one.request.failure is not None:
             self._deferred.finish(one)
 
     def rescue(self, one: MetaRequest) -> None:
@@ -221,10 +220,9 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _serve_at_once(self, one: MetaRequest) -> None:
         """Execute a run that did not wait, and answer its request."""
-        response = self._serve(one)
-        with one.lock:
-            one.response = response
-            reply = one.request.reply
+        # Set it before the look for a reply: `_hand_over` makes the reply before it looks for a response.
+        response = one.response = self._serve(one)
+        reply = one.request.reply
         if reply is None:
             assert one.inbox is not None
             one.inbox.put(one)
@@ -236,8 +234,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         """Return the response of a request that was admitted or refused."""
         if one.request.failure is not None:
             return self._failed(one)
-        with self._lock:
-            self._running += 1
+        self._running.add(one)
         return self._serve(one)
 
     def _failed(self, one: MetaRequest) -> Any:
@@ -254,10 +251,8 @@ class MetaEngine(ModelReplica[MetaRequest]):
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             return self._outcomes.failed(one.request, one.request.failure_for(error))
         finally:
-            seconds = time.perf_counter() - started
-            with self._lock:
-                self._running -= 1
-                self._run_length.learn(seconds)
+            self._running.discard(one)
+            self._run_length.learn(time.perf_counter() - started)
 
     def _execute_run(self, one: MetaRequest) -> list[Any]:
         span = None if one.request.span is None else one.request.span.child()
@@ -398,15 +393,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _take_connection(self, one: MetaRequest) -> tuple[RuntimeConnection, Mapping[str, Callee]]:
         """Return a connection for a run, and the callees there."""
-        attachment = one.attachment
-        with self._lock:
-            if attachment is not self._attachment:
-                raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the request came for a runtime that is gone
-            callees = self._callees
-            if self._connections:
-                return self._connections.pop(), callees
+        idle = self._idle
+        if idle is None or idle.attachment is not one.attachment:
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the request came for a runtime that is gone
+        with suppress(IndexError):
+            return idle.connections.pop(), idle.callees
         try:
-            return self.session.open_connection(attachment.key), callees
+            return self.session.open_connection(one.attachment.key), idle.callees
         except UNREACHABLE as error:
             client_id = one.request.id
             log.error(
@@ -438,11 +431,13 @@ class MetaEngine(ModelReplica[MetaRequest]):
             self._withdraw(one, status)
         else:
             connection.tidy()
-        with self._lock:
-            if one.attachment is self._attachment and not run.broken:
-                self._connections.append(connection)
-                return
-        connection.close()
+        idle = self._idle
+        if idle is None or one.attachment is not idle.attachment or run.broken:
+            connection.close()
+            return
+        idle.connections.append(connection)
+        if self._idle is not idle:
+            idle.close()  # The runtime is gone since the look above, and its idle connections may be closed already.
 
 
 def _request(attachment: Attachment, request: ClientRequest, id: int = 0) -> MetaRequest:

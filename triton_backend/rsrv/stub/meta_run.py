@@ -48,7 +48,6 @@ class MetaRequest(DeferredRequest):
     results: Sequence[Array] = ()
     #: The queue at which execute() waits for the request.
     inbox: SimpleQueue["MetaRequest"] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
         deadline_ns, priority, *_ = self.request.params

@@ -30,12 +30,13 @@ class Meters:
 
     def __init__(self) -> None:
         self.some = threading.Event()
-        self.spans = Spans(self.some.set)
+        #: Guards the measurements and the spans.
+        self._lock = threading.Lock()
+        self.spans = Spans(self.some.set, self._lock)
         #: The alias by which the requests came. Empty: the model's own name.
         self.alias = ""
         #: True if they are copies of requests: clients get no answers.
         self.copies = False
-        self._lock = threading.Lock()
         self._clear()
 
     def _clear(self) -> None:

@@ -118,8 +118,6 @@ class Replicas:
         self._placement = placement
         self._devices = devices
         self._front = process.front
-        #: Guards the homes of sequences.
-        self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
         #: Latest error of each device's attempts.
         self._errors: dict[int, BaseException] = {}
@@ -470,18 +468,17 @@ class Replicas:
         except Exception:  # noqa: BLE001 - the replica refuses it
             return choice.allowed[0]
         chosen = self._choose_by(choice)
-        with self._lock:
-            if step.start:
-                live = [one for one in choice.allowed if one.answers_in_s() < inf]
-                chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
-            else:
-                home = self._replicas.get(homes.find(step.sequence, -1))
-                if home is None or (attachment := home.session.attachment) is None:
-                    return chosen
-                if homes.is_lost(step.sequence, attachment.since):
-                    return home
-                chosen = home
-            homes.keep(step, chosen.session.device, time.monotonic())
+        if step.start:
+            live = [one for one in choice.allowed if one.answers_in_s() < inf]
+            chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
+        else:
+            home = self._replicas.get(homes.find(step.sequence, -1))
+            if home is None or (attachment := home.session.attachment) is None:
+                return chosen
+            if homes.is_lost(step.sequence, attachment.since):
+                return home
+            chosen = home
+        homes.keep(step, chosen.session.device, time.monotonic())
         return chosen
 
     def _hand_out(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> None:

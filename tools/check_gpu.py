@@ -1,13 +1,13 @@
-"""Compile the example and the golden bundles for GPUs, without one, and compare what comes out with the recorded figures.
+"""Compile the example and the golden bundles for GPUs, without a GPU, and compare the results with the recorded figures.
 
     python tools/check_gpu.py              # the largest module of each bundle, for all cards
     python tools/check_gpu.py --cards t4   # for some
     python tools/check_gpu.py --renew      # record the figures in docs/compiled-for-gpus.csv
     python tools/check_gpu.py --narrow     # record figures of narrow weights in docs/narrowed-for-gpus.csv; takes half an hour
 
-It takes jax's CUDA plugin and ptxas (`make check-gpu` installs them). Nothing is executed and nothing is tuned. What the
-compiler's own kernels multiply in TF32 is read from their PTX. A product that cuBLAS or cuDNN computes has a precision
-in its call; what the library does with it is not seen here.
+It needs jax's CUDA plugin and ptxas (`make check-gpu` installs them). Nothing is executed or tuned. The PTX of the compiler's
+own kernels shows what they multiply in TF32. The calls of cuBLAS and cuDNN contain a precision, but this script cannot see what
+the library does with it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ NARROW_HEADER = "bundle,weights,compute,card,untiled,arguments,temporaries,kerne
 NARROWED = ("minilm_encoder", "mlp", "resnet18", "vit_tiny")
 #: Cards that the narrow modules are compiled for.
 NARROW_CARDS = ("a100", "h100", "l4")
-#: the policies that differ: `tf32` compiles what `auto` compiles
+#: Policies that differ. `tf32` compiles to the same code as `auto`.
 POLICIES: tuple[Numerics, ...] = ("auto", "f32")
-#: an instruction that multiplies matrices on tensor cores
+#: An instruction that multiplies matrices on tensor cores.
 _MATRIX = re.compile(r"\b(?:wgmma|mma|tcgen05)\.[\w.:]*")
-#: a call of cuBLAS or cuDNN with a result of f32 or of complex numbers of f32
+#: A call of cuBLAS or cuDNN with a result of f32 or of complex numbers of f32.
 _LIBRARY = re.compile(r"= \(?(?:f32|c64)\[.*custom_call_target=\"__cu(?:blas|dnn).*")
 
 
@@ -67,14 +67,14 @@ class Figures:
     module: str
     card: str
     numerics: str
-    #: 1: XLA finds no tiling for a product without tuning on a card, so all products were left to cuBLAS
+    #: 1 if XLA finds no tiling for a product without tuning on a card, so that cuBLAS computes all products.
     untiled: int
-    #: bytes of intermediate results, the workspace of cuDNN apart
+    #: Bytes of intermediate results, without the workspace of cuDNN.
     temporaries: int
     kernels: int
-    #: instructions that multiply in TF32, of all kernels
+    #: Number of instructions in all kernels that multiply in TF32.
     tf32: int
-    #: products of f32 that a library computes: without a precision, and pinned to f32
+    #: Numbers of products of f32 that a library computes, without a precision and pinned to f32.
     library: int
     library_f32: int
 
@@ -91,16 +91,16 @@ HEADER = ",".join(field.name for field in fields(Figures))
 
 
 def modules() -> dict[str, Path]:
-    """Return the largest module of each bundle by BUNDLE/MODULE; of identical modules the first."""
+    """Return the largest module of each bundle by BUNDLE/MODULE. Of identical modules, only the first is returned."""
     files = (*sorted(ROOT.glob("build/bundles/*/*.mlir")), *sorted(ROOT.glob("tests/golden/*/*/*/*.mlir")))
     largest: dict[Path, Path] = {}
     for file in files:
         largest[file.parent] = max(largest.get(file.parent, file), file, key=_order)
-    found: dict[bytes, tuple[str, Path]] = {}
+    by_digest: dict[bytes, tuple[str, Path]] = {}
     for folder, file in largest.items():
         name = file.stem.removeprefix("model").removeprefix(".") or "only"
-        found.setdefault(hashlib.sha256(file.read_bytes()).digest(), (f"{folder.name}/{name}", file))
-    return dict(found.values())
+        by_digest.setdefault(hashlib.sha256(file.read_bytes()).digest(), (f"{folder.name}/{name}", file))
+    return dict(by_digest.values())
 
 
 def _order(file: Path) -> list[int]:
@@ -109,9 +109,9 @@ def _order(file: Path) -> list[int]:
 
 
 def _start(folder: str) -> None:
-    """Prepare a process of the pool: XLA reads its flags once."""
+    """Prepare a process of the pool. XLA reads its flags only once."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={_dump(folder)}"
-    # The plugin's lines about its start are of no interest here.
+    # Hide the plugin's log lines about its start.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 
@@ -125,12 +125,12 @@ def _compiler(card: str) -> AheadCompiler:
 
 
 def _compile(folder: str, label: str, file: Path, card: str, policies: Sequence[Numerics]) -> list[Figures]:
-    """Compile a module for a card under each policy; runs in a process of the pool."""
+    """Compile a module for a card under each policy. This runs in a process of the pool."""
     blob = file.read_bytes()
     signature = signature_of(blob, file.name)
     hardware = Hardware("cuda", CARDS[card].capability)
     measured: dict[bytes, tuple[int, ...]] = {}
-    found = []
+    rows = []
     for numerics in policies:
         module, _ = treat(blob, file.name, treatment(numerics, hardware), signature.precision)
         if module not in measured:
@@ -154,8 +154,8 @@ def _compile(folder: str, label: str, file: Path, card: str, policies: Sequence[
                 len(calls) - pinned,
                 pinned,
             )
-        found.append(Figures(label, card, numerics, *measured[module]))
-    return found
+        rows.append(Figures(label, card, numerics, *measured[module]))
+    return rows
 
 
 def compile_all(
@@ -185,8 +185,11 @@ def compile_all(
 
 
 def narrow_modules(folder: Path) -> dict[str, Path]:
-    """Write the largest modules of some bundles with narrow weights and half-precision products, by BUNDLE WEIGHTS COMPUTE."""
-    found = {}
+    """Write the largest modules of some bundles with narrow weights and half-precision products.
+
+    Return them by BUNDLE WEIGHTS COMPUTE.
+    """
+    files = {}
     for name in NARROWED:
         bundle = read_bundle(ROOT / "build" / "bundles" / name, digest=False)
         file = max(bundle.modules.values(), key=_order)
@@ -194,16 +197,16 @@ def narrow_modules(folder: Path) -> dict[str, Path]:
             tensors = chosen(bundle, WeightTypes.parse(weights))
             for compute in (None, "bf16"):
                 label = f"{name} {'f32' if weights == KEEP else weights} {compute or 'f32'}"
-                found[label] = folder / f"{label}.mlir"
-                found[label].write_bytes(rewritten(bundle, file, tensors, compute))
-    return found
+                files[label] = folder / f"{label}.mlir"
+                files[label].write_bytes(rewritten(bundle, file, tensors, compute))
+    return files
 
 
 def write_narrow(cards: Sequence[str]) -> str:
-    """Compile narrow modules for each card; return the file with their figures."""
+    """Compile narrow modules for each card. Return the content of the file with their figures."""
     with tempfile.TemporaryDirectory() as folder:
         files = narrow_modules(Path(folder))
-        found = compile_all(files, cards, ("auto",))
+        rows_of_files = compile_all(files, cards, ("auto",))
         taken = {
             label: sum(math.prod(shape) * itemsize(dtype) for dtype, shape in signature.inputs)
             for label, file in files.items()
@@ -211,13 +214,13 @@ def write_narrow(cards: Sequence[str]) -> str:
         }
     rows = [
         f"{row.module.replace(' ', ',')},{row.card},{row.untiled},{taken[row.module]},{row.temporaries},{row.kernels}"
-        for row in found
+        for row in rows_of_files
     ]
     return "\n".join((versions(), NARROW_HEADER, *rows, ""))
 
 
 def faults(figures: Iterable[Figures]) -> Iterator[str]:
-    """Yield what must not be in any figures, recorded or not."""
+    """Yield the faults in figures, recorded or new."""
     for row in figures:
         if row.numerics == "f32" and (row.tf32 or row.library):
             yield f"{row.line}: runtime.numerics is f32, and a product of f32 is not pinned to it"
@@ -232,7 +235,7 @@ def versions() -> str:
 
 
 def write(head: str, figures: Sequence[Figures]) -> str:
-    """Return the file; its first line is `head`."""
+    """Return the content of the file. Its first line is `head`."""
     return "\n".join((head, HEADER, *(row.line for row in figures), ""))
 
 
@@ -244,12 +247,12 @@ def read(text: str) -> list[Figures]:
     ]
 
 
-def differences(recorded: str, head: str, found: Sequence[Figures]) -> list[str]:
-    """Return the lines of a diff of the recorded file, without what was not compiled, and the present one."""
-    keys = {row.key for row in found}
+def differences(recorded: str, head: str, rows: Sequence[Figures]) -> list[str]:
+    """Return the lines of a diff between the recorded file and the new one. Modules that were not compiled are left out."""
+    keys = {row.key for row in rows}
     first = recorded.partition("\n")[0]
     old = [first, HEADER, *(row.line for row in read(recorded) if row.key in keys)]
-    new = write(head, found).splitlines()
+    new = write(head, rows).splitlines()
     # The versions only explain a difference.
     if old[1:] == new[1:]:
         return []

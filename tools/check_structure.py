@@ -2,8 +2,8 @@
 
     python tools/check_structure.py
 
-The command exits with 1 for circles of imports, imports against the layers, and class names that stand for two things. Sizes
-are printed only: shorter is not simpler.
+The command exits with 1 for circles of imports, imports against the layers, and class names with two meanings. Sizes are only
+printed, because shorter is not simpler.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: folders of packages, by the name that they are imported by
+#: Folders of packages, by the name under which they are imported.
 PACKAGES = {
     "rsrv": "triton_backend/rsrv",
     "rsrv_bundle": "bundles/rsrv_bundle",
     "rsrv_gateway": "gateway/rsrv_gateway",
     "rsrv_gen": "model_repository_gen/rsrv_gen",
 }
-#: packages below rsrv that make the core
+#: Packages of the core, below rsrv.
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
-#: what the modules below a name may import of ours, beside each other
+#: Our packages that the modules of a package may import, in addition to each other.
 LAYERS = {
     "rsrv.wire": (),
     "rsrv.scheduler": ("rsrv.histogram", "rsrv.text"),
     "rsrv.placement": ("rsrv.settings_fleet", "rsrv.text"),
     "rsrv.front": ("rsrv.wire", "rsrv.placement"),
 }
-#: packages at the top: who else may import them
+#: Packages at the top, each with the packages that may import it.
 TOPS = {
     "rsrv_gateway": ("rsrv.cli",),
     "rsrv.cli": (),
@@ -63,20 +63,20 @@ class Module:
         return self.text.count("\n")
 
     def imports(self, names: Collection[str]) -> set[str]:
-        """Return which of the modules `names` it imports, within functions, too."""
-        found: set[str] = set()
+        """Return the modules among `names` that it imports, also inside functions."""
+        imported: set[str] = set()
         package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 parts = package.split(".")
                 above = parts[: len(parts) - node.level + 1] if node.level else []
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 inner = {f"{base}.{alias.name}" for alias in node.names}
-                # A package is imported for what it defines itself, not for its modules.
-                found |= inner & set(names) or {base}
-        return found & set(names) - {self.name}
+                # An import of a package counts for the package itself, not for its modules.
+                imported |= inner & set(names) or {base}
+        return imported & set(names) - {self.name}
 
 
 def read_modules(root: Path = ROOT) -> dict[str, Module]:
@@ -93,16 +93,16 @@ def read_modules(root: Path = ROOT) -> dict[str, Module]:
 
 
 def arrows(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Return for each module those that it imports."""
+    """Return the imported modules of each module."""
     return {name: module.imports(modules.keys()) for name, module in modules.items()}
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected groups of two and more (Tarjan's algorithm)."""
+    """Return the strongly connected groups of two or more modules (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -117,12 +117,12 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return found
+    return groups
 
 
 def _below(name: str, packages: Iterable[str]) -> bool:
@@ -131,7 +131,7 @@ def _below(name: str, packages: Iterable[str]) -> bool:
 
 def backward(graph: Mapping[str, set[str]]) -> list[str]:
     """Return the imports that break LAYERS and TOPS."""
-    found = []
+    broken = []
     for name, targets in graph.items():
         for target in sorted(targets):
             low = any(
@@ -142,12 +142,12 @@ def backward(graph: Mapping[str, set[str]]) -> list[str]:
                 _below(target, [top]) and not _below(name, [top, *allowed]) for top, allowed in TOPS.items()
             )
             if low or high:
-                found.append(f"{name} -> {target}")
-    return found
+                broken.append(f"{name} -> {target}")
+    return broken
 
 
 def homonyms(modules: Iterable[Module]) -> dict[str, list[str]]:
-    """Return names of classes that several modules define, a leading underscore aside."""
+    """Return names of classes that several modules define. A leading underscore is ignored."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for module in modules:
         for node in ast.walk(module.tree):
@@ -166,7 +166,7 @@ def docstrings(modules: Iterable[Module]) -> int:
 
 
 def settings() -> int:
-    """Count the keys of rsrv.yaml's schema, a section's once however often it is used."""
+    """Count the keys of rsrv.yaml's schema. The keys of a section that is used several times count once."""
     from pydantic import BaseModel
 
     from rsrv.settings import Settings
@@ -177,8 +177,8 @@ def settings() -> int:
         seen.add(model)
         count = 0
         for field in model.model_fields.values():
-            inner = [one for one in _classes(field.annotation) if issubclass(one, BaseModel)]
-            count += sum(leaves(one, seen) for one in inner) if inner else 1
+            inner = [model for model in _classes(field.annotation) if issubclass(model, BaseModel)]
+            count += sum(leaves(model, seen) for model in inner) if inner else 1
         return count
 
     return leaves(Settings, set())
@@ -187,8 +187,8 @@ def settings() -> int:
 def _classes(annotation: object) -> Iterator[type]:
     if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
         yield annotation
-    for one in getattr(annotation, "__args__", ()):
-        yield from _classes(one)
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _classes(argument)
 
 
 def lines_of(paths: Iterable[Path]) -> int:
@@ -203,21 +203,21 @@ def traced_request() -> str:
 
 
 def main() -> int:
-    """Print the table and what is out of order. Returns 1 if anything is."""
+    """Print the table and the faults. Return 1 if there is a fault."""
     modules = read_modules()
     graph = arrows(modules)
     core = [
         name for name in modules if name.split(".")[:1] == ["rsrv"] and set(name.split(".")[1:2]) & set(CORE)
     ]
-    gateway = [one for name, one in modules.items() if name.startswith(("rsrv_gateway", "rsrv.serve"))]
+    gateway = [module for name, module in modules.items() if name.startswith(("rsrv_gateway", "rsrv.serve"))]
     pages = sorted((ROOT / "docs").glob("*.md"))
     targets = re.findall(r"^([a-z][a-z-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    sources = [one.path for one in modules.values()] + sorted((ROOT / "tools").glob("*.py"))
+    sources = [module.path for module in modules.values()] + sorted((ROOT / "tools").glob("*.py"))
     tests = sorted((ROOT / "tests").rglob("*.py"))
     print(
         f"source without tests: {lines_of(sources):,} lines, {len(sources)} files",
         f"core ({', '.join(CORE)}): {len(core)} files",
-        f"gateway and serve: {sum(one.lines for one in gateway):,} lines, {len(gateway)} files",
+        f"gateway and serve: {sum(module.lines for module in gateway):,} lines, {len(gateway)} files",
         f"tests, benches, chaos and fuzz: {lines_of(tests):,} lines",
         f"pages: {len(pages)}, {sum(len(page.read_text().split()) for page in pages):,} words",
         f"make targets: {len(targets)}",
@@ -234,9 +234,9 @@ def main() -> int:
         ],
     }
     verbose = "-v" in sys.argv[1:]
-    for what, found in faults.items():
-        print(f"{what}: {len(found)}")
-        for line in found[: None if verbose else 10]:
+    for fault, lines in faults.items():
+        print(f"{fault}: {len(lines)}")
+        for line in lines[: None if verbose else 10]:
             print(f"    {line}")
     return int(any(faults.values()))
 

@@ -14,32 +14,44 @@ _START, _END = "<!-- compatibility -->\n", "<!-- end compatibility -->"
 
 def cells(front: Front) -> dict[tuple[Feature, Feature], Cell]:
     """Return the cell of each pair of features."""
-    return {(one, other): cell(one, other, front) for one, other in combinations(Feature, 2)}
+    return {(feature, second): cell(feature, second, front) for feature, second in combinations(Feature, 2)}
 
 
 def features() -> Iterator[str]:
-    """Return the lines of a table with the pairs of each feature that do not work. A feature whose pairs have no test is in its own row."""
-    pairs = {**(found := cells("python")), **{(other, one): what for (one, other), what in found.items()}}
-    kinds = {one: {other: pairs[one, other].kind for other in Feature if other != one} for one in Feature}
-    untested = {one for one in Feature if not any(kind == "served" for kind in kinds[one].values())}
+    """Return the lines of a table with the pairs of each feature that do not work.
+
+    A feature whose pairs have no test is in its own row.
+    """
+    pairs = {**(half := cells("python")), **{(b, a): cell_of_pair for (a, b), cell_of_pair in half.items()}}
+    kinds = {
+        feature: {second: pairs[feature, second].kind for second in Feature if second != feature}
+        for feature in Feature
+    }
+    untested = {
+        feature for feature in Feature if not any(kind == "served" for kind in kinds[feature].values())
+    }
     yield from _row(["feature", "front", "refused with", "cannot occur with", "no test with"])
     yield from _row(["---"] * 5)
-    for one in Feature:
+    for feature in Feature:
         columns = [
-            "; ".join(other for other, kind in kinds[one].items() if kind == wanted and other not in untested)
-            for wanted in ("refused", "n/a", "untested")
+            "; ".join(
+                second
+                for second, kind in kinds[feature].items()
+                if kind == outcome and second not in untested
+            )
+            for outcome in ("refused", "n/a", "untested")
         ]
-        if one in untested:
+        if feature in untested:
             columns[2] = "everything else"
-        yield from _row([f"**{one}**", "Python" if one in PYTHON_ONLY else "both", *columns])
+        yield from _row([f"**{feature}**", "Python" if feature in PYTHON_ONLY else "both", *columns])
 
 
 def differences() -> Iterator[str]:
-    """Return the lines of a list: the pairs that the native front treats otherwise than the Python front."""
+    """Return the lines of a list of the pairs that the native front treats differently from the Python front."""
     python = cells("python")
-    for (one, other), found in cells("native").items():
-        if not {one, other} & PYTHON_ONLY.keys() and found.kind != python[one, other].kind:
-            yield f"- With the native front, {one} and {other}: {found.kind}."
+    for (feature, second), cell_of_pair in cells("native").items():
+        if not {feature, second} & PYTHON_ONLY.keys() and cell_of_pair.kind != python[feature, second].kind:
+            yield f"- With the native front, {feature} and {second}: {cell_of_pair.kind}."
 
 
 def reasons(rules: Sequence[Rule], title: str) -> Iterator[str]:
@@ -57,8 +69,8 @@ def _row(columns: Sequence[str]) -> Iterator[str]:
 
 def rewrite(page: str) -> str:
     """Return the page with the present tables. Raises ValueError if it lacks the markers."""
-    before, start, rest = page.partition(_START)
-    _, end, after = rest.partition(_END)
+    before, start, following = page.partition(_START)
+    _, end, after = following.partition(_END)
     if not end:
         raise ValueError(f"docs/compatibility.md needs {_START.strip()} and {_END}")
     parts = (
@@ -74,7 +86,7 @@ def main() -> None:
     """Rewrite the page, or print the number of cells."""
     if "--count" in sys.argv[1:]:
         for front in FRONTS:
-            print(front, dict(Counter(found.kind for found in cells(front).values())))
+            print(front, dict(Counter(pair.kind for pair in cells(front).values())))
     else:
         PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -2,8 +2,7 @@
 
     python tools/configuration_page.py     # rewrites them in the page and in the chart's values.schema.json
 
-They stand in the page between `<!-- settings -->` and `<!-- end settings -->`, as tables do in docs/scheduler.md; a test holds the
-page to the schema.
+The tables are in the page between `<!-- settings -->` and `<!-- end settings -->`. A test compares the page with the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PAGE = DOCS / "configuration.md"
 CHART_SCHEMA = DOCS.parent / "deploy/helm/rsrv/values.schema.json"
 
 
-#: section -> page that explains its settings
+#: Page that explains the settings of each section.
 PAGES = {
     "scheduler": "scheduler.md",
     "runtime": "scheduler.md#the-budget",
@@ -71,15 +70,15 @@ def _section(name: str, title: str, section: type[BaseModel]) -> str:
 
 
 def _changes(name: str, section: type[BaseModel]) -> str:
-    """Return which keys of a section need a restart; the keys of entries change as their section's key does."""
+    """Return which keys of a section need a restart. A key of an entry needs the same restart as the section's key."""
     by_effect: dict[str, list[str]] = {}
     for key in section.model_fields if name and name != "gateway" else ():
         by_effect.setdefault(effect(name, key), []).append(f"`{key}`")
     by_effect.pop("at once", None)
     return "".join(
-        f" Needs {what}: {'all' if len(keys) == len(section.model_fields) else ', '.join(keys)}."
+        f" Needs {remedy}: {'all' if len(keys) == len(section.model_fields) else ', '.join(keys)}."
         for effect_, keys in by_effect.items()
-        for what in [{"restart": "`rsrv restart`", "server": "a new tritonserver"}[effect_]]
+        for remedy in [{"restart": "`rsrv restart`", "server": "a new tritonserver"}[effect_]]
     )
 
 
@@ -90,7 +89,7 @@ def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _default(field: FieldInfo) -> str | None:
-    """Return the default in words, None if it is that of the keys of a mapping."""
+    """Return the default in words, or None for the keys of a mapping."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
@@ -109,8 +108,8 @@ def _default(field: FieldInfo) -> str | None:
 
 def _values(field: FieldInfo) -> str:
     """Return the kind of a key's values, with their bounds and the default."""
-    first, *others = (kind for one in _kinds(field.annotation) for kind in one.split(", "))
-    kinds = [first + "".join(map(_bound, field.metadata)), *others]
+    first, *further = (kind for text in _kinds(field.annotation) for kind in text.split(", "))
+    kinds = [first + "".join(map(_bound, field.metadata)), *further]
     default = _default(field)
     if default is None:
         return ", ".join(kinds)
@@ -119,8 +118,8 @@ def _values(field: FieldInfo) -> str:
     return f"{', '.join(kinds)}: **{default}**"
 
 
-def _bound(one: object) -> str:
-    match one:
+def _bound(bound: object) -> str:
+    match bound:
         case Ge(ge=value):
             sign = "≥"
         case Gt(gt=value):
@@ -151,12 +150,12 @@ def _kinds(kind: Any) -> Iterator[str]:
         yield from (f"`{value}`" for value in get_args(kind))
     elif origin is Annotated:
         base, *metadata = get_args(kind)
-        bounds = (one for each in metadata for one in getattr(each, "metadata", [each]))
-        first, *others = _kinds(base)
-        yield ", ".join(["".join((first, *map(_bound, bounds))), *others])
+        bounds = (bound for each in metadata for bound in getattr(each, "metadata", [each]))
+        first, *further = _kinds(base)
+        yield ", ".join(["".join((first, *map(_bound, bounds))), *further])
     elif origin in (Union, types.UnionType):
-        for one in get_args(kind):
-            yield from _kinds(one)
+        for argument in get_args(kind):
+            yield from _kinds(argument)
     elif origin is list:
         (item,) = get_args(kind)
         yield f"list ({' or '.join(_kinds(item))})"
@@ -186,11 +185,11 @@ def chart_schema(text: str) -> str:
 
 def _names(section: type[BaseModel]) -> dict[str, Any]:
     """Return a JSON schema of the section's keys, nested sections included."""
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for key, field in section.model_fields.items():
         kind: Any = field.annotation
-        found[key] = _names(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
-    return {"type": "object", "additionalProperties": False, "properties": found}
+        names[key] = _names(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    return {"type": "object", "additionalProperties": False, "properties": names}
 
 
 def main() -> None:

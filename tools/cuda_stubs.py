@@ -1,7 +1,8 @@
-"""Write empty stand-ins for CUDA's libraries, so that CUDA builds of torchvision and torchaudio load beside a CPU build of torch.
+"""Write empty libraries in place of CUDA's, so that CUDA builds of torchvision and torchaudio load with a CPU build of torch.
 
-Their CPU kernels never call the missing functions; loading does, to register the others, and ignores what they return. Runs
-with the Python of the environment that gets them; needs pyelftools and ziglang. Does nothing if the environment has a CUDA build of torch.
+Their CPU kernels never call the missing functions. Only their loading calls some of them, to register other kernels, and
+ignores the results. The script runs with the Python of the environment that gets the libraries, and needs pyelftools and
+ziglang. It does nothing if the environment has a CUDA build of torch.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ CUDA = ("libcudart.so.13", "libc10_cuda.so", "libtorch_cuda.so")
 
 
 def main(folder: Path) -> None:
-    """Write the libraries into `folder`, which belongs into LD_LIBRARY_PATH."""
+    """Write the libraries into `folder`, which must be in LD_LIBRARY_PATH."""
     folder.mkdir(parents=True, exist_ok=True)
     torch = [file for file in (_home("torch") / "lib").glob("*.so*") if file.is_file()]
     if any(file.name == "libtorch_cuda.so" for file in torch):
         return
     defined = set().union(*(_symbols(file, defined=True) for file in torch))
-    wanted: dict[str, str] = {}
+    lacked: dict[str, str] = {}
     for package in ("torchvision", "torchaudio"):
         for file in _home(package).rglob("*.so"):
             if any(name in CUDA for name in _needed(file)):
-                wanted |= _symbols(file, defined=False)
-    missing = {name: version for name, version in wanted.items() if name not in defined}
+                lacked |= _symbols(file, defined=False)
+    missing = {name: version for name, version in lacked.items() if name not in defined}
     for library in CUDA:
         # Functions without a version may come from any of the libraries.
         names = sorted(
@@ -63,13 +64,13 @@ def _symbols(file: Path, *, defined: bool) -> dict[str, str]:
         if needs is not None:
             for _, entries in needs.iter_versions():
                 names |= {entry.entry.vna_other: entry.name for entry in entries}
-        found = {}
+        symbols = {}
         for index, symbol in enumerate(table.iter_symbols()):
             weak = symbol.entry.st_info.bind == "STB_WEAK"
             if symbol.name and (symbol.entry.st_shndx != "SHN_UNDEF") == defined and (defined or not weak):
                 number = versions.get_symbol(index).entry.ndx if versions is not None else 0
-                found[symbol.name] = names.get(number, "") if isinstance(number, int) else ""
-        return found
+                symbols[symbol.name] = names.get(number, "") if isinstance(number, int) else ""
+        return symbols
 
 
 def _build(library: Path, names: list[str]) -> None:

@@ -1,11 +1,11 @@
-"""`make demo`: `rsrv serve --demo`, requests of clients that know nothing of rsrv, and what the server did with them.
+"""`make demo`: run `rsrv serve --demo`, send requests with ordinary clients, and show what the server did with them.
 
     python tools/demo.py [--once]
 
-Classifies digits that the model has never seen, one image a request from several clients at once, over gRPC and HTTP.
-Then streams a text, shows what fine-tunes share, and how models that do not fit the weight budget together take turns. The
-server stays until Ctrl-C; with --once it is on free ports and ends. Exit status: 0; 1 if the server or an answer is wrong; 130 if
-interrupted before the end.
+The script classifies digits that the model has never seen. Several clients send one image per request at the same time, over
+gRPC and HTTP. Then it streams a text, shows what fine-tunes share, and shows how models that do not fit into the weight budget
+together take turns. The server runs until Ctrl-C. With --once, it uses free ports and ends after the requests. Exit status: 0;
+1 if the server fails or an answer is wrong; 130 if interrupted before the end.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from rsrv.serve import demo
 from rsrv.text import amount
 from rsrv.wire.socket import read_record
 
-#: keeps the copies of the bundles, so that users can change them
+#: Folder with copies of the bundles, so that users can change them.
 FOLDER = Path("build/demo")
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 CLIENTS = 8
-#: last line of the start-up view
+#: Last line of the start-up view.
 SERVES = "Stop with Ctrl-C"
-#: images of a request to a fine-tune
+#: Number of images in a request to a fine-tune.
 ROWS = 32
 ROUNDS = 3
-#: share of right answers below which something is wrong
+#: Minimum share of right answers.
 REQUIRED = {"digits": 0.97, "unet": 0.7}
 REQUIRED_FINE_TUNE = 0.92
-#: model that generates, and a term that it defines; its tokens are bytes, so that Triton's stubs need not carry text
+#: Model that generates text, and a term that it defines. Its tokens are bytes, so that Triton's stubs need not carry text.
 GENERATOR, TERM = "glossary_bytes", "Licensor"
 
 Array = npt.NDArray[Any]
-#: sends a batch of images to a model, and returns one of its outputs
+#: Sends a batch of images to a model, and returns one of its outputs.
 Infer = Callable[[str, Array, str], Array]
 
 
@@ -70,7 +70,11 @@ class DemoServer:
 
     def records(self) -> RuntimeRecords:
         """Return the records of the runtime and its models."""
-        (pid,) = (one.server_pid for one in find.running() if self.process.pid in _ancestors(one.server_pid))
+        (pid,) = (
+            record.server_pid
+            for record in find.running()
+            if self.process.pid in _ancestors(record.server_pid)
+        )
         return RuntimeRecords().updated(pb.DeviceRecord.FromString(read_record(pid)))
 
 
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
-    """Serve, and show the server's lines; None if it did not start. Stops it in the end."""
+    """Start the server, and show its lines. Yield None if it did not start. Stop it at the end."""
     http, grpc, metrics, page, openai = ports
     program = [str(Path(sys.executable).with_name("rsrv")), "serve", "--demo", f"--directory={folder}"]
     flags = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
@@ -122,7 +126,7 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    rest = threading.Thread(target=sys.stdout.writelines, args=(process.stdout,))
+    output = threading.Thread(target=sys.stdout.writelines, args=(process.stdout,))
     try:
         serves = False
         for line in process.stdout:
@@ -130,7 +134,7 @@ def serving(folder: Path, ports: Sequence[int]) -> Iterator[DemoServer | None]:
             if serves := line.startswith(SERVES):
                 print(next(process.stdout, ""), end="", flush=True)
                 break
-        rest.start()
+        output.start()
         yield DemoServer(process, http, grpc, page, openai) if serves else None
     finally:
         process.send_signal(signal.SIGINT)
@@ -147,8 +151,8 @@ def step(title: str) -> None:
 
 
 def complete(server: DemoServer, bundles: Path) -> bool:
-    """Return whether all of the demo's models are served, and say what to do if not."""
-    missing = {one.name for one in (demo.DATA / demo.BUNDLES).iterdir()} - server.records().models.keys()
+    """Return whether all of the demo's models are served. If not, print what to do."""
+    missing = {path.name for path in (demo.DATA / demo.BUNDLES).iterdir()} - server.records().models.keys()
     if missing:
         names = ", ".join(sorted(missing))
         print(
@@ -159,7 +163,7 @@ def complete(server: DemoServer, bundles: Path) -> bool:
 
 
 def classify(server: DemoServer) -> bool:
-    """Send every held-out image over both protocols; return whether enough answers are right."""
+    """Send every held-out image over both protocols. Return whether enough answers are right."""
     images, labels = held_out(demo.MODEL)
     step(f"{len(images)} unseen digits, one a request, {CLIENTS} clients at once")
     shares = []
@@ -170,14 +174,14 @@ def classify(server: DemoServer) -> bool:
         shares.append(float(np.mean(predicted == labels)))
         print(f"   {protocol}: {shares[-1]:.1%} right, {len(images) / seconds:.0f} requests/s", flush=True)
     model = server.records().models[demo.MODEL]
-    sizes = {one.size: one.count for one in model.executables}
+    sizes = {executable.size: executable.count for executable in model.executables}
     shown = ", ".join(f"{count} of batch size {size}" for size, count in sorted(sizes.items()) if count)
     print(f"   coalesced: {2 * len(images)} requests took {model.dispatches} executions ({shown})")
     return right(demo.MODEL, min(shares), REQUIRED[demo.MODEL])
 
 
 def stream(server: DemoServer) -> bool:
-    """Show a text while its tokens come; return whether it is the license's."""
+    """Show a text while its tokens arrive. Return whether it is the license's text."""
     step(f"{GENERATOR} defines {TERM}, a token at a time")
     print(f"   {TERM} ", end="")
     text = ""
@@ -190,14 +194,14 @@ def stream(server: DemoServer) -> bool:
         f"\n   {last['completion_tokens']} tokens: the first after {first_ms:.1f} ms, then one in {each_ms:.1f} ms"
     )
     known = f'"{TERM}" {text}' in " ".join(LICENSE.read_text().split())
-    return right(GENERATOR, float(known and text.endswith(".")), 1.0)  # a whole sentence
+    return right(GENERATOR, float(known and text.endswith(".")), 1.0)  # A whole sentence.
 
 
 def tokens(server: DemoServer, term: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of an answer over HTTP, as curl shows them; the last one has its figures."""
+    """Yield the parts of an answer over HTTP, as curl shows them. The last part has its figures."""
     connection = http.client.HTTPConnection(server.http_url, timeout=30)
-    asked = {"tokens": list(f'"{term}" '.encode()), **parameters}
-    connection.request("POST", f"/v2/models/{GENERATOR}/generate_stream", json.dumps(asked))
+    body = {"tokens": list(f'"{term}" '.encode()), **parameters}
+    connection.request("POST", f"/v2/models/{GENERATOR}/generate_stream", json.dumps(body))
     try:
         for line in filter(bytes.strip, connection.getresponse()):
             part = json.loads(line.removeprefix(b"data: "))
@@ -214,7 +218,7 @@ def complete_text(server: DemoServer) -> bool:
     body = {"model": GENERATOR, "prompt": f'"{TERM}" ', "stream": True}
     print(f"   {json.dumps(body)}\n   {TERM} ", end="")
     connection = http.client.HTTPConnection(server.openai_url, timeout=30)
-    for _ in range(100):  # its process starts beside the server
+    for _ in range(100):  # The process of the OpenAI endpoints starts concurrently with the server.
         with suppress(ConnectionRefusedError):
             connection.connect()
             break
@@ -236,7 +240,7 @@ def complete_text(server: DemoServer) -> bool:
 
 
 def share(server: DemoServer) -> bool:
-    """Ask the fine-tunes, and show what they and their base take; return whether enough answers are right."""
+    """Ask the fine-tunes, and show how much memory they and their base take. Return whether enough answers are right."""
     names = [name for name in server.records().models if name.startswith("family_")]
     step(f"{len(names)} fine-tunes of the same network")
     good = True
@@ -244,9 +248,9 @@ def share(server: DemoServer) -> bool:
         for name in sorted(names):
             images, answers = held_out(name)
             batches = [infer(name, images[at : at + ROWS], "class") for at in range(0, len(images), ROWS)]
-            found = float(np.mean(np.concatenate(batches)[:, 0] == answers))
-            good &= right(name, found, REQUIRED_FINE_TUNE)
-            print(f"   {name}: {found:.1%} right", flush=True)
+            accuracy = float(np.mean(np.concatenate(batches)[:, 0] == answers))
+            good &= right(name, accuracy, REQUIRED_FINE_TUNE)
+            print(f"   {name}: {accuracy:.1%} right", flush=True)
     memory = server.records().device.memory
     apart, taken = memory.logical_bytes, memory.physical_bytes
     print(f"   weights on the device: {amount(taken)}; {amount(apart)} if nothing were shared")
@@ -254,7 +258,7 @@ def share(server: DemoServer) -> bool:
 
 
 def evict(server: DemoServer) -> bool:
-    """Use all models in turn; return whether weights were loaded and evicted, and the answers are right."""
+    """Use all models in turn. Return whether weights were loaded and evicted and the answers are right."""
     known = scenes(ROWS, seed=0)
     before = server.records()
     names = sorted(before.models)
@@ -277,11 +281,11 @@ def evict(server: DemoServer) -> bool:
     return good and any(evictions.values())
 
 
-def right(name: str, found: float, required: float) -> bool:
-    """Return whether enough answers are right, and say it if not."""
-    if found < required:
-        print(f"   WRONG: {name} must have {required:.0%} right, and has {found:.1%}", file=sys.stderr)
-    return found >= required
+def right(name: str, accuracy: float, required: float) -> bool:
+    """Return whether enough answers are right. If not, print an error."""
+    if accuracy < required:
+        print(f"   WRONG: {name} must have {required:.0%} right, and has {accuracy:.1%}", file=sys.stderr)
+    return accuracy >= required
 
 
 def held_out(model: str) -> tuple[Array, Array]:
@@ -291,7 +295,7 @@ def held_out(model: str) -> tuple[Array, Array]:
 
 
 def predict(clients: Callable[[DemoServer], Any], server: DemoServer, images: Array) -> Array:
-    """Return the server's digit for each image, asked for by several clients at once."""
+    """Return the server's digit for each image. Several clients ask at the same time."""
 
     def work(share: Array) -> list[int]:
         with clients(server) as infer:
@@ -329,7 +333,7 @@ def http_client(server: DemoServer) -> Iterator[Infer]:
         tensor = {"name": "image", "datatype": "FP32", "shape": image.shape, "data": image.ravel().tolist()}
         connection.request("POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}))
         outputs = json.load(connection.getresponse())["outputs"]
-        (found,) = (one for one in outputs if one["name"] == output)
+        (found,) = (candidate for candidate in outputs if candidate["name"] == output)
         return np.array(found["data"]).reshape(found["shape"])
 
     try:

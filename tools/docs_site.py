@@ -1,6 +1,7 @@
 """Hooks of mkdocs for the documentation's site: Mermaid, which draws the diagrams, and the links of the changelog.
 
-The theme would fetch Mermaid from a server of somebody else for every reader. It comes from npm's registry, once, into .browser.
+The theme would make every reader fetch Mermaid from a third party's server. Instead, this fetches it once from npm's registry
+into .browser.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import npm
 _PACKAGE, _VERSION = "@mermaid-js/tiny", "11.17.2"
 _ROOT = Path(__file__).resolve().parents[1]
 _SCRIPT = _ROOT / ".browser" / f"mermaid-{_VERSION}.js"
-#: Where the site has the script.
+#: Path of the script in the site.
 _URI = "assets/mermaid.js"
 
 
@@ -41,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put CHANGELOG.md, whose links start at the repository's root, into the page that stands for it."""
+    """Put CHANGELOG.md into its page. Its links start at the repository's root."""
     if page.file.src_uri != "changelog.md":
         return markdown
     return (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")

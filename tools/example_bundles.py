@@ -1,6 +1,6 @@
-"""The example bundles of long tests and benches; `make bundles` runs this. Other tests need only a few, made in seconds.
+"""The example bundles of long tests and benches; `make bundles` runs this.
 
-Their maker leaves alone what is up to date.
+Other tests need only a few of them, which are built in seconds. Bundles that are up to date are not built again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OUTPUT = ROOT / "build" / "bundles"
 
 
 def ensure(names: Sequence[str] = ()) -> Path:
-    """Build these example bundles, or all, where they are missing; return their folder.
+    """Build these example bundles, or all, if they are missing. Return their folder.
 
     Safe to call from two processes at once.
     """

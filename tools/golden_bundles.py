@@ -1,6 +1,7 @@
 """Make the golden bundles of a new set: `python tools/golden_bundles.py`, after a change of the format or of jax.
 
-tests/golden/README.md says what they are for. It writes a set that is not there yet, and never touches one that is.
+tests/golden/README.md explains their purpose. The script writes a set that does not exist yet, and never changes an existing
+one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from rsrv_bundle.numerics import Array, ModuleRunner, answers, label
 from rsrv_bundle.stateful import export_generative, export_stateful
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-#: file of a set: bundle -> digest
+#: File of a set with the digest of each bundle.
 DIGESTS = "digests.json"
-#: second version of StableHLO for a bundle, beside the present one
+#: Additional versions of StableHLO for a bundle.
 OLDER = ("0.9.0", "1.0.0")
 
 Arrays = Mapping[str, Array]
@@ -194,8 +195,8 @@ def _logits(params: Any, state: Any, position: Any, tokens: Any, lengths: Any) -
 
 
 def write_as_2(bundle: Path, out_dir: Path) -> None:
-    """Rewrite a bundle in format 2.0: axes and weights reversed, with keys that only format 2.0's reader knows."""
-    found = read_bundle(bundle)
+    """Rewrite a bundle in format 2.0, with reversed axes and weights, and keys that only the reader of format 2.0 knows."""
+    old = read_bundle(bundle)
     shutil.copytree(bundle, out_dir, ignore=shutil.ignore_patterns("__pycache__"))
     document = yaml12.load((bundle / "manifest.yaml").read_bytes())
     for section in ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs"):
@@ -206,14 +207,14 @@ def write_as_2(bundle: Path, out_dir: Path) -> None:
     writer.write_manifest(
         out_dir / "manifest.yaml", {**document, "format_version": "2.0", "name": out_dir.name, "made_up": [1]}
     )
-    if found.manifest.kind == "model":
-        reverse = [array.T for array in load_weights(found)]
+    if old.manifest.kind == "model":
+        reverse = [array.T for array in load_weights(old)]
         writer.write_weights(
-            out_dir / weights.FILE, list(zip([weight.name for weight in found.weights], reverse, strict=True))
+            out_dir / weights.FILE, list(zip([weight.name for weight in old.weights], reverse, strict=True))
         )
 
 
-# Results of a bundle. Arrays are named PLACE/DIRECTION/TENSOR: PLACE is a module, or `client`.
+# Results of a bundle. Arrays are named PLACE/DIRECTION/TENSOR, where PLACE is a module or `client`.
 
 
 def ask_modules(
@@ -221,7 +222,7 @@ def ask_modules(
 ) -> dict[str, Array]:
     """Return every module's results for `inputs_of(its label, its key)`."""
     run = ModuleRunner(bundle)
-    found: dict[str, Array] = {}
+    results: dict[str, Array] = {}
     for key in run.keys():  # noqa: SIM118 - not a mapping
         place = label(bundle, key)
         inputs = inputs_of(place, key)
@@ -229,12 +230,14 @@ def ask_modules(
             (bundle.manifest.inputs, "in", inputs),
             (bundle.manifest.outputs, "out", run(key, inputs)),
         ):
-            found |= {f"{place}/{direction}/{s.name}": array for s, array in zip(specs, arrays, strict=True)}
-    return found
+            results |= {
+                f"{place}/{direction}/{s.name}": array for s, array in zip(specs, arrays, strict=True)
+            }
+    return results
 
 
 def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
-    """Return a client's results: through the hooks, or from the meta model's `run`, with its callees beside it."""
+    """Return a client's results, through the hooks or from the meta model's `run`. Its callees are in the folder next to it."""
     assert bundle.hooks is not None
     if bundle.manifest.kind == "meta":
         result: Arrays = load_run(bundle.hooks)(
@@ -248,10 +251,10 @@ def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
 
 
 def _ask(bundle: Bundle, inputs: Arrays) -> Arrays:
-    """Return one model's results; all of its tensors have their rows first."""
+    """Return one model's results. The first axis of all its tensors is that of the rows."""
     run = ModuleRunner(bundle)
-    found = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
-    return {spec.name: array for spec, array in zip(bundle.manifest.outputs, found, strict=True)}
+    results = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
+    return {spec.name: array for spec, array in zip(bundle.manifest.outputs, results, strict=True)}
 
 
 def _client_request(bundle: Bundle) -> dict[str, Array]:
@@ -265,14 +268,14 @@ def _client_request(bundle: Bundle) -> dict[str, Array]:
 def write_answers(path: Path, file: Path) -> None:
     """Return the inputs and outputs of a bundle, through each of its modules, and through its hooks."""
     bundle = read_bundle(path)
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     if bundle.modules:
-        found = ask_modules(bundle, lambda _, key: random_inputs(bundle, *key))
+        arrays = ask_modules(bundle, lambda _, key: random_inputs(bundle, *key))
     if bundle.hooks is not None:
         request = _client_request(bundle)
-        found |= {f"client/in/{name}": array for name, array in request.items()}
-        found |= {f"client/out/{name}": array for name, array in ask_client(bundle, request).items()}
-    np.savez_compressed(file, **{name: array.copy(order="C") for name, array in found.items()})  # type: ignore[arg-type]
+        arrays |= {f"client/in/{name}": array for name, array in request.items()}
+        arrays |= {f"client/out/{name}": array for name, array in ask_client(bundle, request).items()}
+    np.savez_compressed(file, **{name: array.copy(order="C") for name, array in arrays.items()})  # type: ignore[arg-type]
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
     python tools/gpu_folder.py OUT                 # 3 GB; jax for CUDA 13 is most of it
     python tools/gpu_folder.py OUT --without-jax   # 300 MB, for a machine whose Python 3.12 has jax for CUDA
 
-The machine has Linux on x86-64, NVIDIA's driver and Python 3.12. There `python3.12 OUT/run.py --minutes 10` installs
-into OUT alone, and runs the check.
+The machine needs Linux on x86-64, NVIDIA's driver and Python 3.12. There, `python3.12 OUT/run.py --minutes 10` installs
+everything into OUT, and runs the check.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _pins() -> list[str]:
 
 
 def _download(out: Path, folder: Path, requirements: Iterable[str]) -> None:
-    """Download wheels for the other machine; what they depend on is pinned as well."""
+    """Download wheels for the other machine. Their dependencies are also pinned."""
     file = out / "requirements.txt"
     file.write_text("".join(requirements))
     platforms = [f"--platform={name if name == 'any' else f'{name}_x86_64'}" for name in _PLATFORMS]

@@ -2,8 +2,8 @@
 
     python3.12 run.py --minutes 10
 
-Everything that it installs stays in the folder `installed` next to this file. If no jax is carried along, and for
-PyTorch, the packages of the Python that runs this are visible as well. Only the standard library is imported.
+It installs everything into the folder `installed` next to this file. PyTorch comes from the packages of the Python that runs
+this script, and so does jax if the folder has none. The script imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BIN = INSTALLED / "bin"
 
 
 def main() -> None:
-    """Install what is missing, and become the check."""
+    """Install missing packages, and replace this process by the check."""
     if not sys.version.startswith("3.12."):
         sys.exit(f"run.py: the wheels are for Python 3.12, and this is {sys.version.split()[0]}")
     if not (BIN / "rsrv").exists():
@@ -44,9 +44,9 @@ def _install() -> None:
     wheels = sorted((HERE / "wheels").glob("*.whl"))
     if not any(wheel.name.startswith("jax-") for wheel in wheels):
         (site,) = INSTALLED.glob("lib/python3.12/site-packages")
-        others = [path for path in sys.path if path.endswith("-packages")]
+        folders = [path for path in sys.path if path.endswith("-packages")]
         # The folder's own packages come first.
-        (site / "others.pth").write_text("".join(f"{path}\n" for path in others))
+        (site / "others.pth").write_text("".join(f"{path}\n" for path in folders))
     pip = [sys.executable, "-m", "pip", "--python", str(BIN / "python"), "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", *map(str, wheels)], check=True)
 

@@ -3,10 +3,9 @@
     python tools/local_triton.py
 
 fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and perf_analyzer from a
-`tritonclient` wheel into .triton, and makes the small environment that Triton's stub processes run in. Nothing is done
-twice.
-
-Tests and tools import `TritonServer` from here. RSRV_TEST_TRITONSERVER=/path/to/tritonserver names another server for them.
+`tritonclient` wheel into .triton, and makes the small environment that Triton's stub processes run in. Completed steps are not
+repeated. Tests and tools import `TritonServer` from here. RSRV_TEST_TRITONSERVER=/path/to/tritonserver names another server for
+them.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from rsrv.triton_command_line import ask_flags
 from rsrv.triton_install import Installation, InstallError, make_stub_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-#: what `make` installs
+#: The installation that `make` makes.
 INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
 #: The tritonserver that RSRV_TEST_TRITONSERVER names, or None. It finds its libraries, its backends and its stubs' Python itself.
 OTHER = Path(named).absolute() if (named := os.environ.get("RSRV_TEST_TRITONSERVER")) else None
 #: The tritonserver that tests and tools start.
 LAUNCHER = OTHER or INSTALLATION.launcher
 LOOPBACK = "127.0.0.1"
-#: Ports for servers. Linux gives ports from 32768 on to connections, and to sockets that ask for any port, so that one of
-#: those may be taken again before a server, which first loads its models, listens on it.
+#: Ports for servers. They are below 32768, because Linux gives higher ports to connections and to sockets that ask for any port.
+#: A server listens only after loading its models, and such a port might be taken before that.
 _PORTS = range(10_000, 32_768)
 #: Number of ports that a process reserves at a time.
 _BLOCK = 64
@@ -54,7 +53,7 @@ def say(text: str) -> None:
 
 
 def numpy2_bin() -> Path:
-    """Return `bin` of an environment for stubs with numpy 2, which is made at the first call."""
+    """Return the folder `bin` of an environment for stubs with numpy 2. The first call makes the environment."""
     folder = INSTALLATION.own / "stub-numpy2"
     if not (folder / "done").exists():
         make_stub_environment(folder, "numpy>=2.1,<3\npillow>=10.1\ntokenizers>=0.21,<1\n")
@@ -68,17 +67,20 @@ class ServerFailed(Exception):
 
 def free_ports(count: int) -> list[int]:
     """Return free loopback ports. No other process of this user gets them from here while this one lives."""
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = next(_reserved_ports)
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind((LOOPBACK, port))
-            found.append(port)
-    return found
+            ports.append(port)
+    return ports
 
 
 def reserve_ports(folder: Path) -> Iterator[int]:
-    """Yield ports that no other process or iterator gets, by locks on files in `folder` that end with this one."""
+    """Yield ports that no other process or iterator gets.
+
+    They are reserved by locks on files in `folder`, which end with this iterator.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as locks:
         for first in random.sample(_PORTS[::_BLOCK], len(_PORTS[::_BLOCK])):
@@ -99,24 +101,24 @@ def path_with_tritonserver() -> str:
 
 
 def no_client_shared_memory() -> list[str]:
-    """Return flags by which no client can register shared memory: that needs a header with a random value.
+    """Return flags that keep clients from registering shared memory, because it then needs a header with a random value.
 
-    Releases of Triton that have it do this with --allow-client-shm=false.
+    Newer releases of Triton have --allow-client-shm=false for this.
     """
     only = f"shared-memory:rsrv-shared-memory={secrets.token_hex(16)}"
     return [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
 
 
 def _client_shared_memory() -> list[str]:
-    """Return flags by which clients can register shared memory, which releases from 26.05 on otherwise refuse."""
+    """Return flags that let clients register shared memory. Releases from 26.05 on otherwise refuse it."""
     return ["--allow-client-shm=true"] if "allow-client-shm" in ask_flags(str(LAUNCHER)) else []
 
 
 class TritonServer:
     """One tritonserver process on a model repository, on loopback addresses only.
 
-    As a context manager it starts the process and always ends it; whether it serves is for `wait_ready` to say.
-    The process also ends when the thread that started it does (so start it from the main thread), even by SIGKILL.
+    As a context manager it starts the process, and always ends it. `wait_ready` returns once the server serves. The process
+    also ends with the thread that started it, even after SIGKILL, so start it from the main thread.
     """
 
     def __init__(
@@ -134,15 +136,15 @@ class TritonServer:
         exit_timeout_s: int = 10,
         client_shared_memory: bool = False,
     ) -> None:
-        """Prepare a server. `extra_args` come last, so they win. `log_path` None: the server's output joins ours.
+        """Prepare a server.
 
-        With `exit_on_error` one model that fails to load ends the server, as it does by default in Triton;
-        without it the others are served. Clients may have the server map shared memory of theirs only with
-        `client_shared_memory`.
+        `extra_args` come last, so they take precedence. Without a `log_path`, the server's output goes to this process's
+        output. With `exit_on_error`, a model that fails to load ends the server, which is Triton's default. Without it, the
+        other models are served. Clients can register their shared memory only with `client_shared_memory`.
         """
         self.model_repository = model_repository
         self.installation = installation or INSTALLATION
-        # Free ports are looked for only where none was given: each is closed again before the server opens it.
+        # Choose free ports only where none was given, because each is closed again before the server opens it.
         ports = iter(free_ports(3))
         self.http_port = http_port or next(ports)
         self.grpc_port = grpc_port or next(ports)
@@ -181,10 +183,10 @@ class TritonServer:
         return [
             *(own if OTHER is None else [str(OTHER)]),
             f"--model-repository={self.model_repository}",
-            # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
+            # The generated configurations are complete. Completing them would cost an additional stub and 1 s per model.
             "--disable-auto-complete-config",
             "--model-load-thread-count=32",
-            # Otherwise loading one more model makes the whole server unready.
+            # Otherwise the whole server would become unready while it loads one more model.
             "--strict-readiness=false",
             f"--exit-on-error={str(self.exit_on_error).lower()}",
             f"--exit-timeout-secs={self.exit_timeout_s}",
@@ -200,7 +202,10 @@ class TritonServer:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return the server's environment: ours, its libraries, the stubs' Python first, the runtime's Python by name."""
+        """Return the server's environment: the current one, with the server's libraries and both interpreters.
+
+        The stubs' Python comes first in PATH, and a variable names the runtime's Python.
+        """
         if OTHER is not None:
             return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **self.env}
         path = f"{self.installation.stub_bin}:{os.environ.get('PATH', os.defpath)}"
@@ -222,7 +227,7 @@ class TritonServer:
         bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid())]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
-            # A session of its own, so that a Ctrl-C on this process does not reach the server.
+            # Use a separate session, so that a Ctrl-C on this process does not reach the server.
             self._process = subprocess.Popen(
                 [*bound, *self.command()],
                 env=self.environment(),
@@ -234,10 +239,10 @@ class TritonServer:
         return self
 
     def wait_ready(self, timeout: float = 120, progress: Callable[[str], None] | None = None) -> None:
-        """Wait until the server and all its models are up. Raises ServerFailed as soon as that is impossible.
+        """Wait until the server and all its models are up.
 
-        `progress` gets the name of each model when it has loaded (needs a log file). Without `exit_on_error`,
-        models that failed do not count against the server: ask `model_states()` for them.
+        Raises ServerFailed as soon as that is impossible. `progress` gets the name of each model after it has loaded (needs a
+        log file). Without `exit_on_error`, failed models are ignored here; `model_states()` reports them.
         """
         deadline = time.monotonic() + timeout
         follow = self._loaded_models()
@@ -277,7 +282,7 @@ class TritonServer:
             return False
 
     def model_states(self) -> dict[str, tuple[str, str]]:
-        """Return each model's state (READY, UNAVAILABLE, ...; empty if never loaded) and the reason."""
+        """Return each model's state (READY, UNAVAILABLE and so on, or empty if never loaded) and the reason."""
         status, body = self._http("POST", "/v2/repository/index", b"{}")
         if status != 200:
             raise ServerFailed(f"repository index answered {status}: {body.decode(errors='replace')}")
@@ -332,7 +337,7 @@ class TritonServer:
         """Yield, at each call, the models whose loading the log has reported since the last one."""
         seen = 0
         while True:
-            # Only whole lines: the rest of the last one is still being written.
+            # Read only whole lines, because the last one may still be incomplete.
             lines = [line for line in self.log_text().splitlines(keepends=True) if line.endswith("\n")]
             loaded = [line.split("'")[1] for line in lines[seen:] if "successfully loaded '" in line]
             seen = len(lines)
@@ -344,9 +349,9 @@ class TritonServer:
 
 
 def group_lives(group: int) -> bool:
-    """Return whether a process of this group runs; an ended one may remain for seconds until process 1 reaps it."""
+    """Return whether a process of this group runs. An ended process may remain for seconds until process 1 reaps it."""
     for each in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # The process ended meanwhile.
             state, _, its_group = each.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: folder above the package -> its proto files
+#: Proto files by the folder above their package.
 PROTOS = {
     "triton_backend": ["rsrv/control/v1/control.proto"],
     "gateway": [f"rsrv_gateway/v1/{name}.proto" for name in ("gateway", "ext_proc", "infer_head")],

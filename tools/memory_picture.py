@@ -2,8 +2,8 @@
 
     python tools/memory_picture.py     # rewrites the picture
 
-The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is arithmetic.
-Readers in light and in dark mode get colours that fit.
+The memory of processes is the measured memory of one model, from docs/benchmark.md, times 40. The memory of the card is
+arithmetic. Readers in light and in dark mode get colours that fit.
 """
 
 import re
@@ -13,7 +13,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 IMAGE = DOCS / "images" / "memory.svg"
 
 MODELS = 40
-#: Bytes of the weights that fine-tunes of the example `resnet18` share, and of the last layer that each has for itself.
+#: Bytes of the weights that fine-tunes of the example `resnet18` share, and of the last layer, which each has separately.
 SHARED, OWN = 44.8e6, 2e6
 #: Bytes of the CUDA context of tritonserver on an H100 (docs/benchmark.md). The contexts of plain models were not measured.
 CONTEXT = 0.6e9
@@ -36,12 +36,12 @@ STYLE = """
 def process_bytes() -> tuple[float, float, float]:
     """Return the measured bytes of an added model's process: plain, with the Python front, with the native front."""
     page = (DOCS / "benchmark.md").read_text(encoding="utf-8")
-    found = re.search(
+    match = re.search(
         r"An added model takes ([\d.]+) MB \(USS\) as a plain one, ([\d.]+) MB with the Python front, ([\d.]+) MB",
         page,
     )
-    assert found is not None, "docs/benchmark.md has no sentence about the memory of an added model"
-    plain, python, native = (float(number) * 1e6 for number in found.groups())
+    assert match is not None, "docs/benchmark.md has no sentence about the memory of an added model"
+    plain, python, native = (float(number) * 1e6 for number in match.groups())
     return plain, python, native
 
 

@@ -3,7 +3,7 @@
     python tools/native_front.py           # for x86-64, glibc 2.31 and later
     python tools/native_front.py aarch64   # into build/, as a trial: no machine here runs it
 
-The compiler is Zig's, a wheel of 100 MB from PyPI, so that neither a compiler nor headers of the system count.
+The compiler is Zig's, a wheel of 100 MB from PyPI, so that the build does not depend on the system's compiler and headers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rsrv.native import LIBRARY
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = LIBRARY.parent
-#: compiler from PyPI, and the folder that it is installed in unless the environment has it
+#: Compiler from PyPI, and the folder where it is installed if the environment lacks it.
 ZIG, ZIG_VERSION, ZIG_FOLDER = "ziglang", "0.17.1", ROOT / ".zig"
 GLIBC = "2.31"
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Wvla", "-Werror")
 OPTIONS = (
     *("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread"),
     *("-fvisibility=hidden", "-fstack-protector-strong", "-ffile-prefix-map=" + str(ROOT) + "=."),
-    # A thread of the library runs until the process ends: its code must stay where it is.
+    # Never unload the library, because one of its threads runs until the process ends.
     "-Wl,-z,nodelete,-z,relro,-z,now",
 )
 
 
 def ensure() -> Path:
-    """Return the library, built again if a source or this file is younger."""
+    """Return the library. Build it again if a source or this file is newer."""
     sources = [*SOURCES.glob("*.[ch]"), Path(__file__)]
     with one_builds():
         if not LIBRARY.is_file() or LIBRARY.stat().st_mtime < max(path.stat().st_mtime for path in sources):
@@ -43,7 +43,7 @@ def ensure() -> Path:
 
 @contextmanager
 def one_builds() -> Iterator[None]:
-    """Let one process install the compiler and build, and others wait for what it makes."""
+    """Let one process install the compiler and build. Other processes wait for the result."""
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     with (folder / "native.lock").open("w") as lock:
@@ -54,19 +54,19 @@ def one_builds() -> Iterator[None]:
 def build(
     library: Path, machine: str = "x86_64", options: Sequence[str] = ("-O2", "-D_FORTIFY_SOURCE=2", "-s")
 ) -> None:
-    """Build the library. Raises CalledProcessError if the compiler has anything to say."""
+    """Build the library. Raises CalledProcessError if the compiler reports a warning or an error."""
     library.parent.mkdir(parents=True, exist_ok=True)
     new = library.with_suffix(".new")
     target = ("-target", f"{machine}-linux-gnu.{GLIBC}")
     command: list[str | Path] = [*compiler(), *target, *OPTIONS, *WARNINGS, *options, "-o", new]
     command += [*sorted(SOURCES.glob("*.c")), "-lm"]
     subprocess.run(command, check=True)
-    # In one step: a server may have the old one mapped.
+    # Replace the file in one step, because a server may have the old one mapped.
     new.replace(library)
 
 
 def compiler() -> list[str]:
-    """Return the command of the C compiler, which is installed if it is missing."""
+    """Return the command of the C compiler. Install the compiler if it is missing."""
     if importlib.util.find_spec(ZIG) is not None:
         return [sys.executable, "-m", ZIG, "cc"]
     program = ZIG_FOLDER / ZIG / "__main__.py"

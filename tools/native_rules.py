@@ -1,6 +1,6 @@
 """Write native/rules.h: the constants, statuses and texts that the native front shares with Python. For `make pages`.
 
-Each has its home in a module of rsrv. Here is only the list of these modules and names.
+Each is defined in a module of rsrv. This file only lists these modules and names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rsrv.wire import blackbox, frames, layout, memory, paths, placement_table, 
 
 HEADER = Path(__file__).resolve().parent.parent / "triton_backend" / "rsrv" / "native" / "rules.h"
 
-#: Names of each module, where None stands for all public constants. The name in C is that in Python, or the one that follows.
+#: Names of each module, where None stands for all public constants. The name in C is the Python name, or the value of the
+#: entry.
 SHARED: Mapping[ModuleType, Mapping[str, str] | None] = {
     frames: {
         "MAGIC": "",
@@ -70,7 +71,7 @@ def lines() -> Iterator[str]:
                 yield from _define((names or {}).get(name) or name, getattr(module, name))
     yield "\n// rsrv.front.states: the states of a model on one device, the events that change them, and the table"
     for prefix, members in (("STATE_", states.ServingState), ("EVENT_", states.ServingEvent)):
-        yield f"enum model_{prefix.lower().strip('_')} {{ {', '.join(prefix + one.name for one in members)} }};"
+        yield f"enum model_{prefix.lower().strip('_')} {{ {', '.join(prefix + member.name for member in members)} }};"
         yield f"#define {prefix}COUNT {len(members)}"
     yield "// 0 where the table has no change, and otherwise the next state plus 1."
     changes = states.TRANSITIONS.items()
@@ -88,17 +89,19 @@ def _code(status: frames.Status) -> str:
 
 
 def _define(name: str, value: object) -> Iterator[str]:
-    """Yield the definition of a value, if C has its kind."""
+    """Yield the definition of a value if C has a matching type."""
     match value:
         case type() if issubclass(value, IntEnum):
             prefix, tag = (name, "") if name.endswith("_") else ("", f"{name.lower()} ")
-            yield f"enum {tag}{{ {', '.join(f'{prefix}{one.name} = {one.value}' for one in value)} }};"
+            yield f"enum {tag}{{ {', '.join(f'{prefix}{member.name} = {member.value}' for member in value)} }};"
         case struct.Struct():
             yield f"#define {name} {value.size}"
         case str() | bytes():
             yield f"#define {name} {_literal(value if isinstance(value, str) else value.decode())}"
         case float() | tuple() if name.endswith("_S"):
-            times = [f"{round(1e9 * one)}ll" for one in (value if isinstance(value, tuple) else [value])]
+            times = [
+                f"{round(1e9 * seconds)}ll" for seconds in (value if isinstance(value, tuple) else [value])
+            ]
             yield f"#define {name[:-1]}NS {times[0] if isinstance(value, float) else '{' + ', '.join(times) + '}'}"
         case float():
             yield f"#define {name} {value}"

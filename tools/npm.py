@@ -18,10 +18,7 @@ class NpmFailed(Exception):
 
 
 def node(folder: Path) -> tuple[str, list[str]]:
-    """Return the program Node.js and the command npm, which are installed into `folder` if the machine has none.
-
-    Raises NpmFailed.
-    """
+    """Return the program Node.js and the command npm. Install them into `folder` if the machine has none. Raises NpmFailed."""
     program, npm = shutil.which("node"), shutil.which("npm")
     if program and npm:
         return program, [npm]

@@ -2,8 +2,8 @@
 
     python tools/scheduler_page.py     # rewrites the tables in the page, and docs/images/scheduler-hog.png
 
-A table is in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, and a test
-compares them with the page; equal code and equal versions of matplotlib give equal pictures, byte for byte.
+A table is in the page between `<!-- NAME -->` and `<!-- end NAME -->`. The same code makes the same tables, and a test compares
+them with the page. The same code and the same version of matplotlib make the same pictures, byte for byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,15 +67,16 @@ class Run:
         return window
 
     def sent(self, group: str = "", dated: bool | None = None) -> list[RequestRecord]:
-        """Return the requests to a group of models ("": all), with a deadline or without (None: both)."""
+        """Return the requests to a group of models ("" for all models), with a deadline or without one (None for both)."""
         return [
-            one
-            for one in self.record.requests
-            if group in ("", _group(one.request.model)) and dated in (None, one.request.deadline is not None)
+            request
+            for request in self.record.requests
+            if group in ("", _group(request.request.model))
+            and dated in (None, request.request.deadline is not None)
         ]
 
     def executions(self, group: str) -> list[ExecutionRecord]:
-        return [one for one in self.record.executions if _group(one.execute.model) == group]
+        return [execution for execution in self.record.executions if _group(execution.execute.model) == group]
 
     def in_time(self, group: str) -> float:
         """Return the share of requests with a deadline that were answered in time."""
@@ -88,18 +89,22 @@ class Run:
     def busy(self, group: str) -> float:
         """Return the share of the window in which the group had the device."""
         models = self.metrics["models"].items()
-        seconds: float = sum(one["device_seconds"] for name, one in models if _group(name) == group)
+        seconds: float = sum(figures["device_seconds"] for name, figures in models if _group(name) == group)
         return seconds / self.window
 
     def throughput(self, group: str) -> float:
         """Return the requests answered within the window, per second."""
         window = self.window
-        ended = [one for one in self.sent(group) if one.outcome is Outcome.ANSWERED and one.ended <= window]
+        ended = [
+            request
+            for request in self.sent(group)
+            if request.outcome is Outcome.ANSWERED and request.ended <= window
+        ]
         return len(ended) / window
 
     def rows(self, *groups: str) -> float:
         """Return the mean rows of an execution."""
-        rows = [one.execute.rows for group in groups for one in self.executions(group)]
+        rows = [execution.execute.rows for group in groups for execution in self.executions(group)]
         return sum(rows) / len(rows)
 
 
@@ -112,7 +117,7 @@ def _in_time(sent: RequestRecord) -> bool:
 
 
 def _latencies(sent: Sequence[RequestRecord]) -> list[float]:
-    return sorted(one.ended - one.arrived for one in sent if one.outcome is Outcome.ANSWERED)
+    return sorted(request.ended - request.arrived for request in sent if request.outcome is Outcome.ANSWERED)
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -136,7 +141,7 @@ def _rows(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Figure of a run; `better` is 1 if more is better, -1 if less is, 0 if neither."""
+    """Figure of a run. `better` is 1 if higher is better, -1 if lower is better, and 0 otherwise."""
 
     title: str
     better: int
@@ -144,7 +149,7 @@ class Column:
     value: Callable[[Run], float]
 
 
-#: scenario -> the columns of its table.
+#: Columns of the table of each scenario.
 COLUMNS: Mapping[str, Sequence[Column]] = {
     "zipf": (
         Column("in time: `vision`", 1, _percent, lambda run: run.in_time("vision")),
@@ -188,8 +193,8 @@ def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
 
 
 def table(rows: Iterator[Sequence[str]]) -> str:
-    first, *rest = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([first, "|---" * (first.count(" | ") + 1) + "|", *rest])
+    first, *lines = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, "|---" * (first.count(" | ") + 1) + "|", *lines])
 
 
 def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
@@ -201,7 +206,7 @@ def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
         cells = []
         for index, column in enumerate(columns):
             cell = column.format(own[index])
-            every = sorted((one[index] for one in values.values()), reverse=column.better > 0)
+            every = sorted((cells[index] for cells in values.values()), reverse=column.better > 0)
             if column.better and cell == column.format(every[0]):
                 cell = f"**{cell}**"
             elif column.better and cell == column.format(every[-1]):
@@ -217,8 +222,8 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
         ValueError: the page has no place for one of them, or several.
     """
     for name, table in made.items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"\n<!-- end {name} -->")
+        before, mark, following = page.partition(f"<!-- {name} -->\n")
+        _, end, after = following.partition(f"\n<!-- end {name} -->")
         if not end or mark in after:
             raise ValueError(f"the page takes the table {name!r} between one pair of marks, not none or two")
         page = f"{before}{mark}\n{table}\n{end}{after}"
@@ -231,7 +236,7 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
 def picture(those: Mapping[str, Run]) -> Figure:
     figure, (left, right) = _figure()
     for key, run in those.items():
-        _cdf(left, key, [one for one in run.sent() if one.request.model != "hog"])
+        _cdf(left, key, [request for request in run.sent() if request.request.model != "hog"])
     start = np.zeros(len(those))
     for grey, group in zip(GREYS, ("hog", "slow", "middle", "quick"), strict=True):
         shares = [100 * run.busy(group) for run in those.values()]
@@ -263,7 +268,7 @@ def _title(axes: Axes, title: str, x: str = "latency, ms", y: str = "answered wi
 
 
 def _cdf(axes: Axes, key: str, sent: Sequence[RequestRecord]) -> None:
-    """Draw the times of answers; refused requests have none, so that the curve ends below 100 %."""
+    """Draw the times of answers. Refused requests have no time, so the curve ends below 100 %."""
     latencies = _latencies(sent)
     shares = 100 * np.arange(1, len(latencies) + 1) / len(sent)
     axes.plot(1e3 * np.array(latencies), shares, label=key, **STYLES[key])

@@ -15,7 +15,7 @@ from scheduler_page import DOCS, IMAGES, rewrite, table
 
 PAGE = DOCS / "simulator.md"
 PICTURE = IMAGES / "simulator-fleet.png"
-#: columns of `rsrv-sim`'s table that the page leaves out
+#: Columns of `rsrv-sim`'s table that the page leaves out.
 _OMITTED = ("missed", "loads", "rows", "fill", "max / mean")
 _OMITTED_IDLE = ("in time", "waited for one", "device memory")
 
@@ -36,12 +36,12 @@ class Comparison:
     def table(self) -> str:
         every = rows(self.summaries)
         shown = [column for column, title in enumerate(every[0]) if title not in _OMITTED]
-        head, *rest = ([row[column] for column in shown] for row in every)
-        return table(iter([head, *((f"`{mode}`", *cells) for mode, *cells in rest)]))
+        head, *further = ([row[column] for column in shown] for row in every)
+        return table(iter([head, *((f"`{mode}`", *cells) for mode, *cells in further)]))
 
 
 class Idleness:
-    """Play a scenario under several limits of idleness of host copies."""
+    """Play a scenario with several idle limits for host copies."""
 
     sweep = IdleSweep("host", {"1m": 60.0, "10m": 600.0, "30m": 1800.0, "1h": 3600.0, "never": inf})
 

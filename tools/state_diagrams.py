@@ -18,7 +18,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
 
-#: name of the markers in the page -> the module with the table.
+#: Module with the table for each name of markers in the page.
 TABLES: Mapping[str, str] = {
     "weights": "rsrv.scheduler.weight_states",
     "models": "rsrv.runtime.model_states",
@@ -53,8 +53,8 @@ def rewrite(page: str) -> str:
     for name, module in TABLES.items():
         source = import_module(module)
         transitions, effects = source.TRANSITIONS, getattr(source, "EFFECTS", {})
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"\n<!-- end {name} -->")
+        before, mark, following = page.partition(f"<!-- {name} -->\n")
+        _, end, after = following.partition(f"\n<!-- end {name} -->")
         if not end or mark in after:
             raise ValueError(f"docs/states.md needs <!-- {name} --> and <!-- end {name} --> once each")
         page = f"{before}{mark}\n{mermaid(transitions, effects)}\n{end}{after}"

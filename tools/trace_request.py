@@ -2,10 +2,10 @@
 
     python tools/trace_request.py [--summary | -v]
 
-The engine, the loop and the scheduler are the real ones, in one process and over real sockets and shared memory. The
-tests' fake device computes, so what jax does is not counted. Calls of functions in `rsrv` are counted, per thread
-in their order; a call into another module than the one before it is a change of module. Several requests are traced, and
-the shortest trace is printed: a thread that wakes late adds a round of the loop. `-v` also prints the tree of calls.
+The engine, the loop and the scheduler are the real ones, in one process and over real sockets and shared memory. The tests'
+fake device computes, so the work of jax is not counted. The tool counts calls of functions in `rsrv`, in order for each thread.
+A call counts as a change of module if the previous call was in another module. Several requests are traced, and the shortest
+trace is printed: a thread that wakes late adds a round of the loop. `-v` also prints the tree of calls.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from rsrv.wire.socket import connect, listen
 from tests.fakes import FakeDevice, FakePbUtils, FakeRequest
 from tests.unit.runtime.conftest import double, export_doubling
 
-#: requests before the traced ones, until all that is learned and kept is there
+#: Requests before the traced ones, so that all caches and learned values exist.
 WARM_REQUESTS = 5
 TRACED_REQUESTS = 9
-#: seconds without a call after which a request's work is over
+#: After this many seconds without a call, a request's work counts as finished.
 IDLE_S = 0.03
-#: where the scheduler's part of a trace begins
+#: Function with which the scheduler's part of a trace begins.
 HANDLE = "Scheduler.handle"
 
 _PACKAGE = f"{Path(rsrv.__file__).parent}{os.sep}"
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     function: str
 
 
-#: calls by the name of their thread
+#: Calls by the name of their thread.
 Trace = dict[str, tuple[Call, ...]]
 
 
@@ -90,7 +90,7 @@ class Tracer:
         calls.append(Call(max(1, self._depths[thread]), module, code.co_qualname))
 
     def trace(self, engine: Engine) -> Trace:
-        """Execute one request, and return the calls until nothing happens any more."""
+        """Execute one request, and return the calls until no more calls happen."""
         self._calls, self._depths = {}, Counter()
         request = FakeRequest({"x": np.ones((1, 3), np.float32)})
         self._on = True
@@ -161,7 +161,7 @@ def inside(calls: Iterable[Call], function: str) -> Iterator[tuple[Call, ...]]:
 
 def changes(sequences: Iterable[Iterable[Call]]) -> int:
     """Count the calls that enter another module than the previous call."""
-    return sum(one.module != two.module for calls in sequences for one, two in pairwise(calls))
+    return sum(earlier.module != later.module for calls in sequences for earlier, later in pairwise(calls))
 
 
 def summary(title: str, sequences: Iterable[tuple[Call, ...]]) -> str:

@@ -194,14 +194,14 @@ def _environment(folder: Path, wheel: Path) -> Path:
 
 def _missing(site: Path) -> list[str]:
     """Return the files of a source folder that the wheel lacks."""
-    found = []
+    missing = []
     for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*")):
             name = file.relative_to(ROOT / folder).parent.name
             inside = Path(folder).name / file.relative_to(ROOT / folder)
             if file.is_file() and name != "__pycache__" and not (site / inside).is_file():
-                found.append(str(inside))
-    return found
+                missing.append(str(inside))
+    return missing
 
 
 def _help(command: Path) -> float:

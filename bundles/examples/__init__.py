@@ -1,6 +1,6 @@
-"""Makers of the example bundles: a module each, or a folder for those that share its name's word; `build.py` runs them.
+"""Makers of the example bundles. Each bundle has a module, or shares a folder named by the first word of its name.
 
-Every maker has `make(out_dir)`, which writes the bundle `out_dir`, and, but for a meta model's, `reference(inputs)`,
-which computes the same answers without a bundle. Inputs and answers are mappings from tensor names, as clients see them or, in the
-folders, as the compiled modules do, to numpy arrays.
+`build.py` runs the makers. Every maker has `make(out_dir)`, which writes the bundle `out_dir`. Except for meta models, it also
+has `reference(inputs)`, which computes the same answers without a bundle. Inputs and answers are numpy arrays by tensor name.
+The names are those that clients see, or in folders those of the compiled modules.
 """

@@ -1,6 +1,6 @@
 """Build the example bundles: `python bundles/examples/build.py -o OUT_DIR [NAME...]`.
 
-A bundle whose maker has not changed since it was built is left alone, and then nothing heavy is imported.
+A bundle whose maker has not changed since it was built stays as it is. Nothing heavy is imported then.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Made without training, in seconds: what `make test` needs.
+#: Bundles that `make test` needs. They are built in seconds, without training.
 UNTRAINED = ("mlp", "two_sizes", "v2_affine")
 DETECTOR = ("detector", "detector_backbone", "detector_head")
 MINILM = ("minilm", "minilm_encoder", "minilm_pool")
-#: Served in milliseconds.
+#: Bundles that answer within milliseconds.
 SMALL = (*UNTRAINED, *DETECTOR, *MINILM, "digits")
-#: Real architectures, each with a README.
+#: Bundles with real architectures, each with a README.
 MODELS = (
     "family_half",
     "family_large",
@@ -37,13 +37,13 @@ MODELS = (
     "unet",
     "vit_tiny",
 )
-#: With a state for each sequence; small, too.
+#: Small bundles with a state for each sequence.
 STATEFUL = ("forecast", "glossary", "glossary_bytes", "tagger")
 NAMES = (*SMALL, *MODELS, *STATEFUL)
-#: Built only if they are named: half a gigabyte.
+#: Bundles of half a gigabyte, which are built only if they are named.
 LARGE = ("smollm2",)
 
-#: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
+#: Files and packages from which bundles are built, in addition to jax and the sources that share the bundle's first word.
 _SOURCES = {
     "detector": ("adam.py",),
     "digits": ("adam.py",),
@@ -66,7 +66,7 @@ _PACKAGES = {
 
 _HERE = Path(__file__).resolve().parent
 _HOOKS = _HERE.parents[1] / "triton_backend" / "rsrv" / "hooks"
-#: In the output directory: for each bundle, what it was built from.
+#: File in the output directory with a digest of each bundle's sources.
 _STAMPS = ".built"
 
 
@@ -93,7 +93,7 @@ def build(out_dir: Path, names: Sequence[str] = NAMES) -> None:
 
 
 def _maker(name: str) -> Any:
-    # As a script, this file's own folder is on the path, but the package it belongs to is not.
+    # If this file runs as a script, its own folder is on the path, but its package is not.
     if str(_HERE.parent) not in sys.path:
         sys.path.insert(0, str(_HERE.parent))
     word = _word(name)
@@ -111,8 +111,8 @@ def _word(name: str) -> str:
 def _source_digest(name: str) -> str:
     """Return one hash over everything that decides a bundle's bytes. Raises PackageNotFoundError.
 
-    These are the maker's sources, the format package without its command line, the library for hooks, which makes
-    training data, too, and versions.
+    These are the maker's sources, the format package without its command line, the library for hooks, which also makes training
+    data, and versions.
     """
     word = _word(name)
     package = _HERE.parent / "rsrv_bundle"
@@ -123,7 +123,9 @@ def _source_digest(name: str) -> str:
         | {*_HOOKS.glob("*.py")}
     )
     packages = ("jax", *_PACKAGES.get(word, ()))
-    total = hashlib.sha256(" ".join(f"{one} {metadata.version(one)}" for one in packages).encode())
+    total = hashlib.sha256(
+        " ".join(f"{package} {metadata.version(package)}" for package in packages).encode()
+    )
     for source in sources:
         total.update(f"\n{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}".encode())
     return total.hexdigest()

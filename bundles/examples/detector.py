@@ -1,4 +1,4 @@
-"""detector: finds squares, discs and triangles, a meta model over detector_backbone and detector_head."""
+"""detector: a meta model that finds squares, discs and triangles with detector_backbone and detector_head."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Model = Callable[[Arrays], Arrays]
 
-#: Shares that a trained detector must reach: of the shapes, those found; of what is found, what is right.
+#: Shares that a trained detector must reach: the found shapes among all shapes, and the right ones among the found shapes.
 REQUIRED_RECALL = 0.94
 REQUIRED_PRECISION = 0.9
 
 
 class Direct:
-    """A meta model's `call` without a server: {name: function}. `calls` has (name, rows) of each call so far."""
+    """A meta model's `call` without a server, made from functions by name.
+
+    `calls` has the name and the rows of each call so far.
+    """
 
     def __init__(self, models: Mapping[str, Model]) -> None:
         self.models = models
@@ -44,7 +47,7 @@ class Direct:
 
 
 def held_out() -> Scenes:
-    """200 images that the networks have not seen."""
+    """Return 200 images that the networks have not seen."""
     return scenes(200, seed=0)
 
 
@@ -53,8 +56,8 @@ def reference(inputs: Arrays) -> Arrays:
     params = trained()
     networks = jax.jit(backbone), jax.jit(head)
     models: dict[str, Model] = {
-        "detector_backbone": lambda given: _arrays(networks[0](params["backbone"], given["image"])),
-        "detector_head": lambda given: _arrays(networks[1](params["head"], given["crops"])),
+        "detector_backbone": lambda inputs: _arrays(networks[0](params["backbone"], inputs["image"])),
+        "detector_head": lambda inputs: _arrays(networks[1](params["head"], inputs["crops"])),
     }
     return detector_run.run(inputs, Direct(models))
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-#: channels of the feature map
+#: Channels of the feature map.
 FEATURES = 24
 
 
@@ -37,7 +37,7 @@ def head(params: Any, crops: jax.Array) -> dict[str, jax.Array]:
 
 
 def _block(params: Any, x: jax.Array, stride: int = 1) -> jax.Array:
-    """A convolution whose channels are brought to one scale in each place, which is learnt much faster."""
+    """A convolution, followed by a normalisation over the channels at each place, which makes training much faster."""
     x = _convolution(params, x, stride)
     x = x - x.mean(-1, keepdims=True)
     return jax.nn.relu(x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 0.1))

@@ -1,7 +1,7 @@
-"""The detector between and behind its two networks, copied into its bundle as `model.py`.
+"""The steps of the detector between and after its two networks, copied into its bundle as `model.py`.
 
-Boxes are (left, top, right, bottom) in pixels. Everything is done for all images at once; how many regions go
-through the second network is known only when the first one has answered.
+Boxes are (left, top, right, bottom) in pixels. All images are processed together. The number of regions for the second network
+is known only after the first one has answered.
 """
 
 import functools
@@ -26,16 +26,17 @@ POOLED = 7
 #: The largest batches that the networks are compiled for.
 MOST_IMAGES = 8
 MOST_REGIONS = 32
-#: How many boxes of an image are looked at at all, and how many are reported.
+#: Number of boxes of an image that are considered, and number of boxes that are reported.
 CANDIDATES = 32
 MOST_FOUND = 16
-#: Boxes with less are dropped: probability that there is a shape, probability of the class.
+#: Minimum probability that there is a shape, and minimum probability of its class. Other boxes are dropped.
 LEAST_OBJECTNESS = 0.5
 LEAST_SCORE = 0.5
-#: Of two boxes with a larger intersection over union only the better one stays: regions, shapes of one class.
+#: If two boxes have a larger intersection over union, only the better one stays. One limit is for regions, the other for shapes
+#: of one class.
 REGION_OVERLAP = 0.5
 SHAPE_OVERLAP = 0.4
-#: A box grows by this exponential at most.
+#: A box grows at most by the exponential of this number.
 LARGEST = 2
 
 
@@ -47,20 +48,20 @@ def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
     """
     image = inputs["image"]
     side = image.shape[1]
-    found = in_parts(call, "detector_backbone", "image", image, MOST_IMAGES)
-    regions, kept = propose(found["objectness"], found["deltas"], side)
+    maps = in_parts(call, "detector_backbone", "image", image, MOST_IMAGES)
+    regions, mask = propose(maps["objectness"], maps["deltas"], side)
 
-    # Regions of all images in one list: which image and which of its boxes.
-    owner, slot = np.nonzero(kept)
-    scores = np.zeros(kept.shape, np.float32)
-    classes = np.full(kept.shape, -1, np.int64)
+    # All regions in one list, with the image of each region and its index among the image's boxes.
+    owner, slot = np.nonzero(mask)
+    scores = np.zeros(mask.shape, np.float32)
+    classes = np.full(mask.shape, -1, np.int64)
     boxes = np.zeros_like(regions)
     if len(owner):
-        chosen, features = regions[owner, slot], found["features"]
+        chosen, features = regions[owner, slot], maps["features"]
         crops = call.scratch((len(owner), POOLED, POOLED, features.shape[3]), np.float32)
         crops[:] = pool(features, chosen, owner)
         judged = in_parts(call, "detector_head", "crops", crops, MOST_REGIONS)
-        probabilities = softmax(judged["logits"])[:, 1:]  # the first is that of no shape
+        probabilities = softmax(judged["logits"])[:, 1:]  # The first class is that of no shape.
         scores[owner, slot] = probabilities.max(1)
         classes[owner, slot] = probabilities.argmax(1)
         boxes[owner, slot] = clip(decode(chosen, judged["deltas"], largest=LARGEST), side, side)
@@ -68,7 +69,7 @@ def run(inputs: dict[str, Array], call: Any) -> dict[str, Array]:
 
 
 def in_parts(call: Any, model: str, name: str, array: Array, most: int) -> dict[str, Array]:
-    """All rows of `array` through a model that takes at most `most` at a time. The calls run side by side."""
+    """Send all rows of `array` to a model, at most `most` rows at a time. The calls run concurrently."""
     parts = [(model, {name: array[start : start + most]}) for start in range(0, len(array), most)]
     answers = call.many(parts)
     return {output: np.concatenate([answer[output] for answer in answers]) for output in answers[0]}
@@ -89,19 +90,19 @@ def pool(features: Array, boxes: Array, owner: Array) -> Array:
 
 
 def report(boxes: Array, scores: Array, classes: Array) -> dict[str, Array]:
-    """The outputs, from [n, CANDIDATES] boxes, their scores and classes; those without a score are no shapes."""
-    kept = nms(boxes, scores, SHAPE_OVERLAP, classes=classes, least=LEAST_SCORE)
-    order, kept = best(scores, kept, MOST_FOUND)
+    """Return the outputs for [n, CANDIDATES] boxes with their scores and classes. Boxes without a score are no shapes."""
+    mask = nms(boxes, scores, SHAPE_OVERLAP, classes=classes, least=LEAST_SCORE)
+    order, mask = best(scores, mask, MOST_FOUND)
     return {
-        "boxes": np.where(kept[:, :, None], np.take_along_axis(boxes, order[:, :, None], 1), np.float32(0)),
-        "scores": np.where(kept, np.take_along_axis(scores, order, 1), np.float32(0)),
-        "classes": np.where(kept, np.take_along_axis(classes, order, 1), -1),
-        "count": kept.sum(1, dtype=np.int64)[:, None],
+        "boxes": np.where(mask[:, :, None], np.take_along_axis(boxes, order[:, :, None], 1), np.float32(0)),
+        "scores": np.where(mask, np.take_along_axis(scores, order, 1), np.float32(0)),
+        "classes": np.where(mask, np.take_along_axis(classes, order, 1), -1),
+        "count": mask.sum(1, dtype=np.int64)[:, None],
     }
 
 
 @functools.cache
 def anchors(extent: int) -> Array:
-    """f32 [anchors, 4]: the boxes that the first network starts from, in the order of its outputs."""
+    """Return the boxes that the first network starts from, f32 [anchors, 4], in the order of its outputs."""
     cells = extent // SPACING
     return grid(cells, cells, stride=SPACING, sizes=[(side, side) for side in ANCHOR_SIDES])

@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 #: Height and width of an image, pixels.
 SIDE = 96
 CLASSES = ("square", "disc", "triangle")
-#: At most this many shapes are in an image.
+#: Maximum number of shapes in an image.
 MOST_SHAPES = 6
 
 _SIZES = (14, 36)
 _NOISE = 12.0
 #: Smallest distance between two colours of an image, in RGB from 0 to 255.
 _CONTRAST = 80.0
-#: How much of a shape's box another shape may cover.
+#: Maximum share of a shape's box that another shape may cover.
 _COVERED = 0.25
 
 
@@ -30,9 +30,9 @@ _COVERED = 0.25
 class Scenes:
     """Images with their shapes.
 
-    images: u8 [n, SIDE, SIDE, 3]. boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros without a
-    shape. classes: i64 [n, MOST_SHAPES], indices of CLASSES, -1 without a shape. And the shape of each pixel,
-    i64 [n, SIDE, SIDE], 0 for none or 1 + its index in CLASSES.
+    images: u8 [n, SIDE, SIDE, 3]. boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros without a shape.
+    classes: i64 [n, MOST_SHAPES], indices of CLASSES, -1 without a shape. pixels: i64 [n, SIDE, SIDE], the shape at each pixel:
+    0 for none, otherwise 1 + its index in CLASSES.
     """
 
     images: Array
@@ -42,9 +42,9 @@ class Scenes:
 
 
 def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
-    """`count` images with `fewest` to MOST_SHAPES shapes each, the same for the same arguments.
+    """Return `count` images with `fewest` to MOST_SHAPES shapes each.
 
-    An image has fewer shapes where no more found room.
+    The same arguments return the same images. An image has fewer shapes if there was no room for more.
     """
     rng = np.random.default_rng(seed)
     # The background's colour in each pixel, then the shapes over it, then noise over all.
@@ -74,7 +74,7 @@ def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
 
 
 def _place(rng: np.random.Generator, placed: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    """(left, top, size) of a shape that covers none of the others too much; None after many tries."""
+    """Return (left, top, size) of a shape that does not cover too much of another one, or None after many tries."""
     for _ in range(50):
         size = int(rng.integers(*_SIZES, endpoint=True))
         left, top = (int(value) for value in rng.integers(0, SIDE - size, 2, endpoint=True))
@@ -88,10 +88,10 @@ def _place(rng: np.random.Generator, placed: list[tuple[int, int, int]]) -> tupl
     return None
 
 
-def _colour(rng: np.random.Generator, others: list[Array]) -> Array:
+def _colour(rng: np.random.Generator, colours: list[Array]) -> Array:
     while True:
         colour = rng.uniform(0, 255, 3)
-        if min(float(np.linalg.norm(colour - other)) for other in others) >= _CONTRAST:
+        if min(float(np.linalg.norm(colour - earlier)) for earlier in colours) >= _CONTRAST:
             return colour
 
 
@@ -109,7 +109,7 @@ def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
             return upright if rng.integers(2) else upright[::-1]
 
 
-def recall_and_precision(known: Scenes, found: Mapping[str, Array]) -> tuple[float, float]:
+def recall_and_precision(known: Scenes, outputs: Mapping[str, Array]) -> tuple[float, float]:
     """Return the share of the shapes that were found, and the share of the found shapes that are right.
 
     found: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
@@ -117,7 +117,7 @@ def recall_and_precision(known: Scenes, found: Mapping[str, Array]) -> tuple[flo
     """
     right = 0
     for boxes, classes, known_boxes, known_classes in zip(
-        found["boxes"], found["classes"], known.boxes, known.classes, strict=True
+        outputs["boxes"], outputs["classes"], known.boxes, known.classes, strict=True
     ):
         matches = (iou(boxes, known_boxes) >= 0.5) & (classes[:, None] == known_classes)
         matches &= known_classes >= 0
@@ -125,4 +125,4 @@ def recall_and_precision(known: Scenes, found: Mapping[str, Array]) -> tuple[flo
             if box.any():
                 right += 1
                 matches[:, box.argmax()] = False
-    return right / int((known.classes >= 0).sum()), right / max(int(found["count"].sum()), 1)
+    return right / int((known.classes >= 0).sum()), right / max(int(outputs["count"].sum()), 1)

@@ -21,14 +21,14 @@ Params = dict[str, Any]
 _IMAGES = 2000
 _BATCH = 8
 _STEPS = 1600
-#: Regions of an image that the head is shown in a step: near a shape (each of them), half beside one, anywhere.
+#: Number of regions of an image in a training step of the head: near a shape (one for each), partly on a shape, and anywhere.
 _NEAR, _BESIDE, _ANYWHERE = MOST_SHAPES, 3, 3
 _RATE = 3e-3
 
 
 @functools.cache
 def trained() -> dict[str, Params]:
-    """The parameters `backbone` and `head`, after training with Adam; once per process."""
+    """Return the parameters `backbone` and `head` after training with Adam. Trains once per process."""
     known = scenes(_IMAGES, seed=1, fewest=0)
     objects, offsets = _anchor_targets(known.boxes)
     rng = np.random.default_rng(2)
@@ -44,8 +44,8 @@ def trained() -> dict[str, Params]:
         regions, kinds, moves = _regions(rng, known.boxes[rows], known.classes[rows])
         batch = (known.images[rows], objects[rows], offsets[rows], regions, kinds, moves)
         state = step(state, np.float32(count), batch)
-    found: dict[str, Params] = jax.tree.map(np.asarray, state[0])
-    return found
+    arrays: dict[str, Params] = jax.tree.map(np.asarray, state[0])
+    return arrays
 
 
 def _initial() -> dict[str, Params]:
@@ -75,15 +75,15 @@ def _initial() -> dict[str, Params]:
 def _loss(
     params: Any, images: Any, objects: Any, offsets: Any, regions: Any, kinds: Any, moves: Any
 ) -> jax.Array:
-    """Objectness and offsets of the anchors, classes and offsets of the regions, all counted alike."""
-    found: Any = backbone(params["backbone"], images)
+    """Return the loss: objectness and offsets of the anchors, and classes and offsets of the regions, with equal weights."""
+    maps: Any = backbone(params["backbone"], images)
     # Most anchors see no shape. So anchors with a shape count more, and those in between do not count.
     weights = jnp.where(objects == 1, 4.0, objects == 0)
-    cross = jax.nn.softplus(found["objectness"]) - objects * found["objectness"]
+    cross = jax.nn.softplus(maps["objectness"]) - objects * maps["objectness"]
     total = (weights * cross).sum() / weights.sum()
-    total += _distance(found["deltas"], offsets, objects == 1)
+    total += _distance(maps["deltas"], offsets, objects == 1)
 
-    features: Any = jnp.repeat(found["features"], regions.shape[1], 0)
+    features: Any = jnp.repeat(maps["features"], regions.shape[1], 0)
     crops: Any = pool(features, regions.reshape(-1, 4))
     judged = head(params["head"], crops)
     logits, kinds = jax.nn.log_softmax(judged["logits"]), kinds.reshape(-1)
@@ -94,7 +94,7 @@ def _loss(
 def pool(features: Any, boxes: Any) -> Any:
     """Pool as `detector_run.pool`, features [m, cells, cells, c] for each of the boxes [m, 4], with a gradient.
 
-    A point has its share of each of the cells around it: bilinear interpolation, as two products of matrices.
+    Each point is interpolated bilinearly between the cells around it, as two products of matrices.
     """
     count, cells, _, channels = features.shape
     shares = (np.arange(POOLED, dtype=np.float32)[:, None] + np.float32(0.5)) / POOLED
@@ -106,9 +106,9 @@ def pool(features: Any, boxes: Any) -> Any:
     return across @ rows
 
 
-def _distance(found: Any, wanted: Any, counted: Any) -> Any:
-    """Huber's loss, over the boxes that count."""
-    error = jnp.abs(found - wanted) * 4
+def _distance(predicted: Any, target: Any, counted: Any) -> Any:
+    """Return Huber's loss over the boxes that count."""
+    error = jnp.abs(predicted - target) * 4
     error = jnp.where(error < 1, error**2 / 2, error - 0.5).sum(-1)
     return (error * counted).sum() / jnp.maximum(counted.sum(), 1)
 
@@ -123,7 +123,7 @@ def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
     overlap = iou(own, boxes)
     best = overlap.max(-1)
     objects = np.where(best >= 0.5, 1, np.where(best < 0.35, 0, -1)).astype(np.float32)
-    # Each shape has one anchor at least.
+    # Each shape has at least one anchor.
     image, shape = np.nonzero(boxes[..., 2])
     objects[image, overlap.argmax(1)[image, shape]] = 1
     nearest = np.take_along_axis(boxes, overlap.argmax(-1)[..., None], 1)
@@ -156,9 +156,9 @@ def _regions(rng: np.random.Generator, boxes: Array, classes: Array) -> tuple[Ar
     return regions, kinds, moves
 
 
-def _encode(boxes: Array, wanted: Array) -> Array:
-    """The deltas with which `rsrv.hooks.boxes.decode` makes `wanted` of `boxes`."""
+def _encode(boxes: Array, targets: Array) -> Array:
+    """Return the deltas with which `rsrv.hooks.boxes.decode` turns `boxes` into `targets`."""
     size = np.maximum(boxes[..., 2:] - boxes[..., :2], 1)
-    wanted_size = np.maximum(wanted[..., 2:] - wanted[..., :2], 1)
-    centre = (wanted[..., 2:] + wanted[..., :2] - boxes[..., 2:] - boxes[..., :2]) / 2
+    wanted_size = np.maximum(targets[..., 2:] - targets[..., :2], 1)
+    centre = (targets[..., 2:] + targets[..., :2] - boxes[..., 2:] - boxes[..., :2]) / 2
     return np.concatenate([centre / size, np.log(wanted_size / size)], -1).astype(np.float32)

@@ -33,7 +33,7 @@ _BATCH = 64
 
 @functools.cache
 def data() -> tuple[Array, Array, Array, Array]:
-    """Training images and labels, held-out images and labels; 80/20, the same in every process."""
+    """Return training images and labels, and held-out images and labels. The split is 80/20, and the same in every process."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -67,8 +67,8 @@ def features(params: Any, image: jax.Array) -> jax.Array:
 
 def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
     """image: [n, 8, 8, 1] -> logits: [n, 10]."""
-    found = features(params, image)
-    return {"logits": found @ params["dense2"]["kernel"] + params["dense2"]["bias"]}
+    hidden = features(params, image)
+    return {"logits": hidden @ params["dense2"]["kernel"] + params["dense2"]["bias"]}
 
 
 def _initial() -> Params:
@@ -88,7 +88,7 @@ def _initial() -> Params:
 
 @functools.cache
 def trained() -> Params:
-    """The parameters after training with Adam; a few seconds, once per process."""
+    """Return the parameters after training with Adam. Training takes a few seconds, once per process."""
     images, labels, _, _ = data()
     steps = len(images) // _BATCH
     rng = np.random.default_rng(1)
@@ -100,12 +100,12 @@ def trained() -> Params:
         logits = jax.nn.log_softmax(apply(params, jnp.asarray(images)[batch])["logits"])
         return -jnp.take_along_axis(logits, jnp.asarray(labels)[batch][:, None], axis=1).mean()
 
-    found: Params = adam.trained(loss, _initial(), order, 2e-3)
-    return found
+    final: Params = adam.trained(loss, _initial(), order, 2e-3)
+    return final
 
 
 def params_of(bundle_dir: Path) -> Params:
-    """The parameters inside a built bundle."""
+    """Return the parameters of a built bundle."""
     bundle = read_bundle(bundle_dir, digest=False)
     params: Params = {}
     for weight, array in zip(bundle.weights, load_weights(bundle), strict=True):

@@ -22,9 +22,9 @@ CHUNKS = (1, 16)
 BATCH_SIZES = (1, 32)
 #: Sequences on the device.
 SLOTS = 64
-#: A forecast is a weighted sum of so many values before.
+#: A forecast is a weighted sum of this many previous values.
 LAGS = 8
-#: Variance of the weights before the first value: little is known of them.
+#: Variance of the weights before the first value. It is large, because nothing is known about them.
 PRIOR = 100.0
 
 
@@ -55,8 +55,8 @@ def step(
         after = {"window": window, "weights": weights, "covariance": covariance}
         return after, (weights * window).sum(1)
 
-    state, found = jax.lax.scan(learn, state, value.T)
-    return {"forecast": found.T}, state
+    state, forecasts = jax.lax.scan(learn, state, value.T)
+    return {"forecast": forecasts.T}, state
 
 
 def series(count: int, length: int) -> Array:

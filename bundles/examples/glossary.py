@@ -1,6 +1,7 @@
 """glossary: a character model of 57 kB, which knows the definitions of the Apache License by heart.
 
-A term, as `Licensor`, is answered with its definition. UTF-8's answer has characters of two, three and four bytes.
+The model answers a term, for example `Licensor`, with its definition. UTF-8's answer has characters of two, three and four
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BATCH_SIZES = (1, 4, 16)
 _EMBEDDING = 16
 _STEPS = 300
 _RATE = 2e-2
-#: Longer definitions would cost training more than they show.
+#: Maximum length of a definition. Longer ones would make training slow.
 _LONGEST = 250
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -44,8 +45,8 @@ _LICENSE = Path(__file__).parents[2] / "LICENSE"
 def definitions() -> dict[str, str]:
     """Return the definitions by term: short first sentences of the license's list, and our own."""
     text = " ".join(_LICENSE.read_text(encoding="utf-8").split())
-    found = dict(re.findall(r'"([A-Z][A-Za-z ]+)" ((?:form )?shall mean [^.]+\.)', text))
-    short = {term: meaning for term, meaning in found.items() if len(meaning) <= _LONGEST}
+    all_definitions = dict(re.findall(r'"([A-Z][A-Za-z ]+)" ((?:form )?shall mean [^.]+\.)', text))
+    short = {term: meaning for term, meaning in all_definitions.items() if len(meaning) <= _LONGEST}
     return short | {"UTF-8": "is for Größe, ταχύς, 漢字 and 🙂."}
 
 
@@ -53,8 +54,8 @@ def tokenizer() -> str:
     """Return a file tokenizer.json whose tokens are the bytes of UTF-8."""
     # Byte-level tokenizers write bytes that are no printable characters as characters from 256 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    names = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    further = iter(range(0x100, 0x200))
+    names = {chr(byte if byte in printable else next(further)): byte for byte in range(256)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {"type": "BPE", "vocab": names, "merges": []}
     return json.dumps({"version": "1.0", "pre_tokenizer": level, "decoder": level, "model": model})
@@ -69,7 +70,7 @@ def step(
     params: Params, state: dict[str, jax.Array], position: jax.Array, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Read the tokens, i32 [n, t], of which `lengths`, i32 [n], count -> logits of the next, [n, 256], and the state."""
-    del position  # a GRU counts nothing
+    del position  # A GRU needs no counter.
     counted = jnp.arange(tokens.shape[1]) < lengths[:, None]
     hidden = gru.states(params, state["hidden"], tokens, counted)[:, -1]
     return _logits(params, hidden), {"hidden": hidden}
@@ -82,13 +83,13 @@ def initial() -> Params:
 
 def _logits(params: Params, hidden: jax.Array) -> jax.Array:
     # Score each token by its similarity to its embedding. A separate matrix would double the weights.
-    found: jax.Array = gru.logits(params, hidden) @ params["embedding"].T
-    return found
+    scores: jax.Array = gru.logits(params, hidden) @ params["embedding"].T
+    return scores
 
 
 @functools.cache
 def trained() -> Params:
-    """Return the parameters after training; some seconds, once per process."""
+    """Return the parameters after training. It takes some seconds, once per process."""
     texts = [[*tokens(TEMPLATE.format(text=term) + meaning), STOP] for term, meaning in definitions().items()]
     longest = max(map(len, texts))
     rows = jnp.array([text + [STOP] * (longest - len(text)) for text in texts])
@@ -96,27 +97,27 @@ def trained() -> Params:
 
     def loss(params: Params, _: Any) -> jax.Array:
         states = gru.states(params, jnp.zeros((len(rows), WIDTH)), rows[:, :-1], counted[:, :-1])
-        found = jax.nn.log_softmax(_logits(params, states))
-        return -(jnp.take_along_axis(found, rows[:, 1:, None], axis=2)[..., 0] * counted[:, 1:]).mean()
+        likelihoods = jax.nn.log_softmax(_logits(params, states))
+        return -(jnp.take_along_axis(likelihoods, rows[:, 1:, None], axis=2)[..., 0] * counted[:, 1:]).mean()
 
-    found: Params = adam.trained(loss, initial(), np.zeros(_STEPS), _RATE)
-    return found
+    final: Params = adam.trained(loss, initial(), np.zeros(_STEPS), _RATE)
+    return final
 
 
 def answers(params: Params, prompts: Sequence[str], most: int = 400) -> list[str]:
     """Return the greedy answers to prompts, all at once, without a bundle."""
-    asked = [tokens(TEMPLATE.format(text=prompt)) for prompt in prompts]
-    lengths = np.array([len(one) for one in asked], np.int32)
-    read = np.array([one + [0] * (lengths.max() - len(one)) for one in asked], np.int32)
-    position = np.zeros(len(asked), np.int32)
-    state = {"hidden": np.zeros((len(asked), WIDTH), np.float32)}
+    rows = [tokens(TEMPLATE.format(text=prompt)) for prompt in prompts]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    read = np.array([row + [0] * (lengths.max() - len(row)) for row in rows], np.int32)
+    position = np.zeros(len(rows), np.int32)
+    state = {"hidden": np.zeros((len(rows), WIDTH), np.float32)}
     chunk = jax.jit(step)
-    found = np.zeros((len(asked), most), np.int32)
+    answers_so_far = np.zeros((len(rows), most), np.int32)
     for at in range(most):
         logits, state = chunk(params, state, position, read, lengths)
-        found[:, at] = jnp.argmax(logits, axis=-1)
-        read, lengths = found[:, at : at + 1], np.ones_like(lengths)
-    return [bytes(row.tolist()).split(bytes([STOP]))[0].decode(errors="replace") for row in found]
+        answers_so_far[:, at] = jnp.argmax(logits, axis=-1)
+        read, lengths = answers_so_far[:, at : at + 1], np.ones_like(lengths)
+    return [bytes(row.tolist()).split(bytes([STOP]))[0].decode(errors="replace") for row in answers_so_far]
 
 
 def make(out_dir: Path, *, text: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A GRU over tokens, of which a sequence may be read in chunks: the network of `glossary` and `tagger`."""
+"""A GRU over tokens, which can read a sequence in chunks. It is the network of `glossary` and `tagger`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Params = dict[str, Any]
 
 
 def initial(tokens: int, embedding: int, width: int, outputs: int) -> Params:
-    """Random parameters for so many kinds of tokens, a state of `width`, and so many logits; always the same."""
+    """Return random parameters, always the same, for these numbers of token kinds and logits, and a state of `width`."""
     rng = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -35,24 +35,24 @@ def states(params: Params, before: jax.Array, tokens: jax.Array, counted: jax.Ar
     A token that does not count leaves the state as it is.
     """
     embedded = jnp.take(params["embedding"], tokens, axis=0, mode="clip")
-    given = embedded @ params["input"] + params["bias"]
+    inputs = embedded @ params["input"] + params["bias"]
 
     def step(state: jax.Array, item: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        given, counts = item
+        x_in, counts = item
         own = state @ params["recurrent"]
         (reset, update, new), (own_reset, own_update, own_new) = (
-            jnp.split(x, 3, axis=-1) for x in (given, own)
+            jnp.split(x, 3, axis=-1) for x in (x_in, own)
         )
         keep = jax.nn.sigmoid(update + own_update)
         proposed = jnp.tanh(new + jax.nn.sigmoid(reset + own_reset) * own_new)
         state = jnp.where(counts[:, None], keep * state + (1 - keep) * proposed, state)
         return state, state
 
-    _, found = jax.lax.scan(step, before, (given.swapaxes(0, 1), counted.T))
-    return found.swapaxes(0, 1)
+    _, after = jax.lax.scan(step, before, (inputs.swapaxes(0, 1), counted.T))
+    return after.swapaxes(0, 1)
 
 
 def logits(params: Params, state: jax.Array) -> jax.Array:
     """state: [..., width] -> [..., outputs]."""
-    found: jax.Array = state @ params["output"] + params["output_bias"]
-    return found
+    scores: jax.Array = state @ params["output"] + params["output_bias"]
+    return scores

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 BATCH_SIZES = (1, 4, 16)
 #: Tokens in a row, one variant each. The weights were trained on up to 128.
 LENGTHS = (16, 32, 64, 128)
-#: The extent of a token's vector.
+#: Length of a token's vector.
 WIDTH = 384
 
 _LAYERS = 6
@@ -38,8 +38,7 @@ def apply(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[
     def heads(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], _HEADS, WIDTH // _HEADS)
 
-    # Use a large but finite number, because a row with only padding, as in a partly filled batch, must not become
-    # NaN.
+    # Use a large but finite number, because a row with only padding, for example in a partly filled batch, must not become NaN.
     unseen = jnp.where(attention_mask == 0, -1e9, 0.0)[:, None, None, :]
     words = jnp.take(weights["embeddings.word_embeddings.weight"], input_ids, axis=0, mode="clip")
     places = weights["embeddings.position_embeddings.weight"][: input_ids.shape[1]]
@@ -57,7 +56,7 @@ def apply(params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> dict[
 
 
 def params() -> dict[str, Array]:
-    """The published weights that `apply` uses, by their published names."""
+    """Return the published weights that `apply` uses, by their published names."""
     return {
         name: array
         for name, array in minilm_files.fetched().weights.items()

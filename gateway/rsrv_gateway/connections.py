@@ -37,7 +37,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
-#: pause between two probes of a worker, and the time without an answer after which it counts as dead
+#: Pause between two probes of a worker. It is also the time without an answer after which a worker counts as dead.
 PROBE_S: Final = 0.5
 PROBE_TIMEOUT_S: Final = 2 * PROBE_S
 
@@ -182,7 +182,7 @@ class WorkerConnection:
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        #: calls that the worker has ended, and messages of its streams
+        #: Number of calls that the worker has ended, plus messages of its streams.
         self.answers = 0
         self.infer = channel.unary_unary(SERVICE + "ModelInfer")
         self.stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
@@ -361,7 +361,7 @@ async def answer_of(call: Awaitable[bytes], worker: str) -> bytes | Refusal:
         refusal = refusal_of(error)
     except asyncio.CancelledError:
         refusal = gone(worker)
-    if is_cancelled():  # a cancelled wait may also end with the worker's error
+    if is_cancelled():  # A cancelled wait may also end with the worker's error.
         raise asyncio.CancelledError
     return refusal
 
@@ -372,7 +372,7 @@ async def refuse(context: Any, refusal: Refusal) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-#: connections that wait to be accepted
+#: Maximum number of connections that wait to be accepted.
 _BACKLOG = 1024
 
 
@@ -393,14 +393,14 @@ def open_ports(settings: GatewaySection, picker: str | None = None) -> list[str]
     if settings.token_file is not None or settings.tls_client_ca is not None:
         return []
     ports = {"gateway.grpc": settings.grpc, "gateway.http": settings.http}
-    found = []
+    open_to_all = []
     for name, text in (ports if picker is None else {"--picker": picker}).items():
         try:
             if text is not None and not parse_address(text, any_host=True, any_port=True).is_loopback:
-                found.append(name)
+                open_to_all.append(name)
         except ValueError as error:
             raise ListenError(f"{name}: {error}") from None
-    return found
+    return open_to_all
 
 
 @dataclass(frozen=True, slots=True)

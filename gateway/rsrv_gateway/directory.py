@@ -9,7 +9,7 @@ from rsrv.control.find import ControlEndpoint, choose, sockets, working_director
 from rsrv.triton_command_line import Options, read_command_line
 from rsrv.wire.paths import base_directory, hold, make_private, remove, start_time, sweep
 
-#: end of the name of a gateway's directory; a runtime's has its device there
+#: End of the name of a gateway's directory. A runtime's directory has its device there.
 _KIND = "gateway"
 
 
@@ -25,13 +25,13 @@ def private_directory() -> Iterator[Path]:
     path = base / f"{os.getpid()}-{start_time(os.getpid())}-{_KIND}"
     make_private(path)
     # In another PID namespace, our pid means nothing. So a directory that no process holds counts as dead there.
-    held = hold(path)
+    lock = hold(path)
     try:
         yield path
     finally:
         remove(path)
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def address(which: str | None) -> str:

@@ -12,7 +12,7 @@ from rsrv_gateway.http_protocol import for_client
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.v1 import ext_proc_pb2 as pb
 
-#: name of the header, and of the entry in the metadata, by which Envoy's policy override_host chooses
+#: Name of the header, and of the metadata entry, from which Envoy's policy override_host takes the choice.
 DESTINATION = "x-gateway-destination-endpoint"
 #: Namespace of that metadata, and names of the metadata that limits the choice (Gateway API inference extension,
 #: proposal 004).
@@ -39,8 +39,8 @@ class Head:
         self.subset: frozenset[str] | None = None
         hint = message.metadata_context.filter_metadata
         if _SUBSET_NAMESPACE in hint and _SUBSET in hint[_SUBSET_NAMESPACE]:
-            found = hint[_SUBSET_NAMESPACE][_SUBSET]
-            self.subset = frozenset(found.split(",") if isinstance(found, str) else map(str, found))
+            subset = hint[_SUBSET_NAMESPACE][_SUBSET]
+            self.subset = frozenset(subset.split(",") if isinstance(subset, str) else map(str, subset))
 
     def has(self, name: str) -> bool:
         return name in self._headers

@@ -19,7 +19,7 @@ from rsrv_gateway.traffic import Traffic
 
 T = TypeVar("T")
 
-#: calls one worker, by name
+#: Calls one worker, by name.
 Ask = Callable[[str], Awaitable[T | Refusal]]
 
 
@@ -73,7 +73,7 @@ async def _ask_others(
 
 
 async def first(
-    workers: Iterable[str], ask: Ask[T], wanted: Callable[[T], bool] | None = None
+    workers: Iterable[str], ask: Ask[T], accepts: Callable[[T], bool] | None = None
 ) -> T | Refusal:
     """Return the first answer, or the first wanted answer. If there is none, return the last one."""
     answer: T | Refusal | None = None
@@ -81,7 +81,7 @@ async def first(
         last = await ask(worker)
         if not isinstance(last, Refusal):
             answer = last
-            if wanted is None or wanted(last):
+            if accepts is None or accepts(last):
                 break
             continue
         if answer is None or isinstance(answer, Refusal):
@@ -93,20 +93,20 @@ async def first(
 
 async def ask_all(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refusal]:
     """Call all workers at once; return their answers by worker, sorted by name."""
-    asked = sorted(workers)
-    answers = await asyncio.gather(*[ask(worker) for worker in asked])
-    return dict(zip(asked, answers, strict=True))
+    names = sorted(workers)
+    answers = await asyncio.gather(*[ask(worker) for worker in names])
+    return dict(zip(names, answers, strict=True))
 
 
 Answer = Any | Refusal
 Answers = Mapping[str, Answer]
-#: merges the workers' answers of one RPC
+#: Merges the workers' answers of one RPC.
 Merge = Callable[[Answers], Answer]
 
-#: states of a model in a repository index, in order of precedence
+#: States of a model in a repository index, in order of precedence.
 _STATES = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE", "UNKNOWN")
 
-#: tritonserver's codes for statistics of an unknown model
+#: tritonserver's codes for statistics of an unknown model.
 _UNKNOWN = (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT)
 
 
@@ -140,19 +140,19 @@ def _merge_available(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]
 
 def _without(answers: Answers, codes: Iterable[StatusCode]) -> Answers:
     """Leave out refusals with these codes, unless all answers are such refusals."""
-    rest = {
+    remaining = {
         worker: answer
         for worker, answer in answers.items()
         if not (isinstance(answer, Refusal) and answer.code in codes)
     }
-    return rest or answers
+    return remaining or answers
 
 
 def _first_refusal(answers: Answers) -> Refusal | None:
     for worker, answer in answers.items():
         if isinstance(answer, Refusal):
-            if all(other == answer for other in answers.values()):
-                return answer  # independent of the worker
+            if all(last == answer for last in answers.values()):
+                return answer  # This refusal does not depend on the worker.
             return Refusal(answer.for_client(), f"worker {worker}: {answer.message}", answer.trailing)
     return None
 
@@ -172,21 +172,21 @@ def _sum_statistics(answers: Mapping[str, Any]) -> Any:
     return service_pb2.ModelStatisticsResponse(model_stats=merged.values())
 
 
-def _add_model(into: Any, other: Any) -> None:
-    into.last_inference = max(into.last_inference, other.last_inference)
-    into.inference_count += other.inference_count
-    into.execution_count += other.execution_count
-    _add(into.inference_stats, other.inference_stats)
-    _add_rows(into.batch_stats, other.batch_stats, ("batch_size",))
-    _add_rows(into.memory_usage, other.memory_usage, ("type", "id"))
-    for key, each in other.response_stats.items():
+def _add_model(into: Any, model: Any) -> None:
+    into.last_inference = max(into.last_inference, model.last_inference)
+    into.inference_count += model.inference_count
+    into.execution_count += model.execution_count
+    _add(into.inference_stats, model.inference_stats)
+    _add_rows(into.batch_stats, model.batch_stats, ("batch_size",))
+    _add_rows(into.memory_usage, model.memory_usage, ("type", "id"))
+    for key, each in model.response_stats.items():
         _add(into.response_stats[key], each)
 
 
-def _add_rows(into: Any, other: Iterable[Any], key: tuple[str, ...]) -> None:
+def _add_rows(into: Any, added: Iterable[Any], key: tuple[str, ...]) -> None:
     """Add up the rows with equal keys, and append the others."""
     rows = {tuple(getattr(row, name) for name in key): row for row in into}
-    for row in other:
+    for row in added:
         known = rows.get(tuple(getattr(row, name) for name in key))
         if known is None:
             into.add().CopyFrom(row)
@@ -194,9 +194,9 @@ def _add_rows(into: Any, other: Iterable[Any], key: tuple[str, ...]) -> None:
             _add(known, row, key)
 
 
-def _add(into: Any, other: Any, key: tuple[str, ...] = ()) -> None:
+def _add(into: Any, message: Any, key: tuple[str, ...] = ()) -> None:
     """Add all numbers of a message to another message, including nested messages."""
-    for field, value in other.ListFields():
+    for field, value in message.ListFields():
         if field.name in key:
             continue
         if field.message_type is None:

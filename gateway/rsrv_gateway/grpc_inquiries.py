@@ -14,9 +14,9 @@ from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import Traffic
 
 Call = Callable[[bytes, Any], Awaitable[bytes]]
-#: seconds for a call that a stream waits for
+#: Seconds for a call that a stream waits for.
 _CONFIG_TIMEOUT_S = 2.0
-_METHODS = {what: method for method, what in OPERATIONS.items()}
+_METHODS = {operation: method for method, operation in OPERATIONS.items()}
 _TRUE, _FALSE = b"\x08\x01", b""
 
 
@@ -29,8 +29,8 @@ class _GrpcForm:
     def is_yes(self, answer: bytes) -> bool:
         return answer == _TRUE
 
-    def parse(self, what: str, answer: bytes) -> Answer:
-        return getattr(service_pb2, f"{_METHODS[what]}Response").FromString(answer)
+    def parse(self, operation: str, answer: bytes) -> Answer:
+        return getattr(service_pb2, f"{_METHODS[operation]}Response").FromString(answer)
 
     def render(self, _: str, message: Any) -> bytes:
         return bytes(message.SerializeToString())
@@ -52,17 +52,17 @@ class GrpcInquiries:
 
     def calls(self) -> dict[str, Call]:
         """Return the handlers by the method's name."""
-        return {method: self._call(method, what) for method, what in OPERATIONS.items()}
+        return {method: self._call(method, operation) for method, operation in OPERATIONS.items()}
 
-    def _call(self, method: str, what: str) -> Call:
+    def _call(self, method: str, operation: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
-            model = await _model(method, data, context) if what in ABOUT_A_MODEL else ""
+            model = await _model(method, data, context) if operation in ABOUT_A_MODEL else ""
             timeout = time_left(context)
-            if timeout is None and what not in CHANGES:
+            if timeout is None and operation not in CHANGES:
                 timeout = self._timeout_s
             answer = await self._ask(method, model, data, context, timeout)
             if isinstance(answer, Refusal):
-                if what == "server ready":
+                if operation == "server ready":
                     return _FALSE
                 await refuse(context, answer)
             return answer

@@ -42,7 +42,7 @@ from rsrv_gateway.streaming import stream
 from rsrv_gateway.suspects import call_digest
 from rsrv_gateway.traffic import Traffic
 
-#: metadata of the client's connection, not of its request
+#: Metadata of the client's connection, not of its request.
 _CONNECTION_METADATA = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
 #: Services that clients without their .proto files can look up.
@@ -56,10 +56,10 @@ _REFLECTED = (
 )
 _REFLECTION = f"/{SERVICE_NAME}/ServerReflectionInfo"
 _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
-#: connections to each worker
+#: Number of connections to each worker.
 CHANNELS_PER_WORKER = 2
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
-#: seconds between two checks for new calls, number of checks in a row without any, and seconds for all checks
+#: Seconds between two checks for new calls, number of checks in a row without any, and seconds for all checks.
 _QUIET_POLL_S, _QUIET_POLLS, _QUIET_LIMIT_S = 0.01, 5, 0.5
 
 
@@ -81,7 +81,7 @@ class GrpcProxy:
         self._hop = _CONNECTION_METADATA | {"authorization"} if self._token.needed else _CONNECTION_METADATA
         inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
         streams = partial(stream, traffic, self._channels, self.forwarded, inquiries.answers_once)
-        #: handlers by method
+        #: Handlers by method.
         self.methods = {
             **{
                 SERVICE + name: grpc.unary_unary_rpc_method_handler(call)
@@ -99,7 +99,7 @@ class GrpcProxy:
         }
         self._drain_handler = _DrainHandler()
         self._server = GrpcServer(self._make, "gateway.grpc")
-        #: the port that it listens on; 0: not started, or no gRPC
+        #: Port that the server listens on, or 0 if it is not started or there is no gRPC.
         self.port = 0
 
     async def start(self) -> None:

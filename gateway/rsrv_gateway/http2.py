@@ -23,16 +23,16 @@ _SETTING_STREAMS, _SETTING_WINDOW = 3, 4
 _NO_ERROR, _PROTOCOL_ERROR, _FLOW_ERROR, _FRAME_ERROR, _REFUSED = 0, 1, 3, 6, 7
 _FRAME_HEADER = struct.Struct(">HBBBI")
 _MESSAGE_HEADER = struct.Struct(">BI")
-#: bytes of the largest frame, unless both sides agree on more
+#: Bytes of the largest frame, unless both sides agree on more.
 _FRAME_BYTES = 1 << 14
 _WINDOW_MAX, _WINDOW = 2**31 - 1, 2**16 - 1
-#: bytes after which the connection's window is given back; far below the window, so that the peer never waits
+#: After this many bytes, the connection's window is given back. It is far below the window, so that the peer never waits.
 _WINDOW_STEP = 1 << 24
 #: Streams on one connection, which are requests in flight; with more, Envoy opens another connection.
 STREAMS_MAX = 1024
 #: Bytes of the largest message, gRPC's usual limit. In full duplex, Envoy sends more than 1 MiB of a body at once.
 MESSAGE_MAX_BYTES = 4 << 20
-#: bytes that may wait on a stream
+#: Maximum number of bytes that wait on a stream.
 _STREAM_WINDOW = 2 * MESSAGE_MAX_BYTES
 #: Field blocks without references to a table of the connection: status 200 with the type, and the end of a successful
 #: call.
@@ -66,15 +66,15 @@ class Exchange(Protocol):
 class _Http2Stream:
     number: int
     exchange: Exchange
-    #: bytes that may be sent
+    #: Bytes that may be sent.
     window: int
     received: bytearray = field(default_factory=bytearray)
-    #: bytes received since their window was last given back
+    #: Bytes received since their window was last given back.
     consumed: int = 0
-    #: messages that flow control holds back
+    #: Messages that flow control holds back.
     out: bytearray = field(default_factory=bytearray)
     started: bool = False
-    #: trailers to send after `out`
+    #: Trailers to send after `out`.
     ending: bytes = b""
     waiting: asyncio.Task[None] | None = None
 
@@ -95,7 +95,7 @@ class EnvoyConnection(asyncio.Protocol):
         self._window = self._stream_window = _WINDOW
         #: Bytes that may be sent on a new stream.
         self._consumed = 0
-        #: frames of this turn
+        #: Frames of this turn.
         self._frames: list[bytes] = []
 
     def connection_made(self, transport: Any) -> None:
@@ -160,7 +160,7 @@ class EnvoyConnection(asyncio.Protocol):
         self._finished = True
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        else:  # TLS waits for the peer by itself
+        else:  # TLS waits for the peer by itself.
             self._transport.close()
 
     def abort(self) -> None:
@@ -199,7 +199,7 @@ class EnvoyConnection(asyncio.Protocol):
     def _headers(self, flags: int, number: int) -> None:
         stream = self._streams.get(number)
         if stream is None:
-            if number <= self._last:  # trailers of a stream that has ended here
+            if number <= self._last:  # These are trailers of a stream that has ended here.
                 return
             if not number % 2:
                 self._fail(_PROTOCOL_ERROR)

@@ -66,7 +66,7 @@ class Inflater:
                 f"the compression {encoding[:100]!r} is unknown here; gzip, deflate and identity are known",
                 StatusCode.UNIMPLEMENTED,
             )
-        self._zlib = zlib.decompressobj(47)  # the first bytes tell gzip from zlib, as in tritonserver
+        self._zlib = zlib.decompressobj(47)  # The first bytes distinguish gzip from zlib, as in tritonserver.
         self._received = self._inflated = 0
 
     @property
@@ -77,7 +77,7 @@ class Inflater:
     def slices(self, data: bytes) -> Iterator[bytes]:
         """Yield the decompressed data in parts. Raises Malformed."""
         if self.ended:
-            return  # zlib would store all bytes after the end, and copy them each time
+            return  # zlib would store all bytes after the end, and copy them each time.
         self._received += len(data)
         size = _SLICE_BYTES
         while data or size == _SLICE_BYTES:
@@ -99,13 +99,13 @@ class Inflater:
 class HttpHead:
     """Reads the body of a request. `head` is None until enough was read."""
 
-    def __init__(self, what: str, encoding: str | None, length: str | None, most: int) -> None:
+    def __init__(self, operation: str, encoding: str | None, length: str | None, most: int) -> None:
         """Start a body. Raises Malformed.
 
         `what` is the operation, `encoding` and `length` are the headers Content-Encoding and
         Inference-Header-Content-Length. A body is read up to `most` bytes, after decompression.
         """
-        self._generates = what != "infer"
+        self._generates = operation != "infer"
         self._reader = JsonReader(_GENERATE if self._generates else _INFER)
         self._most = most
         #: Bytes of JSON that are still to come; None: all of the body.
@@ -114,7 +114,7 @@ class HttpHead:
         #: Nothing was read from the body yet.
         self._empty = True
         self.head: InferenceHead | None = None
-        if self._left == 0:  # the body is a tensor
+        if self._left == 0:  # The body is a tensor.
             self.head = InferenceHead()
 
     @property

@@ -16,7 +16,7 @@ from rsrv_gateway.inquiries import CHANGES, Inquiries
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import Traffic
 
-#: calls a worker with a timeout in seconds
+#: Calls a worker with a timeout in seconds.
 AskOne = Callable[[str, HttpQuery, float | None], Awaitable[HttpReply | Refusal]]
 
 
@@ -46,23 +46,23 @@ class _HttpForm:
     def is_yes(self, answer: HttpReply) -> bool:
         return answer.status == 200
 
-    def parse(self, what: str, answer: HttpReply) -> Answer:
+    def parse(self, operation: str, answer: HttpReply) -> Answer:
         try:
-            said = json.loads(answer.body)
-            if what == "index":
-                message, said = service_pb2.RepositoryIndexResponse(), {"models": said}
+            parsed = json.loads(answer.body)
+            if operation == "index":
+                message, parsed = service_pb2.RepositoryIndexResponse(), {"models": parsed}
             else:
                 message = service_pb2.ModelStatisticsResponse()
-            return ParseDict(said, message, ignore_unknown_fields=True)
+            return ParseDict(parsed, message, ignore_unknown_fields=True)
         except (ValueError, ParseError, KeyError, TypeError, AttributeError):
             return Refusal(StatusCode.INTERNAL, "its answer cannot be parsed")
 
-    def render(self, what: str, message: Any) -> HttpReply:
-        said: Any = _plain(message)
-        if what == "index":
+    def render(self, operation: str, message: Any) -> HttpReply:
+        fields: Any = _plain(message)
+        if operation == "index":
             # A model that is not loaded has few fields.
-            said = [{name: value for name, value in each.items() if value} for each in said["models"]]
-        body = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+            fields = [{name: value for name, value in each.items() if value} for each in fields["models"]]
+        body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
         return HttpReply(200, CIMultiDict({"Content-Type": "application/json"}), body)
 
 

@@ -32,9 +32,9 @@ from rsrv_gateway.members import addresses_of
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import SMALL_BODY_BYTES, Upload
 
-#: headers that aiohttp would add to a client's
+#: Headers that aiohttp would add to a client's headers.
 _SKIPPED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
-#: headers of a connection, not of its requests and answers
+#: Headers of a connection, not of its requests and answers.
 _CONNECTION_HEADERS = frozenset(
     [
         "connection",
@@ -51,7 +51,7 @@ _CONNECTION_HEADERS = frozenset(
         "upgrade",
     ]
 )
-#: seconds until an idle connection is closed
+#: Seconds until an idle connection is closed.
 _IDLE_S = 60.0
 #: Seconds between two checks whether a worker is stopping, and for the answer of a check.
 _STOP_LOOK_S, _STOP_ANSWER_S = 1.0, 0.3
@@ -79,7 +79,7 @@ class HttpReply:
     status: int
     headers: CIMultiDict[str]
     body: bytes = b""
-    #: the body to be read, and its size if known
+    #: Rest of the body, or None if it was read completely.
     rest: "UnreadBody | None" = None
     size: int | None = None
 
@@ -123,7 +123,7 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = [(each, ip_address(each).version) for each in await addresses_of(host)]
+        addresses = [(each, ip_address(each).version) for each in await addresses_of(host)]
         return [
             ResolveResult(
                 hostname=host,
@@ -133,7 +133,7 @@ class _Resolver(AbstractResolver):
                 proto=0,
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
-            for address, version in found
+            for address, version in addresses
         ]
 
     async def close(self) -> None: ...
@@ -167,7 +167,7 @@ class Pool:
         self._connections = self._open()
         self._retiring: dict[asyncio.Task[None], _Connections] = {}
         self._renewed_at = self._used_at = -inf
-        #: number of answers that have begun
+        #: Number of answers that have begun.
         self.answers = 0
         #: The worker closes new connections: it is stopping.
         self._stops = False
@@ -312,7 +312,7 @@ async def _closes_new_connections(address: Address) -> bool:
             return await reader.read(1) == b""
     except ConnectionError:
         return True
-    except OSError:  # no answer in time, or an error of the network
+    except OSError:  # There was no answer in time, or an error of the network.
         return False
     finally:
         writer.close()

@@ -32,7 +32,7 @@ _FIXED = {
     "/v2/trace/setting": "trace/setting",
     "/v2/logging": "logging",
 }
-#: the operations that execute a model
+#: Operations that execute a model.
 INFERENCE = ("infer", "generate", "generate_stream")
 #: Other operations whose body servers parse as JSON. Deeply nested JSON would end the servers.
 OF_JSON = ("index", "load", "unload")
@@ -51,11 +51,11 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    #: the operation, as in the path; "server" and "model": metadata; "server ready"; "status": of shared memory
+    #: Operation, as in the path. "server" and "model" are metadata; "status" is that of shared memory.
     what: str
-    #: name of the model; empty: the operation concerns none
+    #: Name of the model, or empty if the operation concerns none.
     model: str = ""
-    #: version of the model; empty: the path names none
+    #: Version of the model, or empty if the path names none.
     version: str = field(default="", compare=False)
 
 
@@ -72,8 +72,8 @@ def origin_form(target: str) -> str:
     match = _ABSOLUTE.match(target)
     if match is None:
         return target
-    rest = target[match.end() :]
-    return rest if rest.startswith("/") else f"/{rest}"
+    path = target[match.end() :]
+    return path if path.startswith("/") else f"/{path}"
 
 
 def target_of(method: str, path: str) -> Target:
@@ -91,12 +91,12 @@ def _target(path: str) -> Target | None:
     fixed = _FIXED.get(path)
     if fixed is not None:
         return Target(fixed)
-    if found := _MODEL.fullmatch(path):
-        return Target(found[3] or "model", found[1], found[2] or "")
-    if found := _CONTROL.fullmatch(path):
-        return Target(found[2] or found[3], found[1] or "")
-    if found := _MEMORY.fullmatch(path):
-        return Target(found[1] or found[2])
+    if match := _MODEL.fullmatch(path):
+        return Target(match[3] or "model", match[1], match[2] or "")
+    if match := _CONTROL.fullmatch(path):
+        return Target(match[2] or match[3], match[1] or "")
+    if match := _MEMORY.fullmatch(path):
+        return Target(match[1] or match[2])
     return None
 
 
@@ -115,9 +115,9 @@ STATUSES: Mapping[StatusCode, int] = {
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
 CODES = {status: code for code, status in STATUSES.items()}
-#: prefix of an error in a stream of events
+#: Prefix of an error in a stream of events.
 _EVENT = b"data: "
-#: the retry hint of a model with a full queue
+#: Retry hint of a model with a full queue.
 _RETRY = re.compile(r"retry after (\d+) ms")
 
 
@@ -177,5 +177,5 @@ def _message(body: bytes) -> str:
 
 def _retry_after(message: str) -> str:
     """Return the retry hint in whole seconds, as HTTP requires."""
-    said = _RETRY.search(message)
-    return "1" if said is None else str(max(ceil(int(said[1]) / 1000), 1))
+    match = _RETRY.search(message)
+    return "1" if match is None else str(max(ceil(int(match[1]) / 1000), 1))

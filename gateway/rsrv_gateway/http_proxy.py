@@ -41,10 +41,10 @@ _TOKEN = frozenset(["authorization"])
 _ENCODING = frozenset(["accept-encoding"])
 _TEXT = {"Content-Type": "text/plain"}
 _NAME = "rsrv-gateway"
-#: code of a request whose answer broke off
+#: Code of a request whose answer broke off.
 _BROKEN = "UNAVAILABLE"
 _ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
-#: seconds at the end for sending the last answers
+#: Seconds at the end for sending the last answers.
 _FLUSH_S = 0.1
 
 T = TypeVar("T")
@@ -68,12 +68,12 @@ class HttpProxy:
         self._hop = _TOKEN if self._token.needed else frozenset()
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
-        #: bodies of inference requests
+        #: Bodies of inference requests.
         self.keeping = UploadBudget()
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
-        #: the port that it listens on; 0: none, or not started
+        #: Port that the server listens on, or 0 if it is not started or there is no HTTP.
         self.port = 0
 
     async def start(self) -> None:
@@ -90,12 +90,12 @@ class HttpProxy:
         if self._settings.http is None:
             return
         known = self._traffic.workers
-        wanted = {name: worker.http for name, worker in workers.items() if worker.http is not None}
-        for name in [name for name in self._pools if wanted.get(name) != known[name].http]:
+        addresses = {name: worker.http for name, worker in workers.items() if worker.http is not None}
+        for name in [name for name in self._pools if addresses.get(name) != known[name].http]:
             pool = self._pools.pop(name)
             pool.retire()
             self._retired = [*(old for old in self._retired if not old.closed), pool]
-        for name, address in wanted.items():
+        for name, address in addresses.items():
             if name not in self._pools:
                 self._pools[name] = Pool(address, self._settings, self._worker_tls)
 
@@ -303,7 +303,7 @@ def _response(reply: HttpReply) -> web.Response:
 
 
 async def _stream(
-    request: web.BaseRequest, reply: HttpReply, rest: UnreadBody, patience: float
+    request: web.BaseRequest, reply: HttpReply, unread: UnreadBody, patience: float
 ) -> tuple[web.StreamResponse, str]:
     """Forward the rest of an answer; return the response and the code of its end.
 
@@ -317,7 +317,7 @@ async def _stream(
         while True:
             try:
                 async with asyncio.timeout(patience):
-                    piece = await rest.read()
+                    piece = await unread.read()
             except (ClientError, TimeoutError, OSError):
                 return _broken_off(request, response), _BROKEN
             async with asyncio.timeout(patience):
@@ -327,7 +327,7 @@ async def _stream(
     except (TimeoutError, ConnectionResetError):
         return _broken_off(request, response), CANCELLED
     finally:
-        rest.close()
+        unread.close()
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from rsrv_gateway.traffic import Traffic
 
 T = TypeVar("T")
 
-#: the operation of each method of gRPC, as `http_protocol.Target` names it
+#: Operation of each method of gRPC, as `http_protocol.Target` names it.
 OPERATIONS: Mapping[str, str] = {
     "ServerLive": "live",
     "ServerReady": "server ready",
@@ -30,11 +30,11 @@ OPERATIONS: Mapping[str, str] = {
         for verb in ("Status", "Register", "Unregister")
     },
 }
-#: questions that any worker with the model answers
+#: Questions that any worker with the model answers.
 ABOUT_A_MODEL = frozenset(["ready", "model", "config"])
-#: these take as long as loading a model, so the default timeout does not apply
+#: Operations that take as long as loading a model, so that the default timeout does not apply.
 CHANGES = frozenset(["load", "unload"])
-#: questions to all workers, and the functions that merge the answers
+#: Questions to all workers, and the functions that merge the answers.
 _MERGED: Mapping[str, Merge] = {"stats": fanout.merge_statistics, "index": fanout.merge_index}
 
 
@@ -45,10 +45,10 @@ class AnswerForm(Protocol[T]):
 
     def is_yes(self, answer: T) -> bool: ...
 
-    def parse(self, what: str, answer: T) -> Answer:
+    def parse(self, operation: str, answer: T) -> Answer:
         """Return an answer as a message of `service_pb2`, or the refusal of one that cannot be parsed."""
 
-    def render(self, what: str, message: Any) -> T: ...
+    def render(self, operation: str, message: Any) -> T: ...
 
 
 class Inquiries(Generic[T]):
@@ -58,34 +58,34 @@ class Inquiries(Generic[T]):
         self._workers = workers
         self._form = form
 
-    async def answer(self, what: str, model: str, ask: Ask[T]) -> T | Refusal:
+    async def answer(self, operation: str, model: str, ask: Ask[T]) -> T | Refusal:
         """Answer an operation; `model` is empty if it concerns none."""
         form = self._form
-        if what == "live":
+        if operation == "live":
             return form.yes()
-        if what == "server ready":
+        if operation == "server ready":
             return await self._ready(ask)
-        if what == "server":
+        if operation == "server":
             return await first(self._workers, ask)
-        if what in ABOUT_A_MODEL:
+        if operation in ABOUT_A_MODEL:
             workers = await self._traffic.workers_for(model)
-            return await first(workers, ask, form.is_yes if what == "ready" else None)
-        if what in CHANGES:
+            return await first(workers, ask, form.is_yes if operation == "ready" else None)
+        if operation in CHANGES:
             answers = await ask_all(self._workers, ask)
             # Refresh, because a client that knows the model as loaded or unloaded may rely on that.
             await self._traffic.brain.refresh(sure=True)
             changed: T | Refusal = fanout.all_succeeded(answers)
             return changed
-        if what not in _MERGED:
+        if operation not in _MERGED:
             return unsupported()
         answers = await ask_all(self._workers, ask)
-        merged = _MERGED[what](
+        merged = _MERGED[operation](
             {
-                worker: answer if isinstance(answer, Refusal) else form.parse(what, answer)
+                worker: answer if isinstance(answer, Refusal) else form.parse(operation, answer)
                 for worker, answer in answers.items()
             }
         )
-        return merged if isinstance(merged, Refusal) else form.render(what, merged)
+        return merged if isinstance(merged, Refusal) else form.render(operation, merged)
 
     async def _ready(self, ask: Ask[T]) -> T | Refusal:
         """Return true if a worker is ready, which is certain if a model is."""

@@ -249,12 +249,14 @@ class JsonReader:
         while True:
             data, at = self._data, self._at
             end = data.find(b'"', at)
-            if end > at and data[end - 1] == 0x5C:  # an escaped quote, or a quote after an escaped backslash
+            if (
+                end > at and data[end - 1] == 0x5C
+            ):  # The quote is escaped, or it follows an escaped backslash.
                 end = -1
             if end < 0:
-                rest = _REST_OF_STRING.match(data, at)
-                assert rest is not None
-                end = rest.end()
+                match = _REST_OF_STRING.match(data, at)
+                assert match is not None
+                end = match.end()
             if end < len(data) and data[end] == _QUOTE:
                 self._at = end + 1
                 return
@@ -273,7 +275,7 @@ class JsonReader:
                 at = self._at = content.end()
             if at == len(data):
                 yield from self._more()
-            elif data[at] == _QUOTE:  # a string without its end so far
+            elif data[at] == _QUOTE:  # The end of the string is not known yet.
                 yield from self._skip_string()
             elif data[at] in (_OPEN, _OPEN_LIST):
                 nested += 1
@@ -301,8 +303,8 @@ def _end_of_numbers(data: bytes, at: int) -> int:
     end = data.find(b"]", at)
     if end < 0:
         end = len(data)
-    for other in (b"[", b'"', b"{", b"}"):
-        if data.find(other, at, end) >= 0:
+    for opening in (b"[", b'"', b"{", b"}"):
+        if data.find(opening, at, end) >= 0:
             return at
     return end
 

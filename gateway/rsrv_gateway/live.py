@@ -16,14 +16,14 @@ from rsrv.live.source import PageError
 from rsrv_gateway.connections import ControlClient, cancel, is_cancelled
 from rsrv_gateway.probes import Probes
 
-#: seconds between two checks of the list of workers, and between two attempts to connect
+#: Seconds between two checks of the list of workers, and between two attempts to connect.
 _POLL_S = 1.0
-#: seconds for a control service to tell a model's history, or to accept a request
+#: Seconds for a control service to return a model's history, or to accept a request.
 _CALL_TIMEOUT_S = 10.0
-#: events queued for a watcher; workers wait when the queue is full
+#: Number of events queued for a watcher. Workers wait when the queue is full.
 _QUEUE_MAX_EVENTS = 64
 
-#: a probe closes the connection when no answer comes in time
+#: Text for a connection that a probe closes because no answer came in time.
 _CLOSED = "the connection to it was closed, and is opened again"
 
 Event = tuple[str, str, str]
@@ -89,8 +89,8 @@ class Workers:
     async def trace(self, server: str) -> str:
         return await page_calls.trace(self._asks(server))
 
-    async def steer(self, server: str, model: str, what: str) -> None:
-        await page_calls.steer(self._asks(server), model, what)
+    async def steer(self, server: str, model: str, operation: str) -> None:
+        await page_calls.steer(self._asks(server), model, operation)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
         raise PageError(409, "the page of the server itself has this form")

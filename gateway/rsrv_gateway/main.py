@@ -37,7 +37,7 @@ from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
 
-#: seconds for calls of the control service in flight at the end
+#: Seconds for calls of the control service in flight at the end.
 _CONTROL_DRAIN_S = 0.2
 #: Seconds that a planning thread may run while a request waits; Python's default of 5 ms applies to each turn.
 _SWITCH_INTERVAL_S = 0.001

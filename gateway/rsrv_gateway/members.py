@@ -20,12 +20,12 @@ from rsrv.settings_fleet import GatewaySection, WorkerEntry, WorkerPorts
 
 log = logging.getLogger("rsrv.gateway")
 
-#: returns all addresses of a name, the best first; raises OSError
+#: Returns all addresses of a name, the best first. Raises OSError.
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
-#: seconds between two reads of the DNS and the file
+#: Seconds between two reads of the DNS and the file.
 READ_PAUSE_S = 5.0
-#: seconds for an answer of the DNS
+#: Seconds for an answer of the DNS.
 _DNS_TIMEOUT_S = 10.0
 
 
@@ -53,7 +53,7 @@ class Members:
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
-        #: last text of the file, and last log line on each source
+        #: Last text of the file, and last log line about each source.
         self._text: str | None = None
         self._said: dict[str, str] = {}
 
@@ -102,7 +102,7 @@ class Members:
             async with asyncio.timeout(_DNS_TIMEOUT_S):
                 hosts = sorted(set(await self._resolve(name)))
             self._found = _by_name(worker_of(WorkerEntry(host=host, **ports)) for host in hosts)
-        except (OSError, ValueError) as error:  # includes timeouts and invalid names
+        except (OSError, ValueError) as error:  # This includes timeouts and invalid names.
             trouble = str(error) or "no answer in time"
         self._say("dns", trouble and f"gateway.workers_dns: {name}: {trouble}")
 
@@ -159,7 +159,7 @@ def read_workers(text: str) -> Mapping[str, Worker]:
     try:
         entries = GatewaySection.model_validate({"workers": raw}).workers
     except ValidationError as error:
-        lines = (explain(one, GatewaySection, {"workers": raw}) for one in error.errors()[:10])
+        lines = (explain(problem, GatewaySection, {"workers": raw}) for problem in error.errors()[:10])
         raise MembersError("; ".join(lines)) from None
     return _by_name(map(worker_of, entries))
 
@@ -185,12 +185,12 @@ def _ports_beside(grpc_port: int, ports: WorkerPorts) -> dict[str, Any]:
 
 def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
     """Return the workers by name. Raises MembersError if two have one name."""
-    found: dict[str, Worker] = {}
+    by_name: dict[str, Worker] = {}
     for worker in workers:
-        if worker.name in found:
+        if worker.name in by_name:
             raise MembersError(f"two workers are called {worker.name!r}; give each a name of its own")
-        found[worker.name] = worker
-    return found
+        by_name[worker.name] = worker
+    return by_name
 
 
 async def addresses_of(name: str) -> Iterable[str]:
@@ -220,6 +220,6 @@ async def _listen(path: Path, hint: asyncio.Event) -> None:
             path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False
         ):
             hint.set()
-    except* (OSError, RuntimeError) as errors:  # a group if its thread cannot start
+    except* (OSError, RuntimeError) as errors:  # The error is a group if the watcher's thread cannot start.
         why = errors.exceptions[0]
         log.info("changes of %s are not notified (%s); it is read every %g s", path, why, READ_PAUSE_S)

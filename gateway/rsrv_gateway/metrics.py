@@ -21,7 +21,7 @@ from rsrv.placement.status import PlannerStatus, Repacks
 from rsrv.renewal import FileState
 from rsrv_gateway.traffic import DURATION_BOUNDS, TrafficCounts
 
-#: seconds for which a departed worker is shown, so that several scrapes get its last counters
+#: Seconds for which a departed worker is shown, so that several scrapes get its last counters.
 _DEPARTED_SHOWN_S = 600.0
 
 
@@ -29,7 +29,7 @@ class DepartedWorkers:
     """Forgets departed workers. The counters of a worker that returns continue."""
 
     def __init__(self) -> None:
-        #: time at which each worker was last present
+        #: Time at which each worker was last present.
         self._there: dict[str, float] = {}
 
     def without(self, counts: TrafficCounts, there: Iterable[str], now: float) -> TrafficCounts:
@@ -119,8 +119,10 @@ def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
         labels=("model",),
     )
     bounds = [*map(str, DURATION_BOUNDS), "+Inf"]
-    for model, one in sorted(counts.durations.items()):
-        durations.add_metric((model,), list(zip(bounds, accumulate(one.counts), strict=True)), one.sum)
+    for model, histogram in sorted(counts.durations.items()):
+        durations.add_metric(
+            (model,), list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
+        )
     yield durations
 
 
@@ -227,7 +229,7 @@ def _filled(
 
 _counter, _gauge = partial(_filled, CounterMetricFamily), partial(_filled, GaugeMetricFamily)
 
-#: suffixes of samples whose family has the name without the suffix
+#: Suffixes of samples whose family has the name without the suffix.
 _SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created")
 # Possessive quantifiers (`*+`) avoid quadratic time on long lines.
 _NAME: Final = r"[a-zA-Z_:][a-zA-Z0-9_:]*+"
@@ -275,20 +277,20 @@ def _take(families: dict[str, _MergedFamily], text: str, label: str) -> None:
             if head := _HEAD.fullmatch(line):
                 family = families.setdefault(head[1] or head[2], _MergedFamily())
                 family.head.setdefault("TYPE" if head[1] is None else "HELP", line)
-        elif found := _SAMPLE.fullmatch(line):
-            labels = found["labels"] or ""
+        elif match := _SAMPLE.fullmatch(line):
+            labels = match["labels"] or ""
             names = _SINGLE_LABEL.findall(labels)
             if label:
                 if "worker" in names:
                     # Prometheus itself renames a label that it adds in this way.
                     names.append("exported_worker")
                     labels = _SINGLE_LABEL.sub(
-                        lambda one: f"exported_{one[0]}" if one[1] == "worker" else one[0], labels
+                        lambda label: f"exported_{label[0]}" if label[1] == "worker" else label[0], labels
                     )
                 labels = f"{label},{labels}" if labels else label
             if len({*names}) < len(names):
                 continue
-            name, value, at = found["name"], found["value"], found["at"]
+            name, value, at = match["name"], match["value"], match["at"]
             sample = f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
             family = families.setdefault(_family(families, name), _MergedFamily())
             family.samples.append(sample if at is None else f"{sample} {at}")

@@ -15,20 +15,21 @@ from grpc import StatusCode
 #: The tag looks like `[rsrv:QUEUE_FULL] text`. An ensemble puts its own words before it.
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
-#: code of a tagged UNAVAILABLE
+#: Codes of tagged UNAVAILABLE errors, by tag.
 MEANT = {
     "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
 }
-#: Codes without failover: it would only move the load that this worker refused, or be too late.
+#: Codes without failover. It would only move the load that this worker refused, or be too late.
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
-#: Connections that may break during one request: a request that crashes its server must not reach all of them.
+#: Maximum number of connections that may break during one request, because a request that crashes its server must not reach all
+#: of them.
 CONNECTION_LOSSES_MAX = 2
 
-#: characters of a client's invented name in an error message
+#: Maximum number of characters of a client's invented name in an error message.
 _NAME_MAX_CHARS = 256
 #: An unknown name is compared with this many known models, in some 15 ms, whose lengths differ by this many characters.
 _COMPARED_MAX, _LENGTHS_DIFFER_MAX = 200, 3

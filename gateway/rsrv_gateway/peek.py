@@ -68,12 +68,12 @@ class Peeked:
             self._head: Any = pb.InferHead.FromString(data if len(data) <= SMALL_BYTES else _cut_down(data))
         except DecodeError:
             raise Malformed(_WRONG) from None
-        #: the model's name
+        #: Name of the model.
         self.model: str = self._head.model_name
-        for one in self._head.inputs:
-            shape = one.shape
+        for tensor in self._head.inputs:
+            shape = tensor.shape
             if len(shape) > MOST_EXTENTS or prod([n for n in shape if n > 0]) > MOST_ELEMENTS:
-                raise _too_large(one.name)
+                raise _too_large(tensor.name)
 
     @property
     def id(self) -> str:
@@ -102,9 +102,9 @@ class Peeked:
         """Return the extent of an input's axis; 1 for None, and if the axis or the input is absent."""
         if measured is not None:
             name, axis = measured
-            for one in self._head.inputs:
-                if one.name == name:
-                    return max(one.shape[axis], 1) if axis < len(one.shape) else 1
+            for tensor in self._head.inputs:
+                if tensor.name == name:
+                    return max(tensor.shape[axis], 1) if axis < len(tensor.shape) else 1
         return 1
 
     def parameter(self, name: str) -> int | str | None:

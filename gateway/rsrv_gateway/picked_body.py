@@ -59,13 +59,13 @@ class Body(Protocol):
 class HttpBody:
     """The body of an inference request over HTTP."""
 
-    def __init__(self, head: Head, what: str, model: str, version: str, most: int) -> None:
+    def __init__(self, head: Head, operation: str, model: str, version: str, most: int) -> None:
         """Start a body. Raises Malformed."""
         encoding, length = (
             head.text(name) if head.has(name) else None
             for name in ("content-encoding", "inference-header-content-length")
         )
-        self._head = HttpHead(what, encoding, length, most)
+        self._head = HttpHead(operation, encoding, length, most)
         self._model, self._version = model, version
         self._wanted = Wanted(model, version)
         #: True if the choice was made before the head was complete.

@@ -39,13 +39,13 @@ log = logging.getLogger("rsrv.gateway")
 
 _UNREAD = "a request was not read"
 
-#: code of a counted request whose answer the picker does not see
+#: Code of a counted request whose answer the picker does not see.
 PICKED = "PICKED"
 #: Seconds for resolving a host's name, for which a new worker's first table waits, and names resolved at a time.
 _RESOLVE_S, _RESOLVE_MAX = 2.0, 32
-#: seconds between two looks for connections that Envoy has not closed
+#: Seconds between two checks for connections that Envoy has not closed.
 _CLOSED_S = 0.05
-#: endpoints named for one request: the first, and two for Envoy's retries
+#: Number of endpoints named for one request: the first, and two for Envoy's retries.
 _ENDPOINTS_MAX = 3
 _TOKEN_HEADER = ("authorization",)
 #: The picker chooses after this many bytes of a body at the latest, over HTTP and over gRPC. Envoy's own limits are higher: 1 MiB
@@ -56,7 +56,7 @@ _PATIENCE_S = 300
 #: The operation of a call with several messages for inference, and all operations that execute a model.
 _STREAM = "stream"
 _INFERENCE = (*INFERENCE, _STREAM)
-#: the operation of each method of gRPC
+#: Operation of each method of gRPC.
 _METHODS = {**OPERATIONS, "ModelInfer": "infer", "ModelStreamInfer": _STREAM}
 #: Operations that a server with the model must answer.
 _ABOUT_A_MODEL = ABOUT_A_MODEL | {"stats"}
@@ -78,7 +78,7 @@ class Picker:
         self.max_bytes = settings.max_message_bytes
         #: Headers that are not forwarded to servers.
         self.hidden = _TOKEN_HEADER if self.token.needed else ()
-        #: endpoints by worker, for gRPC and for HTTP
+        #: Endpoints by worker, for gRPC (True) and for HTTP (False).
         self._endpoints: Mapping[bool, Mapping[str, str]] = {True: {}, False: {}}
         #: IP address of each host. Empty while it has none.
         self._ips: dict[str, str] = {}
@@ -89,7 +89,7 @@ class Picker:
         self._connections: set[EnvoyConnection] = set()
         self._tls = server_tls(settings, renewals, "h2")
         self._listener: asyncio.Server | None = None
-        #: the port that it listens on; 0: not started
+        #: Port that the server listens on, or 0 if it is not started.
         self.port = 0
 
     async def start(self) -> None:
@@ -169,14 +169,14 @@ class Picker:
     def allowed(self, head: Head, workers: Iterable[str]) -> dict[str, str]:
         """Return the endpoints of the first of these workers, in order, that Envoy may use for the request."""
         known, subset = self._endpoints[head.is_grpc], head.subset
-        found: dict[str, str] = {}
+        endpoints: dict[str, str] = {}
         for worker in workers:
             endpoint = known.get(worker)
             if endpoint is not None and (subset is None or endpoint in subset):
-                found[worker] = endpoint
-                if len(found) == _ENDPOINTS_MAX:
+                endpoints[worker] = endpoint
+                if len(endpoints) == _ENDPOINTS_MAX:
                     break
-        return found
+        return endpoints
 
     def order(self, model: str, chosen: str) -> Iterator[str]:
         """Yield the chosen worker, the model's other replicas, and then the other workers with the model.
@@ -206,8 +206,8 @@ def _address(text: str | None) -> Address | None:
 
 
 def _hosts(workers: Mapping[str, Worker]) -> set[str]:
-    found = (_address(text) for worker in workers.values() for text in (worker.grpc, worker.http))
-    return {address.host for address in found if address is not None}
+    addresses = (_address(text) for worker in workers.values() for text in (worker.grpc, worker.http))
+    return {address.host for address in addresses if address is not None}
 
 
 def _target_of(head: Head) -> Target | None:
@@ -264,7 +264,7 @@ class PickedRequest:
         self._unread: tuple[bytes, bool] | None = None
         #: `look` has to read a part, or to ask workers for something.
         self.looking = False
-        #: refused: Envoy needs nothing more
+        #: True if the request is refused, so that Envoy needs nothing more.
         self.done = False
 
     def take(self, data: bytes) -> Iterable[bytes]:
@@ -335,7 +335,7 @@ class PickedRequest:
         """Read a part, or ask workers about an unknown model and types of outputs; return the answers that waited for this."""
         answers: Iterable[bytes] = ()
         try:
-            while self.looking:  # a model that has become known may have outputs to check
+            while self.looking:  # A model that has just become known may have outputs to check.
                 answers = await (self._look() if self._unread is None else self._read())
         except Malformed as error:
             self.looking = False
@@ -362,7 +362,7 @@ class PickedRequest:
         Return the answers, or none if the other question must be asked as well.
         """
         assert self._head is not None
-        traffic, wanted = self._picker.traffic, self._wanted
+        traffic, parts = self._picker.traffic, self._wanted
         wrong = None
         if self._endpoints is None:
             await traffic.brain.refresh()
@@ -370,7 +370,7 @@ class PickedRequest:
             refusals = {}
             for worker in self._workers:
                 refusal = await traffic.refusal_of_classes(
-                    worker, wanted.model, wanted.version, self._unchecked
+                    worker, parts.model, parts.version, self._unchecked
                 )
                 if refusal is not None:
                     refusals[worker] = refusal
@@ -386,7 +386,7 @@ class PickedRequest:
 
         Return the refusal if none is left, or if the request itself is refused.
         """
-        final = [one for one in refusals.values() if self._directed or not one.is_retryable()]
+        final = [refusal for refusal in refusals.values() if self._directed or not refusal.is_retryable()]
         usable = dict(zip(self._workers, self._endpoints or (), strict=True))
         for worker in refusals:
             del usable[worker]
@@ -403,8 +403,8 @@ class PickedRequest:
             traffic = self._picker.traffic
             traffic.router.release(self._choice)
             seconds = monotonic() - self._arrived
-            wanted, worker = self._wanted, self._choice.worker
-            traffic.count_finished(wanted.model, worker, PICKED, wanted.items, seconds)
+            parts, worker = self._wanted, self._choice.worker
+            traffic.count_finished(parts.model, worker, PICKED, parts.items, seconds)
             self._choice = None
 
     def _begin(self, head: Head, message: Any) -> list[bytes]:
@@ -493,26 +493,26 @@ class PickedRequest:
             workers = routes.ready if routes is not None and routes.ready else picker.in_turn()
         return list(picker.allowed(head, workers).values()) or no_worker()
 
-    def _infer(self, head: Head, wanted: Wanted) -> Sequence[str] | Refusal:
+    def _infer(self, head: Head, parts: Wanted) -> Sequence[str] | Refusal:
         picker, traffic = self._picker, self._picker.traffic
-        found = traffic.router.select(wanted.model, wanted.items)
-        if found is None:
-            refusal = traffic.reason_for(wanted.model)
-            traffic.count_refused(wanted.model, refusal.code.name)
+        selected = traffic.router.select(parts.model, parts.items)
+        if selected is None:
+            refusal = traffic.reason_for(parts.model)
+            traffic.count_refused(parts.model, refusal.code.name)
             return refusal
-        if wanted.sequence:
-            traffic.pin_sequence(found, wanted.model, wanted.sequence)
+        if parts.sequence:
+            traffic.pin_sequence(selected, parts.model, parts.sequence)
         # A sequence's state is at one server.
-        order = [found.worker] if wanted.sequence else picker.order(wanted.model, found.worker)
+        order = [selected.worker] if parts.sequence else picker.order(parts.model, selected.worker)
         allowed = picker.allowed(head, order)
         if not allowed:
-            traffic.router.release(found)
-            traffic.count_refused(wanted.model, StatusCode.UNAVAILABLE.name)
-            return not_served(wanted.model)
+            traffic.router.release(selected)
+            traffic.count_refused(parts.model, StatusCode.UNAVAILABLE.name)
+            return not_served(parts.model)
         worker = next(iter(allowed))
-        if worker != found.worker:
-            traffic.router.move(found, worker)
-        self._choice = found
+        if worker != selected.worker:
+            traffic.router.move(selected, worker)
+        self._choice = selected
         self._workers = tuple(allowed)
         return list(allowed.values())
 

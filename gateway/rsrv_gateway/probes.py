@@ -24,23 +24,23 @@ from rsrv_gateway.outcomes import Refusal
 
 log = logging.getLogger("rsrv.gateway")
 
-#: least seconds between two probes of a worker, however often requests to it fail
+#: Minimum number of seconds between two probes of a worker, however often requests to it fail.
 _PROBE_MIN_S = 0.05
 #: Seconds for a probe that detects a death. A port without a listener answers at once.
 _DEATH_PROBE_S = 0.3
 #: Texts of gRPC's error if nothing listens, and of tritonserver's error while it stops.
 _NO_LISTENER, _STOPPING = re.compile("Connection refused|No such file"), re.compile("exiting|not ready")
-#: seconds for a worker's metrics; Prometheus itself waits ten by default
+#: Seconds for a worker's metrics. Prometheus itself waits ten seconds by default.
 METRICS_TIMEOUT_S = 2.0
-#: seconds for a control service to accept a request
+#: Seconds for a control service to accept a request.
 _ACTION_TIMEOUT_S = 10.0
-#: upper bound of plausible durations, seconds: decades
+#: Upper bound of plausible durations in seconds (decades).
 _PLAUSIBLE_MAX_S = 1e9
 
-#: Triton's error for a call without the right key, with the name of this key
+#: Triton's error for a call without the right key. It has the name of the key.
 _RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
 
-#: the views of a server that does not answer, and whose devices are unknown
+#: Views of a server that does not answer and whose devices are unknown.
 DEAD: tuple[WorkerView, ...] = (WorkerView(alive=False),)
 
 
@@ -175,9 +175,9 @@ class _WorkerProbe:
         self._pause = pause
         self._seen = seen
         self._hurried = asyncio.Event()
-        #: the error of the last probe, if it failed in the gateway itself
+        #: Error of the last probe, if the probe failed in the gateway itself.
         self._error = ""
-        #: set at the end of the next probe to start
+        #: Set at the end of the next probe to start.
         self._next_ended = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"probe {worker.name}")
 
@@ -239,7 +239,7 @@ def _seen_of(views: tuple[WorkerView, ...]) -> tuple[object, ...]:
     return tuple([(view.device, view.alive, view.ready) for view in views])
 
 
-#: carries out an action on a device of a worker; raises ActError
+#: Carries out an action on a device of a worker. Raises ActError.
 Do = Callable[[Act, ServerDevice, str], Awaitable[None]]
 
 
@@ -248,9 +248,9 @@ class ActionQueue:
 
     def __init__(self, do: Do) -> None:
         self._do = do
-        #: queued and running actions
+        #: Queued and running actions.
         self._tasks: dict[tuple[Act, ServerDevice, str], asyncio.Task[None]] = {}
-        #: locks by device, while actions are queued or running
+        #: Locks by device. A lock exists while actions of its device are queued or running.
         self._locks: WeakValueDictionary[ServerDevice, asyncio.Lock] = WeakValueDictionary()
 
     def send(self, act: Act, device: ServerDevice, model: str) -> None:
@@ -286,10 +286,10 @@ class PlacementSender:
         self._said: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def update(self, wanted: Mapping[str, ModelDevices]) -> None:
+    def update(self, placements: Mapping[str, ModelDevices]) -> None:
         """Send the changes to these servers, by name. All other servers do not answer, and forget their placement."""
-        self._told = {server: told for server, told in self._told.items() if server in wanted}
-        for server, models in wanted.items():
+        self._told = {server: placement for server, placement in self._told.items() if server in placements}
+        for server, models in placements.items():
             if self._told.get(server) != models and server not in self._tasks:
                 self._told[server] = models
                 self._tasks[server] = asyncio.create_task(
@@ -297,18 +297,18 @@ class PlacementSender:
                 )
 
     async def _tell(self, server: str, models: ModelDevices) -> None:
-        said = ""
+        problem = ""
         try:
             await self._place(server, models)
         except ActError as error:
             self._told.pop(server, None)
-            said = f"was not told the devices of its models: {error}"
+            problem = f"was not told the devices of its models: {error}"
         finally:
             del self._tasks[server]
-        if said != self._said.get(server, ""):
-            self._said[server] = said
-            if said:
-                log.warning("worker %s %s", server, said)
+        if problem != self._said.get(server, ""):
+            self._said[server] = problem
+            if problem:
+                log.warning("worker %s %s", server, problem)
 
     async def close(self) -> None:
         """Cancel all calls."""
@@ -337,7 +337,7 @@ class GrpcProber:
         self._positions: list[pb.LoadPosition] = []
         #: The views of the devices, and the view of the whole server.
         self._whole: tuple[tuple[WorkerView, ...], WorkerView] | None = None
-        #: reason for which it last refused to list its models
+        #: Reason for which the worker last refused to list its models.
         self._refused = ""
         self._credentials = channels.credentials, channels.control_metadata
         self._triton = channels.open(worker.grpc)
@@ -523,7 +523,7 @@ def _listed(index: Any) -> tuple[frozenset[str], str]:
         restricted = _RESTRICTED.search(index.details() or "")
         starts_or_ends = index.code() is grpc.StatusCode.UNAVAILABLE and not restricted
         return frozenset(), "" if starts_or_ends else _said(index)
-    if index is None:  # not parsable, which gRPC has logged
+    if index is None:  # The answer cannot be parsed, which gRPC has logged.
         return frozenset(), ""
     return frozenset(model.name for model in index.models if model.state == "READY"), ""
 

@@ -38,7 +38,7 @@ GATEWAY = ServiceKind(
     gateway_pb2_grpc.add_GatewayServicer_to_server, pb.DESCRIPTOR, "gateway", "gateway.control_listen"
 )
 
-#: fields of the policy that apply from the next repack on
+#: Fields of the policy that apply from the next repack on.
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 
@@ -46,13 +46,13 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, gateway: GatewayLoop) -> None:
         self._gateway = gateway
         self._planner = gateway.planner
-        #: as in rsrv.yaml
+        #: The section as rsrv.yaml has it.
         self._section = self._planner.options
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         gateway, status = self._gateway, await self._status()
-        models = [one for one in status.models if request.model in ("", one.name)]
+        models = [model for model in status.models if request.model in ("", model.name)]
         if request.model and not models:
             raise _unknown(request.model)
         outstanding: Counter[str] = Counter()
@@ -64,8 +64,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             policy=policy_message(self._planner.options),
             generation=status.generation,
             repacks=repacks_message(status.repacks, gateway.clock()),
-            models=[model_message(one) for one in models],
-            workers=[self._worker(one, workers, outstanding) for one in status.workers],
+            models=[model_message(model) for model in models],
+            workers=[self._worker(worker, workers, outstanding) for worker in status.workers],
             warnings=status.warnings,
             pid=os.getpid(),
             version=rsrv.__version__,
@@ -76,10 +76,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         paths = set(request.update_mask.paths)
 
         def change(planner: Planner) -> None:
-            wanted = changed_policy(planner.options, self._section, request.policy, paths)
+            policy = changed_policy(planner.options, self._section, request.policy, paths)
             if paths != {"work_basis"}:
                 self._require_packing("in other modes only work_basis means something")
-            planner.change(wanted)
+            planner.change(policy)
 
         await self._gateway.steer(change)
         warnings = list((await self._status()).warnings)
@@ -91,14 +91,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
         if not request.model:
             raise InvalidArgument("model is empty")
-        wanted = placement_values(request)
+        placement = placement_values(request)
         self._require_packing("models are placed by it")
         if request.model not in self._gateway.table and not request.allow_unknown:
             raise _unknown(request.model)
-        await self._gateway.steer(lambda planner: planner.set_placement(request.model, **wanted))
+        await self._gateway.steer(lambda planner: planner.set_placement(request.model, **placement))
         status = await self._status()
         warnings = list(status.warnings)
-        shown = next((one for one in status.models if one.name == request.model), None)
+        shown = next((model for model in status.models if model.name == request.model), None)
         if shown is not None:
             count = len(shown.placed)
             if shown.effective_replicas != count:
@@ -186,7 +186,7 @@ class GatewayHealth(HealthService):
 S = TypeVar("S", bound=BaseModel)
 
 _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
-#: names of the policy's fields
+#: Names of the policy's fields.
 FIELDS = tuple(field.name for field in pb.Policy.DESCRIPTOR.fields)
 
 
@@ -200,7 +200,7 @@ def policy_message(section: PlannerOptions) -> pb.Policy:
 
 
 def changed_policy(
-    section: PlannerOptions, original: PlannerOptions, wanted: pb.Policy, paths: Iterable[str]
+    section: PlannerOptions, original: PlannerOptions, policy: pb.Policy, paths: Iterable[str]
 ) -> PlannerOptions:
     """Return `section` with these fields from `wanted`, or from `original` if absent there. Raises InvalidArgument."""
     values: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def changed_policy(
             raise InvalidArgument(
                 f"update_mask: {path!r} is not a field of the policy{nearest(path, FIELDS)}"
             )
-        value = _given(wanted, path)
+        value = _given(policy, path)
         values[path] = getattr(original, path) if value is None else value
     if not values:
         raise InvalidArgument("update_mask names nothing")
@@ -261,4 +261,6 @@ def _checked(kind: type[S], values: Mapping[str, Any], shown: Mapping[str, Any])
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise InvalidArgument("; ".join(explain(one, kind, shown) for one in error.errors())) from None
+        raise InvalidArgument(
+            "; ".join(explain(problem, kind, shown) for problem in error.errors())
+        ) from None

@@ -41,7 +41,7 @@ _KEPT_BYTES = 4 << 20
 _WAITING_MAX = 1000
 #: If the client's metadata has this key, tritonserver ends a stream at its first error. Otherwise errors are answers.
 _ERRORS_END_IT = "triton_grpc_error"
-#: first byte of an answer that is an error
+#: First byte of an answer that is an error.
 _ERROR = b"\x0a"
 
 
@@ -54,16 +54,16 @@ async def stream(
     context: Any,
 ) -> None:
     """Serve a client's stream; the last two arguments are gRPC's. `forwarded` selects the metadata for workers."""
-    one = _Stream(traffic, channels, answers_once, context, forwarded(context))
+    forwarding = _Stream(traffic, channels, answers_once, context, forwarded(context))
     try:
-        await one.run()
+        await forwarding.run()
     except BaseExceptionGroup as group:
         ended = group.exceptions[0]
     else:
         return
     finally:
-        one.end()
-    await one.begun()
+        forwarding.end()
+    await forwarding.begun()
     if isinstance(ended, _StreamRefused):
         await refuse(context, ended.refusal)
     raise ended
@@ -91,9 +91,9 @@ class _Message:
     choice: Choice
     #: True if the message asks for classes, which were checked at one worker only.
     classified: bool
-    #: the message, while it is kept
+    #: The message, while it is kept.
     data: bytes = b""
-    #: connections that broke during the request
+    #: Number of connections that broke during the request.
     losses: int = 0
     arrived: float = field(default_factory=monotonic)
 
@@ -105,14 +105,14 @@ class _Upstream:
     worker: str
     link: WorkerConnection
     call: Any
-    #: in sending order
+    #: Unanswered messages in sending order.
     waiting: deque[_Message] = field(default_factory=deque)
     #: True if all messages are kept, so that a failover is possible.
     kept: bool = True
     kept_bytes: int = 0
-    #: messages are written one by one, in order
+    #: Lock for writing messages one by one, in order.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: nothing more is written
+    #: True if nothing more is written.
     closed: bool = False
     #: How the worker ends the stream.
     end: StreamEnd = field(init=False)
@@ -162,13 +162,13 @@ class _Stream:
         self._answers_once = answers_once
         self._context = context
         self._metadata = metadata
-        #: the stream's model; empty before the first message for a served model
+        #: The stream's model. Empty before the first message for a served model.
         self._model = ""
-        #: the worker of the stream's messages
+        #: Worker of the stream's messages.
         self._home = ""
-        #: None: no stream to a worker is open
+        #: The open stream to a worker, or None.
         self._upstream: _Upstream | None = None
-        #: workers whose stream has failed
+        #: Workers whose stream has failed.
         self._failed: set[str] = set()
         self._client_done = False
         #: Answers are written one by one. The first one also sends the stream's headers.
@@ -340,7 +340,7 @@ class _Stream:
             return
         unanswered = list(upstream.waiting)
         upstream.waiting.clear()
-        for message in unanswered:  # the worker will not answer these
+        for message in unanswered:  # The worker will not answer these messages.
             self._over(message, "OK" if refusal is None else refusal.for_client().name)
         if refusal is not None:
             raise _StreamRefused(refusal)

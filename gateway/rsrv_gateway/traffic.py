@@ -18,15 +18,15 @@ from rsrv.throttle import Throttle
 from rsrv_gateway.outcomes import Refusal, no_classes, no_worker, not_found, not_served
 from rsrv_gateway.suspects import Suspects
 
-#: upper bounds, seconds, of the intervals of durations
+#: Upper bounds in seconds of the intervals of durations.
 DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
-#: code of a request whose client did not wait for the answer
+#: Code of a request whose client did not wait for the answer.
 CANCELLED = "CANCELLED"
 #: Seconds for which a model's outputs are stored, and the limit of stored models.
 _OUTPUTS_S, _OUTPUTS_MAX = 1.0, 1000
 #: This many errors about unknown models name a similar model at once; later, one error each second does.
 _HINTS_MAX = 5
-#: workers asked for the state of a model that none serves
+#: Maximum number of workers that are asked for the state of a model that no worker serves.
 _ASKED_WORKERS_MAX = 3
 
 
@@ -34,17 +34,17 @@ _ASKED_WORKERS_MAX = 3
 class TrafficCounts:
     """Counters of a proxy since its start, and its requests in flight. Model names that clients invented are absent."""
 
-    #: finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as "OK"
+    #: Finished inference requests by model, worker (empty: none was asked) and name of the gRPC code, such as "OK".
     requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
-    #: items of forwarded requests, by model
+    #: Items of forwarded requests, by model.
     items: Mapping[str, int] = field(default_factory=dict)
-    #: load in flight by worker, in the unit of the routes' charges
+    #: Load in flight by worker, in the unit of the routes' charges.
     load: Mapping[str, float] = field(default_factory=dict)
-    #: requests in flight by model and worker, without zeros
+    #: Requests in flight by model and worker, without zeros.
     outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: requests moved to another worker after this one failed, by worker
+    #: Requests moved to another worker after this one failed, by worker.
     failovers: Mapping[str, int] = field(default_factory=dict)
-    #: durations from arrival to the end of the answer, by model
+    #: Durations from arrival to the end of the answer, by model.
     durations: Mapping[str, Histogram] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class Traffic:
         self.router = Router(mode)
         self.brain = brain
         self.suspects = Suspects()
-        #: workers that answer, by name
+        #: Workers that answer, by name.
         self.workers: Mapping[str, Worker] = {}
         self.table: Table = {}
         #: Limits the errors that name the most similar model.
@@ -137,8 +137,8 @@ class Traffic:
         if not outputs:
             return None
         key, now = (worker, model, version), monotonic()
-        strings, asked = self._strings.get(key, (frozenset(), -_OUTPUTS_S))
-        if now - asked >= _OUTPUTS_S:
+        strings, asked_at = self._strings.get(key, (frozenset(), -_OUTPUTS_S))
+        if now - asked_at >= _OUTPUTS_S:
             answer = await self.brain.string_outputs(worker, model, version)
             if isinstance(answer, Refusal):
                 return answer
@@ -193,11 +193,11 @@ class Traffic:
         )
 
 
-def _home(what: str, workers: Sequence[str]) -> str:
+def _home(key: str, workers: Sequence[str]) -> str:
     """Return a worker that depends only on `what`. When workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
         # JSON may contain surrogates.
-        return blake2b(f"{worker}/{what}".encode(errors="surrogatepass"), digest_size=8).digest()
+        return blake2b(f"{worker}/{key}".encode(errors="surrogatepass"), digest_size=8).digest()
 
     return max(workers, key=rank)

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from rsrv_gateway.outcomes import Refusal
 
-#: bytes up to which a body is awaited and sent as one
+#: A body of at most this many bytes is awaited completely and sent in one piece.
 SMALL_BODY_BYTES = 1 << 18
 #: Bytes of bodies kept by a process for failovers; further bodies go to one worker and are not kept.
 KEPT_MAX_BYTES = 1 << 30
@@ -35,7 +35,7 @@ class UploadError(Exception):
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
-        #: error for the client
+        #: Error for the client.
         self.refusal = Refusal(code, message)
 
 
@@ -50,7 +50,7 @@ class Upload:
         Without `keeping`, the upload is kept regardless of its size.
         """
         self._stream = stream
-        #: None: unknown
+        #: Number of bytes, or None if unknown.
         self.size = size
         self._most = most
         self._pieces: list[bytes] = []
@@ -112,11 +112,13 @@ class Upload:
     def add_member(self, member: bytes) -> None:
         """Add a member to the JSON object that was read ahead. Call it before `data`."""
         for number, piece in enumerate(self._pieces):
-            start, brace, rest = piece.partition(b"{")
+            start, brace, members = piece.partition(b"{")
             if brace:
-                following = b"".join([rest, *self._pieces[number + 1 :]]) if not rest.strip() else rest
+                following = (
+                    b"".join([members, *self._pieces[number + 1 :]]) if not members.strip() else members
+                )
                 comma = b"" if following.lstrip().startswith(b"}") else b","
-                self._pieces[number] = start + brace + member + comma + rest
+                self._pieces[number] = start + brace + member + comma + members
                 if self.size is not None:
                     self.size += len(member) + len(comma)
                 return
@@ -139,7 +141,7 @@ class Upload:
     async def _all(self) -> AsyncIterator[bytes]:
         at = 0
         while True:
-            if at and not self.kept:  # sent bytes are not needed any more
+            if at and not self.kept:  # Sent bytes are not needed any more.
                 del self._pieces[:at]
                 at, self.cut = 0, True
             if at < len(self._pieces):

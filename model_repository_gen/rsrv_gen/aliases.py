@@ -46,7 +46,7 @@ class AliasRecipe:
     mode: LinkMode = "hard"
 
     def digest(self) -> str:
-        """Return "": the directory is compared each time, which reads a few small files."""
+        """Return "", so that the directory is compared each time. This reads a few small files."""
         return ""
 
     def plan(self) -> ModelPlan:
@@ -75,14 +75,14 @@ def plan_aliases(
 ) -> tuple[dict[str, AliasRecipe], dict[str, str]]:
     """Return the aliases that can be served, and why others cannot.
 
-    `good` are all valid bundles by name, `broken` the names of the others. An alias with the name of a bundle is called
-    aliases.NAME among the others: the bundle is served. An alias that is `written` keeps its earlier bundles if one of
-    them breaks; another one begins without it.
+    `good` are all valid bundles by name; `broken` are the names of the others. If an alias has the name of a bundle, the bundle
+    is served, and the alias is returned among the others as aliases.NAME. An alias that is `written` keeps its earlier bundles
+    if one of them breaks. A new alias starts without the broken bundle.
     """
     recipes, refused = {}, {}
     for name, shares in aliases.items():
-        asked = {target for target, weight in shares.items() if weight and weight != "shadow"}
-        begins = name not in written and not asked.isdisjoint(good)
+        answering = {target for target, weight in shares.items() if weight and weight != "shadow"}
+        begins = name not in written and not answering.isdisjoint(good)
         targets = [target for target in shares if not (begins and target in broken)]
         if name in good or name in broken:
             refused[f"aliases.{name}"] = "a bundle has this name: rename the alias, or the bundle"
@@ -109,7 +109,7 @@ def _wrong(
     good: Mapping[str, SourceBundle],
     broken: Collection[str],
 ) -> str:
-    """Return why a model cannot be behind an alias. Empty: it can."""
+    """Return why a model cannot be the target of an alias, or an empty text if it can."""
     if target in broken:
         return f"'{target}', whose bundle is broken: fix it first"
     if target not in good:

@@ -12,7 +12,7 @@ from rsrv.text import nearest
 
 @command("rsrv-gen", extra="bundles")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 if a bundle is broken or, with --check, if anything would change; 2 if no path has any."""
+    """Run the command. Return 0; 1 if a bundle is broken or, with --check, if anything would change; 2 if no path has bundles."""
     options = parser().parse(argv)
     from rsrv_gen import run
 
@@ -62,7 +62,7 @@ def parser() -> CommandParser:
 
 
 def add_compile_for(parser: argparse._ActionsContainer) -> None:
-    """Add --compile-for, which `rsrv serve` has, too."""
+    """Add --compile-for, which `rsrv serve` also has."""
     parser.add_argument(
         "--compile-for",
         metavar="CARD",

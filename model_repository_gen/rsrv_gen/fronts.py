@@ -1,4 +1,4 @@
-"""Obstacles to the native front on this machine: the library does not load, or Triton is not a tested version."""
+"""Obstacles to the native front on this machine: a library that does not load, or an untested version of Triton."""
 
 import ctypes
 import subprocess
@@ -19,7 +19,7 @@ print(f"{major.value}.{minor.value}")
 
 
 def load_obstacle(library: Path) -> str:
-    """Return why the dynamic loader of this machine refuses the native front's library; empty if it accepts it."""
+    """Return why the dynamic loader of this machine refuses the native front's library, or an empty text if it accepts it."""
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
@@ -30,7 +30,7 @@ def load_obstacle(library: Path) -> str:
 
 
 def triton_obstacle(tritonserver: str | None) -> str:
-    """Return why the native front should not be used with this tritonserver; empty if its version is tested or unknown.
+    """Return why the native front should not be used with this tritonserver. Empty if its version is tested or unknown.
 
     It is unknown on a machine without Triton. `rsrv triton install` installs a tested release, whose command is a script.
     """
@@ -42,13 +42,13 @@ def triton_obstacle(tritonserver: str | None) -> str:
 
 @cache
 def backend_api(tritonserver: str | None) -> str:
-    """Return the version of the backend API of this tritonserver, such as `1.19`; empty if it is unknown."""
+    """Return the version of the backend API of this tritonserver, such as `1.19`, or an empty text if it is unknown."""
     if tritonserver is None:
         return ""
     library = Path(tritonserver).resolve().parent.parent / "lib" / "libtritonserver.so"
     command = [sys.executable, "-c", _ASK, str(library)]
     try:
-        asked = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout.strip()
+    return result.stdout.strip()

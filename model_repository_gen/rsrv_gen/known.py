@@ -1,8 +1,8 @@
-"""Notes of earlier runs about bundles and models: thousands of unchanged ones then cost a few calls of stat each.
+"""Notes of earlier runs about bundles and models. With them, each unchanged bundle costs only a few calls of stat.
 
-The notes are a file beside the repository. A note holds while its bundle or model has the same signature. There is none
-of a bundle that changed within the last seconds, because a further change might leave the same times. Without the file,
-or with a damaged one, everything is read again. The file also says where each model's bundle was.
+The notes are a file beside the repository. A note holds while its bundle or model has the same signature. A bundle that changed
+within the last seconds gets no note, because a further change might leave the same times. Without the file, or with a damaged
+one, everything is read again. The file also records where each model's bundle was.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SETTLED_NS = 2 * 10**9
 class _Notes:
     """The file's content."""
 
-    #: signature of the program that wrote it
+    #: Signature of the program that wrote the file.
     program: str = ""
-    #: path of a bundle -> its device and signature, and its facts
+    #: Device, signature and facts of each bundle, by its path.
     bundles: dict[str, tuple[int, str, BundleFacts]] = field(default_factory=dict)
-    #: model -> the recipe that its directory was made from, and the directory's signature
+    #: Recipe and signature of each model's directory, by the model's name.
     models: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: model -> path of its last valid bundle
+    #: Path of each model's last valid bundle, by the model's name.
     places: dict[str, str] = field(default_factory=dict)
 
 
@@ -46,35 +46,38 @@ _FORMAT = TypeAdapter(_Notes)
 
 
 class Known:
-    """The knowledge of one repository. For one thread at a time."""
+    """Notes about one repository. Not thread-safe."""
 
     def __init__(self, repository: Path | None = None, *, linked: bool = True) -> None:
-        """`repository`: None remembers for as long as the process lives. `linked`: the repository has hard links."""
+        """Read the notes.
+
+        Without a `repository`, they last as long as the process. `linked` is True if the repository has hard links.
+        """
         self._repository = repository
         self.linked = linked
         self._notes = _Notes(_program())
         self._changed = False
         if repository is not None:
             with suppress(OSError, ValidationError):
-                found = _FORMAT.validate_json(_read(repository))
-                same = found.program == self._notes.program
-                self._notes = found if same else _Notes(_program(), places=found.places)
+                notes = _FORMAT.validate_json(_read(repository))
+                same = notes.program == self._notes.program
+                self._notes = notes if same else _Notes(_program(), places=notes.places)
 
     def sign(self, bundle: Path) -> Signature:
         return sign(bundle, linked=self.linked)
 
     def facts(self, bundle: Path, signed: Signature) -> BundleFacts | None:
-        """Return what is known of a bundle with this signature."""
+        """Return the facts of a bundle with this signature, if they are known."""
         device, same, facts = self._notes.bundles.get(str(bundle), (0, "", None))
         return facts if facts is not None and signed == same and device == _device(bundle) else None
 
     def learn(self, bundle: Path, signed: Signature, facts: BundleFacts) -> Signature:
-        """Record what was read of a bundle after it had this signature; return the signature if it may be relied on."""
+        """Record the facts that were read from a bundle after it had this signature. Return the signature if it is reliable."""
         try:
             settled = last_change(bundle) + SETTLED_NS < time.time_ns()
         except OSError:
             settled = False
-        # Sign again: a link may have led to another bundle while it was read, and may lead back later.
+        # Sign it again: while it was read, a link may have led to another bundle, and it may lead back later.
         if signed is None or not settled or self.sign(bundle) != signed:
             return None
         self._notes.bundles[str(bundle)] = _device(bundle), signed, facts
@@ -82,7 +85,7 @@ class Known:
         return signed
 
     def is_current(self, folder: Path, recipe: str) -> bool:
-        """Return whether a model's directory is known to be what this recipe makes."""
+        """Return whether a model's directory is known to match this recipe."""
         known, same = self._notes.models.get(folder.name, ("", ""))
         return recipe != "" and known == recipe and same == sign(folder, linked=self.linked)
 
@@ -95,33 +98,35 @@ class Known:
         return all(self.sign(bundle) == same for bundle, same in signed.items())
 
     def made(self, folder: Path, recipe: str, signed: Mapping[Path, Signature]) -> None:
-        """Record that a model's directory is what the recipe makes, if its bundles still have these signatures."""
+        """Record that a model's directory matches the recipe, if its bundles still have these signatures."""
         made = sign(folder, linked=self.linked)
         if recipe and made is not None and self.holds(signed):
             self._notes.models[folder.name] = recipe, made
             self._changed = True
 
     def save(self, bundles: Mapping[str, Path]) -> None:
-        """Write the file if there is news, and forget all but these bundles, and the places of the repository's models.
+        """Write the file if it has changed. Keep only the notes about these bundles, and the places of the repository's models.
 
         An error only costs the next run time. This run does not fail.
         """
         if self._repository is None:
             return
         notes = self._notes
-        kept = {name: path for name, path in notes.places.items() if (self._repository / name).is_dir()}
-        places = kept | {name: str(path) for name, path in bundles.items()}
+        existing = {name: path for name, path in notes.places.items() if (self._repository / name).is_dir()}
+        places = existing | {name: str(path) for name, path in bundles.items()}
         self._changed |= places != notes.places
         if not self._changed:
             return
         paths, notes.places = {*map(str, bundles.values())}, places
-        notes.bundles = {path: found for path, found in notes.bundles.items() if path in paths}
-        notes.models = {name: found for name, found in notes.models.items() if name in bundles}
+        notes.bundles = {
+            path: notes_of_bundle for path, notes_of_bundle in notes.bundles.items() if path in paths
+        }
+        notes.models = {name: note for name, note in notes.models.items() if name in bundles}
         file = _file(self._repository)
-        with suppress(OSError, ValueError):  # ValueError: a path is not valid text
+        with suppress(OSError, ValueError):  # ValueError: a path is not valid text.
             content = _FORMAT.dump_json(notes)
-            # Use a random name, because others may write to the folder: a name that they can guess could be a link to
-            # a file of ours.
+            # Use a random name, because other users may be able to write to the folder. They could make a link with a name that
+            # they can guess to one of our files.
             handle, new = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
             try:
                 with open(handle, "wb") as out:
@@ -137,7 +142,7 @@ def _file(repository: Path) -> Path:
 
 
 def _read(repository: Path) -> bytes:
-    """Return the notes' text. Raises OSError, also for notes that neither we nor the repository's owner wrote."""
+    """Return the text of the notes. Raises OSError, also if neither this user nor the repository's owner wrote them."""
     handle = os.open(_file(repository), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

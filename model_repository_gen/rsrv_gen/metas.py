@@ -1,4 +1,4 @@
-"""Calls of meta models: find the ones that cannot work, and the callers of each model. Pure."""
+"""Calls of meta models: find calls that cannot work, and the callers of each model. This module has no side effects."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def unusable_metas(
 ) -> Mapping[str, tuple[str, ...]]:
     """Return the problems of meta models with the models that they name, by meta model.
 
-    `bundles` are all valid bundles by name, `broken` the names of the others.
+    `bundles` are all valid bundles by name; `broken` are the names of the others.
     """
-    found = {}
+    unusable = {}
     for name, bundle in bundles.items():
         problems = Problems()
         for callee in bundle.calls:
             if rule := _wrong_call(callee, bundles, broken):
                 problems.add(manifest.FILE, "meta.calls", rule)
-        for other in bundle.external:
-            if rule := _wrong_external(other, bundles, broken):
+        for external in bundle.external:
+            if rule := _wrong_external(external, bundles, broken):
                 problems.add(manifest.FILE, "meta.external", rule)
         if problems.lines:
-            found[name] = tuple(problems.lines)
-    return found
+            unusable[name] = tuple(problems.lines)
+    return unusable
 
 
 def _wrong_call(callee: str, bundles: Mapping[str, BundleFacts], broken: Collection[str]) -> str:
@@ -69,9 +69,9 @@ def _wrong_external(name: str, bundles: Mapping[str, BundleFacts], broken: Colle
 
 
 def callers(calls: Mapping[str, Collection[str]]) -> Mapping[str, tuple[str, ...]]:
-    """Return callee -> its meta models, sorted, from `calls`: meta model -> its callees."""
-    found: dict[str, list[str]] = {}
+    """Return the sorted meta models that call each callee. `calls` has the callees of each meta model."""
+    callers: dict[str, list[str]] = {}
     for meta in sorted(calls):
         for callee in calls[meta]:
-            found.setdefault(callee, []).append(meta)
-    return {callee: tuple(metas) for callee, metas in found.items()}
+            callers.setdefault(callee, []).append(meta)
+    return {callee: tuple(metas) for callee, metas in callers.items()}

@@ -22,7 +22,7 @@ from rsrv_gen.signatures import Signature, sign
 CONFIG_FILE = "config.pbtxt"
 VERSION = "1"
 BUNDLE_FOLDER = f"{VERSION}/bundle"
-#: folder of a meta model's directory with the bundles of its callees, and of an alias's with its targets', by name
+#: Folder with the bundles of a meta model's callees, or of an alias's targets, by name.
 CALLS_FOLDER = f"{VERSION}/calls"
 
 MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
@@ -53,28 +53,31 @@ class SharedFile:
 
 
 Content = bytes | SourceFile | SharedFile
-#: path relative to the model's directory -> content; folders are created with their files
+#: Contents by path relative to the model's directory. Folders are created with their files.
 ModelPlan = Mapping[PurePosixPath, Content]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceBundle:
-    """Valid bundle on disk in one look.
+    """A valid bundle as it was on disk at one time.
 
-    Bundles of later looks are never equal to it, so its cached content is not reused for them.
+    It never equals a bundle that was found later, so its cached content is not reused.
     """
 
     path: Path
-    #: Signature of the files before they were read. None: they changed only a moment before.
+    #: Signature of the files before they were read, or None if they had changed just before.
     signature: Signature
     facts: BundleFacts
-    #: Bundle that was read with this signature. None: it must be read again.
+    #: The bundle as read with this signature, or None if it must be read again.
     checked: Bundle | None = field(default=None, repr=False)
     #: Argument `linked` of `sign`, for the signature.
     linked: bool = True
 
     def read(self) -> Bundle:
-        """Read the bundle, unless it was read with these files. Raises BundleError, also if it has other facts now."""
+        """Read the bundle unless its files are unchanged since they were read.
+
+        Raises BundleError, also if its facts have changed.
+        """
         return _read_once(self)
 
 
@@ -85,7 +88,7 @@ def _read_once(source: SourceBundle) -> Bundle:
         return source.checked
     # Do not compute a digest, because that reads every weight.
     bundle = read_bundle(source.path, digest=False)
-    if BundleFacts.of(bundle) != source.facts:  # the plan was made with these facts
+    if BundleFacts.of(bundle) != source.facts:  # The plan was made with these facts.
         raise BundleError(f"{bundle.name}: its kind, its hooks or its calls have changed; try again")
     return bundle
 
@@ -103,11 +106,11 @@ class Recipe:
     internal: bool = False
     limits: config.RowLimits = field(default_factory=config.RowLimits)
     native: bool = False
-    #: The front and its reason, if rsrv-gen chose it; empty: the settings name it.
+    #: The front and its reason if rsrv-gen chose it, or empty if the settings name the front.
     choice: str = ""
 
     def digest(self) -> str:
-        """Return a value that differs if the directory would; empty if that is not known without reading the bundles."""
+        """Return a value that changes whenever the directory would. Empty if it is unknown without reading the bundles."""
         made_of = (self.source, *self.callees)
         if any(bundle.signature is None for bundle in made_of):
             return ""
@@ -152,7 +155,7 @@ class RepositoryPlan:
 
     #: Recipes of the models' directories, by name. Models come before the meta models that may call them.
     models: Mapping[str, Recipe]
-    #: model that clients cannot address -> the metas that call it; it may have a directory or none
+    #: Meta models that call each internal model, by its name. Clients cannot address these models, and some have no directory.
     internal: Mapping[str, tuple[str, ...]]
 
 
@@ -169,8 +172,8 @@ def plan_repository(
 
     `tritonserver` is the path of the program that will serve the repository, or None if it is not known.
 
-    Clients can address every model but those whose manifest says `internal`. An internal model has a directory only
-    where metas call through Triton.
+    Clients can address every model except those whose manifest has `internal`. An internal model has a directory only if meta
+    models call it through Triton.
     """
     calls = {name: source.facts.calls for name, source in sources.items()}
     metas = callers(calls)
@@ -183,8 +186,10 @@ def plan_repository(
 
     @cache
     def obstacle_here(setting: Front) -> str:
-        found = missing_library()
-        return found or (load_obstacle(LIBRARY) or triton_obstacle(tritonserver) if setting == "auto" else "")
+        missing = missing_library()
+        return missing or (
+            load_obstacle(LIBRARY) or triton_obstacle(tritonserver) if setting == "auto" else ""
+        )
 
     for name in sorted(sources, key=lambda name: (sources[name].facts.meta, name)):
         if name not in internal or (internal[name] and transport == "bls"):
@@ -214,12 +219,15 @@ def row_limits(section: ModelSection | None) -> config.RowLimits:
 
 @cache
 def request_room() -> int:
-    """Return the bytes that the inputs and outputs of a request may take, by the size of this machine's /dev/shm."""
+    """Return the number of bytes that the inputs and outputs of a request may take.
+
+    It depends on the size of this machine's /dev/shm.
+    """
     try:
-        found = os.statvfs("/dev/shm")
+        space = os.statvfs("/dev/shm")
     except OSError:
         return config.EXECUTE_BYTES
-    return min(config.EXECUTE_BYTES, int(config.SHM_SHARE * found.f_blocks * found.f_frsize))
+    return min(config.EXECUTE_BYTES, int(config.SHM_SHARE * space.f_blocks * space.f_frsize))
 
 
 def guard_files(bundles: Sequence[Bundle]) -> ModelPlan:
@@ -230,7 +238,7 @@ def guard_files(bundles: Sequence[Bundle]) -> ModelPlan:
 
 
 def missing_library() -> str:
-    """Return the reason why no model can have the native front or a guard; empty if models can."""
+    """Return why no model can have the native front or a guard, or an empty text if models can."""
     if LIBRARY.is_file():
         return ""
     return (
@@ -241,8 +249,8 @@ def missing_library() -> str:
 def without_caches(plan: ModelPlan) -> ModelPlan:
     """Return the plan with an empty file where Python would make a folder for its compiled files.
 
-    Triton's poll mode takes a new file in the version's folder for a change, and would load every model a second time just
-    after the first. Python then keeps the compiled code in memory only.
+    Triton's poll mode treats a new file in the version's folder as a change, and would load every model again just after its
+    first load. With the empty file in place, Python keeps the compiled code only in memory.
     """
     code = {path.parent for path in plan if path.suffix == ".py"}
     return {**plan, **{parent / "__pycache__": b"" for parent in code}}

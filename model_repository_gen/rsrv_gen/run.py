@@ -102,9 +102,9 @@ def _update(options: argparse.Namespace, actions: list[dict[str, str]]) -> _Gene
 
 
 def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
-    """Run a module as a program with the runtime's interpreter, because only that one must have jax.
+    """Run a module as a program with the runtime's interpreter, because only that interpreter must have jax.
 
-    `quiet`: write its output to stderr. Return the exit status.
+    If `quiet`, its output goes to stderr. Return the exit status.
     """
     python = os.environ.get("RSRV_RUNTIME_PYTHON") or sys.executable
     command = [python, "-P", "-m", module, *map(str, arguments)]
@@ -129,14 +129,14 @@ def run_in_runtime(module: str, *arguments: object, quiet: bool = False) -> int:
 def _with_places(settings: Settings, options: argparse.Namespace, sources: Sources) -> Settings:
     """Return the settings with the link mode and, unless they name them, the folders of the bundles."""
     # A folder without bundles is more likely a typing error than a disk that is mounted later.
-    given = [Path(os.path.abspath(path)) for path in options.bundles if path not in sources.unusable]
+    places = [Path(os.path.abspath(path)) for path in options.bundles if path not in sources.unusable]
     if not settings.lifecycle.bundles:
         file = options.output / SETTINGS_FILE
         before = [] if options.prune else recorded(file).bundles
-        new = [path for path in given if not covered(path, before)]
+        new = [path for path in places if not covered(path, before)]
         old = [path for path in before if path in new or not covered(path, new)]
         settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
-    for path in given:
+    for path in places:
         if not covered(path, settings.lifecycle.bundles):
             _complain(f"{path} will not be watched: lifecycle.bundles names other folders")
     return _with_lifecycle(settings, link=options.link) if options.link else settings
@@ -183,11 +183,11 @@ class _Generator:
         self._writer = writer
         self._look = look
         self.changes = 0
-        #: for --json
+        #: Actions for --json.
         self._actions = actions
         #: True if a given path or bundle is unusable.
         self.refused = False
-        #: models that could not be written
+        #: Models that could not be written.
         self.failed: set[str] = set()
 
     def models(self, sources: Sources, settings: Settings, known: Known) -> None:
@@ -218,7 +218,7 @@ class _Generator:
 
     def _is_wrong(self, step: PlannedAction, sources: Sources) -> bool:
         name = step.name
-        if step.targets:  # targets were verified before, each by itself
+        if step.targets:  # The targets were verified before, each by itself.
             if wrong := self.failed.intersection(step.targets):
                 self.failed.add(name)
                 _complain(f"{name} is skipped: an alias of {', '.join(sorted(wrong))}, which is broken")

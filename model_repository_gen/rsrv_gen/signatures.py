@@ -1,4 +1,4 @@
-"""Signatures of directories: what the file system says of every file, without reading any."""
+"""Signatures of directories. They use the file system's facts about every file, and read no file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from pathlib import Path
 
 from rsrv.native import GUARD, LIBRARY
 
-#: Files with fewer bytes are always copied: a manifest that is edited in place must not change the served model.
+#: Files with fewer bytes are always copied, because editing a manifest in place must not change the served model.
 LINK_BYTES = 2**20
-#: Errors of a file that last until it is changed: the bundle is broken.
+#: Errors of a file that last until it is changed, so that the bundle counts as broken.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
-#: Differs if the files of a directory differ. None: the directory could not be read completely.
+#: Signature of a directory. It differs if its files differ. None: the directory could not be read completely.
 Signature = str | None
 
 
 def sign(folder: str | os.PathLike[str], *, linked: bool) -> Signature:
-    """Return the signature of a directory; None if it cannot be read. `linked`: rsrv-gen makes hard links of large files."""
+    """Return the signature of a directory, or None if it cannot be read.
+
+    `linked` is True if rsrv-gen makes hard links of large files.
+    """
     try:
         return signature(_files(os.fspath(folder), "", linked))
-    except (OSError, RecursionError):  # RecursionError: the directory is nested a thousand deep
+    except (OSError, RecursionError):  # RecursionError: a thousand directories are nested.
         return None
 
 

@@ -21,10 +21,10 @@ from rsrv_gen.known import Known
 from rsrv_gen.metas import BundleFacts, unusable_metas
 from rsrv_gen.plan import SourceBundle
 
-#: file with the settings beside the models
+#: File with the settings, next to the models.
 SETTINGS_FILE = "rsrv.yaml"
-#: Number of new bundles that are kept from their check to their plan. A bundle takes some 30 kB, and as much for each
-#: hundred of its weights.
+#: Maximum number of new bundles that are kept in memory from their check to their plan. A bundle takes about 30 kB, and another
+#: 30 kB for each hundred weights.
 _KEPT = 2000
 
 
@@ -32,13 +32,13 @@ _KEPT = 2000
 class Sources:
     """Bundles below the given paths, valid and broken."""
 
-    #: the given paths
+    #: The given paths.
     given: list[Path] = field(default_factory=list)
-    #: model name -> bundle that can be served, as can the models that it calls
+    #: Bundles that can be served, together with the models that they call, by model name.
     good: dict[str, SourceBundle] = field(default_factory=dict)
-    #: model name -> reasons why it cannot be served
+    #: Reasons why a model cannot be served, by its name.
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: path without any bundle -> the reason, with the path: part of the input is unknown
+    #: Reasons for paths without any bundle, by path. Each reason contains the path. A part of the input is then unknown.
     unusable: dict[Path, str] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,7 @@ class Sources:
 
 
 def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
-    """Read every bundle below the paths that is not `known`; a path is a bundle, or a directory of bundles."""
+    """Read every bundle below the paths that is not `known`. A path is a bundle, or a directory of bundles."""
     known = Known() if known is None else known
     sources = Sources(given=[*paths])
     places: dict[str, list[Path]] = {}
@@ -58,8 +58,8 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         place = Path(os.path.abspath(path))
         try:
             is_bundle = (place / "manifest.yaml").is_file()
-            found = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
-            if not found:
+            paths_here = [place] if is_bundle else find_bundles(place) if place.is_dir() else []
+            if not paths_here:
                 why = mistaken(place) or (
                     "neither a bundle (no manifest.yaml) nor a directory of bundles; export a model into it with "
                     "`rsrv-bundle export`"
@@ -68,15 +68,15 @@ def read_sources(paths: Iterable[Path], known: Known | None = None) -> Sources:
         except OSError as error:
             sources.unusable[path] = f"{path}: {error.strerror}"
             continue
-        for bundle in found:
+        for bundle in paths_here:
             if bundle not in places.setdefault(bundle.name, []):
                 places[bundle.name].append(bundle)
     room = _KEPT
     for name, same in sorted(places.items()):
         try:
             sources.good[name] = _read(name, same, known, room)
-            if (kept := sources.good[name].checked) is not None:
-                room -= 1 + len(kept.weights) // 100
+            if (checked := sources.good[name].checked) is not None:
+                room -= 1 + len(checked.weights) // 100
         except (BundleError, config.ConfigError, OSError) as error:
             sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
     bundles = {name: source.facts for name, source in sources.good.items()}
@@ -95,8 +95,8 @@ def _read(name: str, places: Sequence[Path], known: Known, room: int) -> SourceB
     if (facts := known.facts(places[0], signed)) is None:
         bundle, facts = _check(places[0])
         signed = known.learn(places[0], signed, facts)
-    kept = bundle if signed is not None and room > 0 else None
-    return SourceBundle(places[0], signed, facts, kept, known.linked)
+    checked = bundle if signed is not None and room > 0 else None
+    return SourceBundle(places[0], signed, facts, checked, known.linked)
 
 
 def _check(path: Path) -> tuple[Bundle, BundleFacts]:
@@ -104,7 +104,8 @@ def _check(path: Path) -> tuple[Bundle, BundleFacts]:
     bundle = read_bundle(path, digest=False)
     if bundle.hooks is not None:
         check_hooks(bundle.hooks, bundle.manifest.kind)
-    # Rendered only to find out whether Triton accepts it: no meta model may call a model that Triton refuses.
+    # Render the configuration only to find out whether Triton accepts it, because no meta model may call a model that Triton
+    # refuses.
     config.render(bundle)
     return bundle, BundleFacts.of(bundle)
 
@@ -121,8 +122,8 @@ def unknown_models(settings: Settings, known: Collection[str]) -> list[str]:
 def verify(name: str, sources: Sources, look: Look | None = None) -> None:
     """Compare the weights and modules of a good model, and of those that it calls, with their checksums.
 
-    Reads the files that have one. If `look` is given, the modules must have the inputs, outputs and weights of the
-    bundle, too. Raises BundleError if a file does not match its manifest, InspectorError.
+    Only files with a checksum are read. If `look` is given, the inputs, outputs and weights of the modules must also match the
+    bundle. Raises BundleError if a file does not match its manifest, InspectorError.
     """
     for bundle in _made_of(name, sources):
         try:
@@ -139,15 +140,15 @@ def verify(name: str, sources: Sources, look: Look | None = None) -> None:
 
 
 def read_unverified(name: str, sources: Sources) -> str:
-    """Return a digest of the weights and modules without checksums, of the same bundles; empty if there are none.
+    """Return a digest of the weights and modules without checksums of the same bundles, or an empty text if there are none.
 
     Raises BundleError if a file is gone.
     """
     unverified = [bundle for bundle in _made_of(name, sources) if not bundle.manifest.sha256]
-    found = [(bundle.name, checksums(bundle)) for bundle in unverified if bundle.summed_files]
-    return hashlib.sha256(repr(found).encode()).hexdigest() if found else ""
+    sums = [(bundle.name, checksums(bundle)) for bundle in unverified if bundle.summed_files]
+    return hashlib.sha256(repr(sums).encode()).hexdigest() if sums else ""
 
 
 def _made_of(name: str, sources: Sources) -> list[Bundle]:
     source = sources.good[name]
-    return [one.read() for one in (source, *(sources.good[callee] for callee in source.facts.calls))]
+    return [bundle.read() for bundle in (source, *(sources.good[callee] for callee in source.facts.calls))]

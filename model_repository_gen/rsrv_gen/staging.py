@@ -1,6 +1,7 @@
-"""Folders beside a model repository: new versions until they are complete, old ones until no rollback is possible.
+"""Folders next to a model repository.
 
-They are not inside the repository: Triton takes every folder there for a model, hidden ones included.
+They hold new versions until these are complete, and old versions until no rollback is possible. They are not inside the
+repository, because Triton takes every folder there for a model, even a hidden one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from rsrv_gen.plan import VERSION
 
-#: file beside a replaced version that says which version replaced it; no model's name has a "~"
+#: File next to a replaced version that names the version that replaced it. No model's name contains a "~".
 _RECORD = "put~"
 
 _AT_FDCWD = -100
@@ -27,7 +28,7 @@ _RENAME_EXCHANGE = 2
 
 
 def version_of(folder: Path) -> tuple[int, int] | None:
-    """Return a value that no earlier or later directory in the model's place has; None if there is no directory."""
+    """Return a value that is unique among all directories that were or will be in the model's place. None without a directory."""
     try:
         status = (folder / VERSION).stat()
     except OSError:
@@ -37,7 +38,7 @@ def version_of(folder: Path) -> tuple[int, int] | None:
 
 
 class Replaced:
-    """New version of a model, and the version that it replaced: one of both must be removed.
+    """New version of a model, and the version that it replaced. One of the two must be removed.
 
     The pair survives the process that installed it: `unfinished` finds it.
     """
@@ -53,7 +54,7 @@ class Replaced:
         self._aside.remove()
 
     def undo(self) -> bool:
-        """Restore the replaced version, or no version. Returns False if the model has changed meanwhile.
+        """Restore the replaced version, if there was one. Return False if the model has changed meanwhile.
 
         Raises OSError if that is impossible; the replaced version is kept then.
         """
@@ -73,9 +74,9 @@ class Replaced:
 
 
 def unfinished(repository: Path) -> dict[str, Replaced]:
-    """Return the replacements of processes that ended before they decided, by model; the caller decides now.
+    """Return, by model, the replacements of processes that ended before they decided. The caller must decide now.
 
-    Waits until no rsrv-gen works on the repository.
+    This waits until no rsrv-gen works on the repository.
     """
     repository = repository.absolute()
     with locked(repository):
@@ -94,7 +95,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class SwapFolder:
-    """Directory on the repository's file system for versions out of place; locked while a process uses it."""
+    """Directory for versions that are not in their place, on the repository's file system.
+
+    It is locked while a process uses it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raise OSError if another process uses it."""
@@ -118,7 +122,10 @@ class SwapFolder:
         return Replaced(repository, name, self, version)
 
     def swap(self, name: str, repository: Path) -> None:
-        """Exchange the complete directory `name` with the model for good: what a crash leaves in this folder is removed."""
+        """Exchange the complete directory `name` with the model for good.
+
+        If this process crashes, the remains in this folder are removed.
+        """
         new, target = self.path / name, repository / name
         if target.exists():
             exchange(new, target)
@@ -138,8 +145,8 @@ class SwapFolder:
 
 def place_beside(repository: Path) -> Path:
     """Return the folder for files that belong to a repository but are not part of it."""
-    # A mount point's parent is another file system, and a rename does not cross it; another user's parent takes no
-    # folder. In these cases, use a hidden folder inside, although a polling Triton logs an error while it exists.
+    # The parent of a mount point is on another file system, where a rename is impossible. A parent of another user accepts no
+    # folder. In both cases, use a hidden folder inside the repository, although a polling Triton logs an error while it exists.
     foreign = repository.parent.stat().st_dev != repository.stat().st_dev
     inside = foreign or not os.access(repository.parent, os.W_OK)
     return repository if inside else repository.parent
@@ -152,22 +159,22 @@ def _prefix(repository: Path) -> str:
 
 def clear_away(repository: Path) -> list[Replaced]:
     """Remove the remains of crashes from the locked repository. Returns the replacements that can be undone."""
-    found: list[Replaced] = []
+    replaced: list[Replaced] = []
     for left in place_beside(repository).glob(f"{glob.escape(_prefix(repository))}*"):
         try:
             aside = SwapFolder(left)
         except OSError:
-            continue  # another process uses it
+            continue  # Another process uses it.
         for spare in left.glob(".*"):
             name = spare.name.removeprefix(".")
             target = repository / name
             spare.rename(left / name if target.exists() else target)
         name, version = _recorded(left)
         if version is not None and version_of(repository / name) == version:
-            found.append(Replaced(repository, name, aside, version))
+            replaced.append(Replaced(repository, name, aside, version))
         else:
             aside.remove()
-    return found
+    return replaced
 
 
 def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
@@ -175,7 +182,7 @@ def leave_open(repository: Path, puts: Iterable[Replaced]) -> list[str]:
     lost = []
     for put in puts:
         if place_beside(repository) == repository:
-            # Otherwise no server would start: it would take the kept version for a model that cannot be loaded.
+            # Otherwise no server would start, because it would take the kept version for a model that cannot be loaded.
             put.forget()
             lost.append(put.name)
         else:
@@ -195,32 +202,32 @@ def _recorded(aside: Path) -> tuple[str, tuple[int, int] | None]:
     return name, (inode, changed)
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(first: Path, second: Path) -> None:
     """Exchange two directories, atomically where the kernel and the file system can."""
-    if _rename_exchange(one, other):
+    if _rename_exchange(first, second):
         return
-    # For a moment `other` does not exist; a Triton that polls just then unloads the model and loads it again. After a
-    # crash in this moment the next rsrv-gen restores it, and finds it by the dot.
-    spare = one.with_name(f".{one.name}")
-    other.rename(spare)
+    # For a moment, `second` does not exist. If Triton polls at that moment, it unloads the model and loads it again. After a
+    # crash at that moment, the next rsrv-gen finds the directory by the dot in its name, and restores it.
+    spare = first.with_name(f".{first.name}")
+    second.rename(spare)
     try:
-        one.rename(other)
+        first.rename(second)
     except OSError:
-        spare.rename(other)
+        spare.rename(second)
         raise
-    spare.rename(one)
+    spare.rename(first)
 
 
-def _rename_exchange(one: Path, other: Path) -> bool:
+def _rename_exchange(first: Path, second: Path) -> bool:
     """Exchange atomically. Returns False if the kernel or the file system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     try:
         renameat2 = library.renameat2
     except AttributeError:
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
+    raise OSError(code, os.strerror(code), str(first), None, str(second))

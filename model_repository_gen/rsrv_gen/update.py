@@ -1,4 +1,4 @@
-"""Comparison of a repository with its bundles, and its update: for the command, and for a running server."""
+"""Comparison of a repository with its bundles, and its update. Both the command and a running server use it."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class PlannedAction:
 
     name: str
     verb: Verb
-    #: None if there is nothing to write
+    #: Plan of the directory, or None if there is nothing to write.
     plan: ModelPlan | None = None
-    #: text behind the name: empty, or " (...)"
+    #: Text behind the name: empty, or " (...)".
     note: str = ""
-    #: digest of the model's recipe, for `Known`
+    #: Digest of the model's recipe, for `Known`.
     recipe: str = ""
-    #: paths and signatures of the bundles that are copied, from before they were read for the plan
+    #: Signatures of the copied bundles by path, from before the bundles were read for the plan.
     signed: Mapping[Path, Signature] = field(default_factory=dict)
-    #: metas that carry a model without a directory; they must be in place before its directory is removed
+    #: Meta models that carry a model without a directory. They must be in place before its directory is removed.
     carriers: tuple[str, ...] = ()
-    #: the models behind an alias
+    #: Targets of an alias.
     targets: tuple[str, ...] = ()
 
 
@@ -79,7 +79,7 @@ class RepositorySettings:
 def steps(
     repository: Path,
     sources: Sources,
-    wanted: RepositorySettings,
+    settings: RepositorySettings,
     *,
     stays: Callable[[str], str],
     known: Known,
@@ -87,13 +87,13 @@ def steps(
 ) -> Iterator[PlannedAction]:
     """Yield the actions that bring the repository up to date, in their order.
 
-    `stays` returns why a model without a bundle is not removed; empty: it is removed. `only` limits the models that
-    are compared; None: all. Writes nothing in the repository; each action is decided when it is requested.
+    `stays` returns why a model without a bundle is not removed, or an empty text if it is removed. `only` limits the models
+    that are compared; None means all. This writes nothing in the repository. Each action is decided when it is requested.
     """
-    kept, go = {}, []
+    stay, go = {}, []
     ours = our_models(repository)
     known_aliases, refused = plan_aliases(
-        wanted.aliases, sources.good, sources.broken, wanted.models, wanted.link, ours
+        settings.aliases, sources.good, sources.broken, settings.models, settings.link, ours
     )
     for name in sorted(ours - {*sources.good, *known_aliases, *refused}):
         if is_alias(repository / name):
@@ -101,16 +101,16 @@ def steps(
             continue
         reason = "as it was before its bundle broke" if name in sources.broken else stays(name)
         if reason:
-            kept[name] = reason
+            stay[name] = reason
         else:
             go.append(name)
     plan = plan_repository(
         sources.good,
-        mode=wanted.link,
-        transport=wanted.transport,
-        models=wanted.models,
-        front=wanted.front,
-        tritonserver=wanted.tritonserver,
+        mode=settings.link,
+        transport=settings.transport,
+        models=settings.models,
+        front=settings.front,
+        tritonserver=settings.tritonserver,
     )
 
     def is_compared(name: str) -> bool:
@@ -130,11 +130,11 @@ def steps(
     for name, reason in refused.items():
         if is_compared(name) or is_compared(name.removeprefix("aliases.")):
             yield PlannedAction(name, "refused", note=f" ({reason})")
-    # Last: for a Triton that polls, the metas must be in place before their callees are removed.
+    # Remove models last: for a Triton that polls, the meta models must be in place before their callees are removed.
     for name, metas in plan.internal.items():
         if is_compared(name) and name not in plan.models:
             yield _without_directory(repository / name, metas)
-    for name, reason in kept.items():
+    for name, reason in stay.items():
         if is_compared(name):
             yield PlannedAction(name, "kept", note=f" ({reason})")
     for name in go:
@@ -143,7 +143,7 @@ def steps(
 
 
 def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Known) -> PlannedAction:
-    """Compare a model's directory with what its recipe makes."""
+    """Compare a model's directory with its recipe."""
     name = folder.name
     try:
         digest = recipe.digest()
@@ -153,8 +153,8 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
             made_of = [*recipe.targets.values()]
         else:
             made_of = [recipe.source, *recipe.callees]
-        signed = {one.path: known.sign(one.path) for one in made_of}
-        if any(signed.get(one.path) != one.signature for one in made_of):
+        signed = {source.path: known.sign(source.path) for source in made_of}
+        if any(signed.get(source.path) != source.signature for source in made_of):
             digest = ""
         plan = recipe.plan()
     except (BundleError, ConfigError, OSError) as error:
@@ -164,7 +164,7 @@ def _compared(folder: Path, recipe: Recipe | AliasRecipe, note: str, known: Know
     try:
         current = is_current(folder, plan, recipe.mode)
     except OSError:
-        current = False  # writing it reports the reason
+        current = False  # Writing it will report the reason.
     if current:
         known.made(folder, digest, signed)
         return PlannedAction(name, "unchanged", plan, note, digest, signed)
@@ -280,7 +280,7 @@ class UpdatePolicy:
     may_write = True
 
     def reason_to_keep(self, name: str) -> str:
-        """Return why a model without a bundle is not removed; empty: it is removed."""
+        """Return why a model without a bundle is not removed, or an empty text if it is removed."""
         return ""
 
     def is_readable(self, name: str) -> bool:
@@ -307,13 +307,13 @@ class RepositoryUpdate:
         self,
         repository: Path,
         roots: Sequence[Path],
-        wanted: RepositorySettings,
+        settings: RepositorySettings,
         policy: UpdatePolicy | None = None,
         known: Known | None = None,
     ) -> None:
         self._repository = repository
         self._roots = roots
-        self._wanted = wanted
+        self._wanted = settings
         self._policy = policy or UpdatePolicy()
         self._known = known or Known()
 
@@ -329,14 +329,14 @@ class RepositoryUpdate:
         if names is not None:
             aliases = self._wanted.aliases
             only = _touched(names, sources, self._repository, aliases)
-            rest = aliases.keys() - only
-            done.uncompared = {text for name in rest for text in (name, f"aliases.{name}")} - only
+            uncompared = aliases.keys() - only
+            done.uncompared = {text for name in uncompared for text in (name, f"aliases.{name}")} - only
         self._write(sources, only, {} if twice else None, done)
         return done
 
     def confirm(self, done: Update) -> None:
         """Read the unsure models of an earlier `write` again, write the models with unchanged files, and complete `done`."""
-        first = {name: one.digest for name, one in done.of(Unsure).items()}
+        first = {name: entry.digest for name, entry in done.of(Unsure).items()}
         for name in first:
             del done.results[name]
         sources = self._read()
@@ -354,7 +354,7 @@ class RepositoryUpdate:
             if self._policy.is_readable(name):
                 done.results[name] = Broken("; ".join(lines))
             elif names is None or name in names:
-                # A bundle that is being copied looks broken for a moment; it is no error.
+                # A bundle that is being copied looks broken for a moment, which is not an error.
                 done.results[name] = Later()
 
     def _write(
@@ -407,8 +407,8 @@ class RepositoryUpdate:
             case "internal":
                 return None
         if step.plan is None or not policy.may_write:
-            what = "the alias" if step.targets else "its bundle"
-            return Failed(f"{what} is {step.verb}, and nothing may be written")
+            subject = "the alias" if step.targets else "its bundle"
+            return Failed(f"{subject} is {step.verb}, and nothing may be written")
         if not policy.reserve(step.name):
             return Later()
         return _flaw(step, sources, first) or self._put(step, step.plan, made_of)
@@ -439,12 +439,12 @@ def _flaw(
     try:
         for root in roots:
             verify(root, sources)
-        found = "" if first is None else "".join(read_unverified(root, sources) for root in roots)
+        sums = "" if first is None else "".join(read_unverified(root, sources) for root in roots)
     except BundleError as error:
         return Torn("; ".join(error.problems))
-    if first is None or not found or first.get(step.name) == found:
+    if first is None or not sums or first.get(step.name) == sums:
         return None
-    return Later() if step.name in first else Unsure(found)
+    return Later() if step.name in first else Unsure(sums)
 
 
 def remove(repository: Path, name: str, link: LinkMode) -> None:

@@ -106,10 +106,12 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
 
 def _is_same(source: Path, copy: Path) -> bool:
     """Return whether a copy of a shared file has its content: read once, however many models have links to the copy."""
-    (one, other) = ((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (source.stat(), copy.stat()))
-    if (one, other) not in _compared:
-        _compared[one, other] = filecmp.cmp(source, copy, shallow=False)
-    return _compared[one, other]
+    (original, copied) = (
+        (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (source.stat(), copy.stat())
+    )
+    if (original, copied) not in _compared:
+        _compared[original, copied] = filecmp.cmp(source, copy, shallow=False)
+    return _compared[original, copied]
 
 
 def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> bool:
@@ -177,12 +179,12 @@ class RepositoryWriter:
 
     def put_undoably(self, name: str, plan: ModelPlan, later_than: int) -> Replaced:
         """Put a model, and keep the version that it replaces. Its newest file is later than `later_than`; see `touch`."""
-        kept = SwapFolder.new(self._repository)
+        swap = SwapFolder.new(self._repository)
         try:
-            self._build(kept, name, plan, later_than)
-            return kept.install(name, self._repository)
+            self._build(swap, name, plan, later_than)
+            return swap.install(name, self._repository)
         except BaseException:
-            kept.remove()
+            swap.remove()
             raise
 
     def _build(self, folder: SwapFolder, name: str, plan: ModelPlan, later_than: int) -> None:
@@ -203,9 +205,9 @@ class RepositoryWriter:
         """Remove a model that rsrv-gen made."""
         target = self._own(name)
         # Moved away in one step, so that Triton never sees half of it.
-        gone = self._aside.path / name
-        target.rename(gone)
-        shutil.rmtree(gone)
+        aside = self._aside.path / name
+        target.rename(aside)
+        shutil.rmtree(aside)
 
     def put_file(self, name: str, text: str) -> None:
         """Create or replace a file in the repository's root."""

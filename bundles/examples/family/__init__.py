@@ -41,7 +41,7 @@ def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
 
 @functools.cache
 def trained() -> dict[str, Any]:
-    """Bundle -> its parameters: the layers of the backbone, the same arrays for all, and `head`."""
+    """Return the parameters of each bundle: the layers of the backbone, which are the same arrays for all bundles, and `head`."""
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
 
@@ -57,13 +57,14 @@ def trained() -> dict[str, Any]:
             kernel, bias = np.pad(kernel, ((0, 0), (1, 0))), np.pad(bias, (1, 0))
         return {"kernel": kernel.astype(np.float32), "bias": bias.astype(np.float32)}
 
-    # Each step is too small to share: a second thread gains nothing, and where cores are busy all wait for it (14 s, not 1 s).
+    # Each step is too small for two threads. A second one does not help, and if cores are busy, all threads wait for it (14 s
+    # instead of 1 s).
     with threadpool_limits(1):
         return {name: {**backbone, "head": head(np.asarray(task)[labels])} for name, task in TASKS.items()}
 
 
 def held_out(name: str) -> tuple[Array, Array]:
-    """Images that no part has seen, f32 [n, 8, 8, 1], and the bundle's answers to them, i64 [n]."""
+    """Return images that were not used for training, f32 [n, 8, 8, 1], and the bundle's right answers to them, i64 [n]."""
     images, labels = digits.held_out()
     return images, np.asarray(TASKS[name])[labels]
 
@@ -76,9 +77,9 @@ def reference(inputs: Mapping[str, Array], params: Any) -> dict[str, Array]:
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, one of `TASKS`, replacing an existing one. RuntimeError if training went badly."""
     name = out_dir.name
-    images, wanted = held_out(name)
-    accuracy = float((reference({"image": images}, trained()[name])["logits"].argmax(1) == wanted).mean())
-    print(f"{name}: {accuracy:.1%} of {len(wanted)} held-out images are right", flush=True)
+    images, labels = held_out(name)
+    accuracy = float((reference({"image": images}, trained()[name])["logits"].argmax(1) == labels).mean())
+    print(f"{name}: {accuracy:.1%} of {len(labels)} held-out images are right", flush=True)
     if accuracy < REQUIRED_ACCURACY:
         raise RuntimeError(f"accuracy {accuracy:.1%} is below {REQUIRED_ACCURACY:.0%}")
     export_bundle(

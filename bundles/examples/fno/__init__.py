@@ -23,18 +23,18 @@ REQUIRED_ERROR = 0.02
 
 
 def held_out() -> tuple[Array, Array]:
-    """200 starts that training has not seen, and their ends by the solver, f64 [200, POINTS]."""
+    """Return 200 starts that were not used for training, and their ends from the solver, f64 [200, POINTS]."""
     unseen = starts(200, seed=0)
     return unseen, solve(unseen)
 
 
-def mean_error(got: Array, want: Array) -> float:
-    """The mean over the rows of a row's error (Euclidean norm), relative to what it should be."""
-    return float(np.mean(np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)))
+def mean_error(computed: Array, want: Array) -> float:
+    """Return the mean error of the rows (Euclidean norm), relative to the norm of the right row."""
+    return float(np.mean(np.linalg.norm(computed - want, axis=1) / np.linalg.norm(want, axis=1)))
 
 
 def params(dtype: Any) -> Any:
-    """The trained weights in this precision; they were trained in f32, and f64 has them exactly."""
+    """Return the trained weights in this precision. They were trained in f32, so f64 represents them exactly."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), trained())
 
 
@@ -42,19 +42,19 @@ def reference(inputs: Mapping[str, Array], weights: Any = None) -> dict[str, Arr
     """start: [n, x] -> end: [n, x], in the start's precision, f32 or f64. Trains first, unless it is given weights."""
     start = inputs["start"]
     with jax.enable_x64(start.dtype == np.float64):
-        found = apply(params(start.dtype) if weights is None else weights, jax.numpy.asarray(start))
-        return {"end": np.asarray(found["end"])}
+        outputs = apply(params(start.dtype) if weights is None else weights, jax.numpy.asarray(start))
+        return {"end": np.asarray(outputs["end"])}
 
 
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, fno_f32 or fno_f64, replacing an existing one. RuntimeError if training went badly."""
-    unseen, wanted = held_out()
-    error = mean_error(reference({"start": unseen.astype(np.float32)})["end"], wanted)
+    unseen, ends = held_out()
+    error = mean_error(reference({"start": unseen.astype(np.float32)})["end"], ends)
     print(f"{out_dir.name}: {error:.2%} from the solver on average, on held-out starts", flush=True)
     if error > REQUIRED_ERROR:
         raise RuntimeError(f"must be at most {REQUIRED_ERROR:.0%}")
     dtype = {"fno_f32": np.float32, "fno_f64": np.float64}[out_dir.name]
-    # Only for this export: elsewhere in the process the element types stay as they are.
+    # Enable 64 bits only for this export. Elsewhere in the process, the element types stay as they are.
     with jax.enable_x64(dtype is np.float64):
         export_bundle(
             apply,

@@ -10,9 +10,9 @@ Array = np.ndarray[Any, Any]
 
 #: The circle's length is 2 pi.
 VISCOSITY = 0.1
-#: From a start to the answer.
+#: Time from a start to the answer.
 TIME = 1.0
-#: Points at which the solver works; it knows no waves shorter than that.
+#: Number of points at which the solver computes. Shorter waves than these allow do not occur.
 POINTS = 128
 
 _STEPS = 100
@@ -21,7 +21,10 @@ _WAVES = 6
 
 
 def starts(count: int, seed: int) -> Array:
-    """f64 [count, POINTS]: smooth, of random waves whose amplitudes fall with their number, of variance 1 on average."""
+    """Return smooth starts, f64 [count, POINTS]: sums of random waves whose amplitudes fall with their number.
+
+    Their mean variance is 1.
+    """
     rng = np.random.default_rng(seed)
     x = 2 * np.pi * np.arange(POINTS) / POINTS
     number = np.arange(1, _WAVES + 1)
@@ -33,13 +36,13 @@ def starts(count: int, seed: int) -> Array:
 def solve(start: Array) -> Array:
     """With two classes, there is a row for the second class only. The logit of the first one is then 0."""
     wave = np.arange(POINTS // 2 + 1)
-    kept = wave <= POINTS // 3
+    low = wave <= POINTS // 3
     step = TIME / _STEPS
     half = np.exp(-VISCOSITY * wave**2 * step / 2)
 
     def advection(spectrum: Array) -> Array:
         u = np.fft.irfft(spectrum, POINTS, axis=1)
-        return np.asarray(-0.5j * wave * kept * np.fft.rfft(u * u, axis=1))
+        return np.asarray(-0.5j * wave * low * np.fft.rfft(u * u, axis=1))
 
     spectrum = np.fft.rfft(start, axis=1)
     for _ in range(_STEPS):

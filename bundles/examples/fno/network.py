@@ -15,7 +15,7 @@ from examples.fno.burgers import POINTS, solve, starts
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
 
-#: Waves that a layer looks at; channels; layers.
+#: Number of waves that a layer uses, number of channels, and number of layers.
 WAVES, WIDTH, LAYERS = 12, 24, 4
 
 _STARTS = 768
@@ -39,19 +39,19 @@ def _dense(params: Any, x: jax.Array) -> jax.Array:
 
 
 def _waves(params: Any, x: jax.Array) -> jax.Array:
-    """Each of the longest waves through a matrix of its own; the others are dropped."""
+    """Multiply each of the longest waves by its own matrix, and drop all other waves."""
     spectrum = jnp.fft.rfft(x, axis=1)[:, :WAVES]
     kernel = jax.lax.complex(params["real"], params["imaginary"])
-    # Not scaled by the number of points: a finer grid has the same waves, of larger sums.
+    # Do not scale by the number of points. A finer grid has the same waves with larger sums.
     return jnp.fft.irfft(jnp.einsum("nkc,kcd->nkd", spectrum, kernel), x.shape[1], axis=1)
 
 
 @functools.cache
 def trained() -> Params:
-    """The parameters, f32, after training with Adam on solved starts; some seconds, once per process."""
+    """Return the parameters, f32, after training with Adam on solved starts. Training takes some seconds, once per process."""
     known = starts(_STARTS, seed=1)
     solved = solve(known)
-    # Every other point: the operator then works at all of them, too.
+    # Train at every other point. The operator then also works at all points.
     pairs = jnp.asarray(np.stack([known, solved], 1)[..., ::2], jnp.float32)
     rng = np.random.default_rng(2)
     order = rng.integers(0, _STARTS, (_STEPS, _BATCH))
@@ -64,7 +64,7 @@ def trained() -> Params:
 
     @jax.jit
     def step(params: Params, state: Any, rows: Any, by: Any) -> Any:
-        # The equation holds at each point of the circle alike, so rotate each example.
+        # The equation is the same at each point of the circle, so rotate each example.
         batch = jnp.roll(pairs[rows], by, axis=2)
         updates, state = optimiser.update(jax.grad(loss)(params, batch[:, 0], batch[:, 1]), state)
         return optax.apply_updates(params, updates), state
@@ -73,8 +73,8 @@ def trained() -> Params:
     state = optimiser.init(params)
     for rows, by in zip(order, shift, strict=True):
         params, state = step(params, state, rows, by)
-    found: Params = jax.tree.map(np.asarray, params)
-    return found
+    arrays: Params = jax.tree.map(np.asarray, params)
+    return arrays
 
 
 def initial() -> Params:

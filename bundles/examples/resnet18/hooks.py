@@ -5,7 +5,8 @@ import numpy as np
 from rsrv.hooks.image import IMAGENET_MEAN, IMAGENET_STD, decode, normalise, resize_crop
 from rsrv.hooks.labels import softmax, top_k
 
-#: The shorter side of an image, then what is left of its middle, pixels; in the proportion of torchvision's 256 and 224.
+#: Pixels of the shorter side of a resized image, and of its cropped middle. The proportion is that of torchvision's 256 and
+#: 224.
 SHORTER, SIDE = 110, 96
 
 

@@ -1,4 +1,4 @@
-"""ResNet-18 (K. He et al., arXiv:1512.03385) in plain PyTorch, its tensors named as torchvision names them."""
+"""ResNet-18 (K. He et al., arXiv:1512.03385) in plain PyTorch, with torchvision's names of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLASSES = 1000
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResNet18(nn.Module):
 
 
 def network(state_dict: Mapping[str, Tensor] | None = None) -> ResNet18:
-    """The network in evaluation mode, with these weights; without any, with random ones, the same in every process."""
+    """Return the network in evaluation mode with these weights, or with random ones that are the same in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = ResNet18()
@@ -66,7 +66,10 @@ def network(state_dict: Mapping[str, Tensor] | None = None) -> ResNet18:
 
 
 def _settle(made: ResNet18) -> None:
-    """Give the normalisations the statistics of noise; at their start they would do nothing, and be checked for nothing."""
+    """Give the normalisations the statistics of noise.
+
+    With their initial values they would change nothing, so no test would notice a fault.
+    """
     for module in made.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

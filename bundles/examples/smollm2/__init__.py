@@ -1,4 +1,4 @@
-"""smollm2: a language model of 135 million weights, published, which answers questions in a chat."""
+"""smollm2: a published language model of 135 million weights, which answers questions in a chat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.smollm2.published import fetched
 from rsrv_bundle.stateful import export_generative
 
 BATCH_SIZES = (1, 4, 8)
-#: Tokens read at once, one variant each.
+#: Numbers of tokens that are read at once, one variant each.
 CHUNKS = (1, 16, 128)
 #: Sequences on the device, 24 MB each.
 SLOTS = 8

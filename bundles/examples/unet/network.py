@@ -14,11 +14,11 @@ import optax
 
 from examples.detector_scenes import SIDE, scenes
 
-#: channels of each level, the finest first
+#: Channels of each level, the finest first.
 CHANNELS = (8, 16, 32)
 
 _IMAGES = 400
-#: Training looks at parts of images, so many pixels wide and high.
+#: Training uses parts of images. This is their width and height in pixels.
 _CROP = 48
 _BATCH = 8
 _STEPS = 120
@@ -34,7 +34,7 @@ class Pair(eqx.Module):
         keys = jax.random.split(key)
         sizes = (channels, out)
         self.convolutions = [
-            eqx.nn.Conv2d(size, out, 3, padding=1, key=one) for size, one in zip(sizes, keys, strict=True)
+            eqx.nn.Conv2d(size, out, 3, padding=1, key=key) for size, key in zip(sizes, keys, strict=True)
         ]
         self.norms = [eqx.nn.GroupNorm(4, out) for _ in sizes]
 
@@ -74,7 +74,7 @@ class UNet(eqx.Module):
 
 @functools.cache
 def trained() -> UNet:
-    """The network after training with Adam on drawn scenes; some seconds, once per process."""
+    """Return the network after training with Adam on drawn scenes. Training takes some seconds, once per process."""
     known = scenes(_IMAGES, seed=3)
     rng = np.random.default_rng(4)
     optimiser = optax.adam(optax.cosine_decay_schedule(8e-3, _STEPS))

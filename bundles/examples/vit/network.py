@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 CLASSES = 1000
-#: of an image and of its patches, in pixels
+#: Pixels of a side of an image, and of its patches.
 SIDE, PATCH = 64, 8
 WIDTH, HEADS, LAYERS = 192, 3, 12
 
 
 class Block(nnx.Module):
-    """Attention and two dense layers, each beside a shortcut."""
+    """Attention and two dense layers, each with a shortcut."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1 = nnx.LayerNorm(WIDTH, epsilon=1e-6, rngs=rngs)
@@ -50,5 +50,5 @@ class ViT(nnx.Module):
 
 
 def network() -> ViT:
-    """The network with random weights, the same in every process."""
+    """Return the network with random weights, which are the same in every process."""
     return ViT(nnx.Rngs(0))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.settings import load_settings
 from rsrv.wire.paths import SOCKET, runtime_directory

@@ -16,6 +16,8 @@ from typing import Any
 
 from rsrv.runtime import jax_device
 from rsrv.runtime.__main__ import main
+from rsrv.runtime.device_executables import DeviceExecutables
+from rsrv.runtime.device_executions import DeviceExecutions, LaunchedExecution
 from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
@@ -29,24 +31,33 @@ def pace(arrays: Sequence[Any]) -> float:
     return SECONDS + ROW_SECONDS * rows
 
 
-class PacedDevice(JaxDevice):
-    """jax's device, slowed down. Like a GPU, it executes beside its launcher, one execution after another."""
+class PacedExecutables(DeviceExecutables):
+    """Executables that take longer to compile."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, asynchronous_cpu=True, **options)
-
-    def _compile(self, *arguments: Any, **options: Any) -> Any:
+    def _compile(self, *arguments: Any) -> Any:
         time.sleep(COMPILE_SECONDS)
-        return super()._compile(*arguments, **options)
+        return super()._compile(*arguments)
 
-    def _wait(self, execution: Any) -> float:
+
+class PacedExecutions(DeviceExecutions):
+    """Executions that take the stated time, one after another."""
+
+    def _wait(self, execution: LaunchedExecution) -> float:
         # Read these before `ready`: a thread that empties them has set `ready` before.
         outputs, previous = execution.outputs, execution.previous
         if execution.ready is None:
             free = execution.started if previous is None else max(execution.started, self._wait(previous))
-            self._jax.block_until_ready(outputs)
+            for output in outputs:
+                output.block_until_ready()
             time.sleep(max(0.0, free + pace(outputs) - time.perf_counter()))
         return super()._wait(execution)
+
+
+class PacedDevice(JaxDevice):
+    """jax's device, slowed down. Like a GPU, it executes beside its launcher."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, asynchronous_cpu=True, **options)
 
 
 if __name__ == "__main__":
@@ -54,4 +65,7 @@ if __name__ == "__main__":
         sys.exit(f"expected -P -m rsrv.runtime, got {sys.argv[1:]}")
     # The runtime's entry imports the class from here when it makes its device.
     jax_device.JaxDevice = PacedDevice  # type: ignore[misc]
+    # The device takes its parts from here.
+    jax_device.DeviceExecutables = PacedExecutables  # type: ignore[misc]
+    jax_device.DeviceExecutions = PacedExecutions  # type: ignore[misc]
     sys.exit(main(sys.argv[4:]))

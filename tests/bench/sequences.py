@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv.gpu.runtimes import private_bytes
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.stub.connection import greet
 from rsrv.wire.frames import END, START
 from rsrv.wire.socket import connect

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime import jax_device
+from rsrv.runtime import device_memory
 from rsrv.runtime.device import Array, DeviceError, OutOfMemory
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.precision import product
 from tests.gpu.fake_gpu import GIB, MIB, FakeGpu, settings_here
@@ -165,7 +166,7 @@ def test_a_full_device_gets_the_tuned_executable_of_the_compilation_cache(
 
 def limit_and_log() -> tuple[int | None, list[str]]:
     lines = logged()
-    jax_device._RELEASE_S = 0.1
+    device_memory.RELEASE_S = 0.1
     return JaxDevice("cuda").memory_limit, lines
 
 
@@ -181,7 +182,7 @@ def test_memory_that_other_processes_hold_is_not_in_the_budget(gpu: FakeGpu) -> 
 
 
 def refusal_and_limit() -> tuple[str, int | None]:
-    jax_device._RELEASE_S = 0.1
+    device_memory.RELEASE_S = 0.1
     with pytest.raises(DeviceError) as found:
         JaxDevice("cuda")
     settings_here().cards[0].others_bytes = 0

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import CompiledModel
 from rsrv.runtime.numerics import probes
 from rsrv.runtime.stored_executables import StoredExecutables

@@ -29,7 +29,8 @@ import json, logging, resource, sys
 from pathlib import Path
 import numpy as np
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from tests.unit.runtime.conftest import build_here
 from tests.unit.bundle.forge import seal
 logging.basicConfig(level=logging.WARNING)

@@ -18,11 +18,12 @@ import pytest
 from rsrv.runtime import allocation, cuda
 from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, DeviceRows, Executable, OutOfMemory, run
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
-from rsrv_bundle.modules import as_exported, check_signatures, read_module
+from rsrv_bundle.modules import check_signatures
 from tests.logged import logged_here
 from tests.unit.runtime.conftest import build_here
 
@@ -254,9 +255,22 @@ def test_freed_memory_goes_back_to_the_system(rounds: int, sizes: list[int]) -> 
     assert freed < 0.02 * before
 
 
-def test_a_tensor_that_takes_anothers_place_takes_its_memory() -> None:
+def watch_blocks(monkeypatch: pytest.MonkeyPatch) -> list[ref[allocation.Bytes]]:
+    """Return the blocks that uploads to a CPU allocate from now on."""
+    allocate, blocks = allocation.aligned, list[ref[allocation.Bytes]]()
+
+    def aligned(nbytes: int, *, huge_pages: bool = False) -> allocation.Bytes:
+        block = allocate(nbytes, huge_pages=huge_pages)
+        blocks.append(ref(block))
+        return block
+
+    monkeypatch.setattr(allocation, "aligned", aligned)
+    return blocks
+
+
+def test_a_tensor_that_takes_anothers_place_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacing tensor takes the memory of the replaced one during an upload; the rest is freed."""
-    device = JaxDevice("cpu")
+    device, blocks = JaxDevice("cpu"), watch_blocks(monkeypatch)
     sizes = [1 << 18, 1 << 18, 1 << 19]
     first = device.upload(np.full(size, 1, np.float32) for size in sizes)
     where = [_address(buffer) for buffer in first]
@@ -269,10 +283,9 @@ def test_a_tensor_that_takes_anothers_place_takes_its_memory() -> None:
     assert len({_address(buffer) for buffer in (*second, *third)}) == 4
     for buffers, value in ((second, 2), (third, 3)):
         assert all((np.asarray(buffer) == value).all() for buffer in buffers)
-    assert len(device._reuse._taken) == 4
+    assert sum(block() is not None for block in blocks) == 4
     device.free([*second, *third])
-    assert not device._reuse._taken
-    assert not device._reuse._spare
+    assert not any(block() is not None for block in blocks)
 
 
 def _address(buffer: Any) -> int:
@@ -328,8 +341,7 @@ class _Failing:
 
 def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnoticed() -> None:
     """If all outputs stay on the device, a failure of the execution is still noticed."""
-    device = JaxDevice("cpu")
-    device.asynchronous = True
+    device = JaxDevice("cpu", asynchronous_cpu=True)
     executable: Any = lambda: [_Failing()]
 
     with pytest.raises(OutOfMemory, match="told to"):
@@ -363,27 +375,10 @@ def test_only_an_error_that_ends_the_context_loses_the_device(name: str, ends: b
     assert bool(lost) is ends
 
 
-def test_a_launch_that_waits_for_memory_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of freed buffers comes after some time; meanwhile other threads launch."""
-    device = JaxDevice("cpu")
-    in_use, held = iter([256, 256, 0]), []
-
-    def memory(figure: str) -> int:
-        held.append(device._lock.locked())
-        return next(in_use)
-
-    monkeypatch.setattr(device, "memory_limit", 256)
-    monkeypatch.setattr(device, "_memory", memory)
-
-    device.launch(Executable(lambda x: [jnp.asarray(x)]), [], [np.zeros(8, np.float32)])
-
-    assert held == [False, False, False]
-
-
 def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, the kernel would kill a process. Few bytes are not worth a look at the memory."""
     device = JaxDevice("cpu")
-    monkeypatch.setattr("rsrv.runtime.jax_device.spare_memory", lambda: 1 << 20)
+    monkeypatch.setattr("rsrv.runtime.device_transfers.spare_memory", lambda: 1 << 20)
 
     def upload(count: int) -> None:
         array = np.zeros(count, np.float32)
@@ -397,50 +392,15 @@ def test_an_upload_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.
 
 def test_weights_that_were_evicted_for_an_upload_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, the next upload may use their memory, which is freed if the host has no room beside it."""
-    device, allocate, blocks = JaxDevice("cpu"), allocation.aligned, list[ref[allocation.Bytes]]()
-
-    def aligned(nbytes: int, *, huge_pages: bool = False) -> allocation.Bytes:
-        block = allocate(nbytes, huge_pages=huge_pages)
-        blocks.append(ref(block))
-        return block
+    device, blocks = JaxDevice("cpu"), watch_blocks(monkeypatch)
 
     def spare() -> int:
         return (3 << 20) - sum(block.nbytes for one in blocks if (block := one()) is not None)
 
-    monkeypatch.setattr(allocation, "aligned", aligned)
-    monkeypatch.setattr("rsrv.runtime.jax_device.spare_memory", spare)
+    monkeypatch.setattr("rsrv.runtime.device_transfers.spare_memory", spare)
     array = np.zeros(2 << 20, np.uint8)
     for _ in range(3):
         device.free(device.upload([array], kinds=[(array.shape, array.dtype)]), reuse=True)
-
-
-def test_a_stored_executable_is_loaded_on_a_full_device(
-    doubling: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It takes no memory to load, because no kernel is timed."""
-    device = JaxDevice("cpu")
-    bundle = read_bundle(doubling)
-    key, signature = next(iter(check_signatures(bundle).items()))
-    exported = as_exported(read_module(bundle, key, signature), signature)
-    monkeypatch.setattr(device, "memory_limit", 0)
-    monkeypatch.setattr(device, "_memory", lambda figure: 0)
-
-    device._compile(exported, "", stored=True)
-
-    assert not logged_here(caplog)
-
-
-def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge without room raises OutOfMemory, so that weights are evicted and it is retried."""
-    device = JaxDevice("cpu")
-    buffers = device.upload([np.zeros((2, 3), np.float32)])
-
-    def merge(*_: object) -> None:
-        raise RuntimeError("RESOURCE_EXHAUSTED: told to")
-
-    monkeypatch.setattr(device, "_merge", merge)
-    with pytest.raises(OutOfMemory, match="told to"):
-        device.merge(np.zeros((4, 3), np.float32), 0, [DeviceRows(buffers[0], 0, 2, 0)])
 
 
 def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:

@@ -204,7 +204,8 @@ import json, sys
 from pathlib import Path
 import numpy as np
 from rsrv.runtime.device import run
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from tests.unit.runtime.conftest import build_here
 device = JaxDevice("cpu", ExecutableSources(repository=Path(sys.argv[1])))
 model = build_here(sys.argv[2], device)

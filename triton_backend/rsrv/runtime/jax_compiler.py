@@ -4,14 +4,16 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 from rsrv.runtime.compile_cache import CompileCache
-from rsrv.runtime.device import DeviceError
+from rsrv.runtime.device import ArrayKind, DeviceError
 from rsrv.runtime.numerics import hardware_of
 from rsrv.runtime.stored_executables import CompileTarget
 from rsrv_bundle.dtypes import numpy_dtype
@@ -29,6 +31,10 @@ _KERNEL = re.compile(r" = \S.* (?:fusion|custom-call|copy|sort|while|reduce|scat
 
 #: signatures whose placeholders are kept: each takes a megabyte, most of it for a context of MLIR
 _PLACEHOLDERS = 8
+#: Helper programs of one kind that are kept: each takes 170 kB of host memory.
+_PROGRAMS = 256
+#: array whose allocation ends that of an upload's arrays
+ALLOCATION_END: ArrayKind = ((1,), np.dtype(np.uint8))
 
 
 class AheadCompiler:
@@ -175,6 +181,30 @@ def _last_first(count: int, values: Sequence[Any]) -> tuple[Any, ...]:
     return (*values[at:], *values[:at])
 
 
+def drop_traces() -> None:
+    """Drop the functions that jax has traced and lowered.
+
+    jax keeps them for a second use, which never happens here. For a small model of six sizes they take 6 MB of host memory.
+    """
+    import jax
+
+    jax.clear_caches()
+
+
+def raising_cache_errors() -> AbstractContextManager[object]:
+    """Make the calling thread raise errors of the compilation cache. Otherwise jax takes one for a miss, and compiles."""
+    from jax._src import config
+
+    return config.raise_persistent_cache_errors(True)
+
+
+def listen_to_events(listener: Callable[..., None]) -> None:
+    """Make jax call `listener` with the name of each of its events, such as a hit of the compilation cache."""
+    import jax.monitoring
+
+    jax.monitoring.register_event_listener(listener)
+
+
 def use_cache(cache: CompileCache) -> bool:
     """Make jax store executables in this cache. Return whether it will.
 
@@ -199,3 +229,67 @@ def use_cache(cache: CompileCache) -> bool:
     # XLA's own cache files have no digest, and a full disk may fail the compilation.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return True
+
+
+class HelperPrograms:
+    """Programs of the runtime's own, which compile in milliseconds: they allocate, and read and write slots of pools.
+
+    The compilation cache does not keep them: they are no modules of models, and loads need an allocator for each set of
+    tensors that they find absent.
+    """
+
+    def __init__(self, cache: CompileCache) -> None:
+        import jax
+
+        self._jax = jax
+        self._cache = cache
+        self.allocator = lru_cache(_PROGRAMS)(self._compile_allocator)
+        self.pool_maker = lru_cache(_PROGRAMS)(self._compile_pool_maker)
+        self.slot_reader = lru_cache(_PROGRAMS)(self._compile_slot_reader)
+        self.slot_writer = lru_cache(_PROGRAMS)(self._compile_slot_writer)
+        # Compiled once for each pair of shapes, regardless of the number of rows merged.
+        self.merge: Callable[..., Any] = jax.jit(_merge, static_argnums=3)
+
+    def _compile_allocator(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        """Return a program that returns arrays without contents, and one of the kind `ALLOCATION_END`."""
+        empty: Any = self._jax.lax.empty  # has no types
+        with self._cache.bypassing():
+            return (
+                self._jax.jit(lambda: [empty(*kind) for kind in (*kinds, ALLOCATION_END)]).lower().compile()
+            )
+
+    def _compile_pool_maker(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        """Return a program that returns arrays of zeros."""
+        zeros: Any = self._jax.numpy.zeros  # has no types
+        with self._cache.bypassing():
+            return self._jax.jit(lambda: [zeros(*kind) for kind in kinds]).lower().compile()
+
+    def _compile_slot_reader(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        """Return a program that takes pools and a slot, and returns the slot's tensors."""
+        pools, slot, _ = self._slot_structs(kinds)
+        with self._cache.bypassing():
+            return self._jax.jit(lambda pools, at: [pool[at] for pool in pools]).lower(pools, slot).compile()
+
+    def _compile_slot_writer(self, kinds: tuple[ArrayKind, ...]) -> Any:
+        """Return a program that takes pools, a slot and its tensors, and returns the pools with these."""
+
+        def write(pools: Sequence[Any], at: Any, values: Sequence[Any]) -> list[Any]:
+            return [pool.at[at].set(value) for pool, value in zip(pools, values, strict=True)]
+
+        with self._cache.bypassing():
+            return self._jax.jit(write, donate_argnums=0).lower(*self._slot_structs(kinds)).compile()
+
+    def _slot_structs(self, kinds: tuple[ArrayKind, ...]) -> tuple[list[Any], Any, list[Any]]:
+        """Return the types of pools, of a slot's number, and of a slot's tensors."""
+        struct: Any = self._jax.ShapeDtypeStruct  # has no types
+        pools = [struct(*kind) for kind in kinds]
+        return pools, struct((), np.int32), [struct(shape[1:], dtype) for shape, dtype in kinds]
+
+
+def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
+    """Replace row i of `base` by row `rows[i]` of `source`, unless that is negative."""
+    import jax.numpy as jnp
+
+    along = [1] * base.ndim
+    along[axis] = -1
+    return jnp.where((rows >= 0).reshape(along), jnp.take(source, rows, axis=axis, mode="clip"), base)

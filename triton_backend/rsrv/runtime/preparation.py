@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rsrv.runtime.cuda import MemoryShare
 from rsrv.runtime.device import DeviceError, Executable
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.device_executables import ExecutableSources
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.models import modules_of
 from rsrv.settings import Settings

@@ -24,8 +24,9 @@ from rsrv.runtime.child_processes import control_command, end_orphans, supervise
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.cuda import MemoryShare, memory_fraction
 from rsrv.runtime.device import DeviceError
+from rsrv.runtime.device_executables import ExecutableSources
 from rsrv.runtime.handover import Handover
-from rsrv.runtime.jax_device import ExecutableSources, JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.known_modules import KnownModules
 from rsrv.runtime.loop import Loop, ServerProcess
 from rsrv.runtime.preparation import Preparation

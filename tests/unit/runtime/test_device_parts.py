@@ -1,0 +1,125 @@
+"""Parts of jax's device: its memory, executions without room, and executables on a full device."""
+
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv.runtime import device_executables
+from rsrv.runtime.compile_cache import CompileCache
+from rsrv.runtime.device import DeviceRows, Executable, OutOfMemory
+from rsrv.runtime.device_errors import ErrorExaminer
+from rsrv.runtime.device_executables import DeviceExecutables, ExecutableSources
+from rsrv.runtime.device_executions import DeviceExecutions
+from rsrv.runtime.device_memory import DeviceMemory
+from rsrv.runtime.device_transfers import CpuTransfers
+from rsrv.runtime.jax_compiler import HelperPrograms
+from rsrv.runtime.stored_executables import CompileTarget, write_executables
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import check_signatures, read_module
+from tests.logged import logged_here
+
+LIMIT = 256
+
+
+class Card:
+    """jax's device, with these bytes in use at one call after the other."""
+
+    def __init__(self, *in_use: int) -> None:
+        self._in_use = iter(in_use)
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_in_use": next(self._in_use)}
+
+
+def limited(*in_use: int) -> DeviceMemory:
+    memory = DeviceMemory(Card(*in_use), "card", None, preallocates=False)
+    memory.limit = LIMIT
+    return memory
+
+
+def executions(memory: DeviceMemory, programs: Any, launching: Lock) -> DeviceExecutions:
+    examiner = ErrorExaminer(lambda reason: None)
+    transfers = CpuTransfers(np.asarray, examiner)
+    return DeviceExecutions(
+        memory, lambda executable: (), transfers, programs, launching, examiner, asynchronous=False
+    )
+
+
+def test_an_allocation_waits_for_the_memory_of_freed_buffers() -> None:
+    """XLA frees it on a thread of its own, soon after the call that frees."""
+    card = limited(LIMIT, LIMIT, 0)
+
+    card.require([LIMIT])
+
+    with pytest.raises(StopIteration):
+        card.in_use()  # all were asked for
+
+
+def test_a_launch_that_waits_for_memory_does_not_hold_up_others() -> None:
+    """While one thread waits for memory, other threads launch."""
+    launching, locked = Lock(), list[bool]()
+
+    class Memory(DeviceMemory):
+        def require(self, sizes: Any) -> None:
+            locked.append(launching.locked())
+
+    memory = Memory(Card(), "card", None, preallocates=False)
+    memory.limit = LIMIT
+
+    launched = executions(memory, HelperPrograms(CompileCache(None)), launching).launch(
+        Executable(lambda x: [jnp.asarray(x)]), [], [np.zeros(8, np.float32)]
+    )
+
+    assert launched
+    assert locked == [False]
+
+
+def test_a_device_without_room_to_put_tensors_together_says_so() -> None:
+    """A merge without room raises OutOfMemory, so that weights are evicted and it is retried."""
+
+    class Programs:
+        @staticmethod
+        def merge(*_: object) -> None:
+            raise RuntimeError("RESOURCE_EXHAUSTED: told to")
+
+    device = executions(DeviceMemory(Card(), "card", None, preallocates=False), Programs, Lock())
+    buffer: Any = jnp.zeros((2, 3), np.float32)
+
+    with pytest.raises(OutOfMemory, match="told to"):
+        device.merge(np.zeros((4, 3), np.float32), 0, [DeviceRows(buffer, 0, 2, 0)])
+
+
+def test_a_stored_executable_is_loaded_on_a_full_device(
+    doubling: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no memory to load, because no kernel is timed."""
+    bundle = read_bundle(doubling)
+    key, signature = next(iter(check_signatures(bundle).items()))
+    target = CompileTarget("card", "9.0", "jax 1", "")
+    write_executables(tmp_path / "card.executables", target, False, {signature.digest: b"machine code"})
+
+    class FullMemory(DeviceMemory):
+        def require(self, sizes: Any) -> None:
+            raise OutOfMemory("told to")
+
+    def cannot_lower(_: object) -> None:
+        raise RuntimeError("told to")
+
+    # Otherwise, an executable that is no machine code of this CPU would not get as far as this.
+    monkeypatch.setattr(device_executables, "lower_placeholder", cannot_lower)
+    monkeypatch.setattr(device_executables, "use_cache", lambda cache: False)
+    examiner = ErrorExaminer(lambda reason: None)
+    memory = FullMemory(Card(), "card", None, preallocates=False)
+    made = DeviceExecutables(
+        ExecutableSources(repository=tmp_path), CompileCache(None), target, "", memory, examiner
+    )
+
+    executable = made.compile(read_module(bundle, key, signature), signature)
+
+    (y,) = cast("Any", executable)(np.ones((1, 3), np.float32), np.ones(3, np.float32))
+    assert np.asarray(y).shape == (1, 3)
+    assert not logged_here(caplog)

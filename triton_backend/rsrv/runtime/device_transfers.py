@@ -1,0 +1,256 @@
+"""Transfers of weights to jax's device, and of large outputs back to the host: on a CPU and by CUDA's driver."""
+
+import ctypes
+import gc
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from rsrv.limits import spare_memory
+from rsrv.runtime.allocation import Reuse
+from rsrv.runtime.cuda import CopyStream, CudaError, DeviceCopy, Driver
+from rsrv.runtime.device import (
+    Abandoned,
+    Array,
+    ArrayKind,
+    Buffer,
+    DeviceError,
+    OutOfMemory,
+    Targets,
+    never,
+)
+from rsrv.runtime.device_errors import ErrorExaminer
+from rsrv.runtime.device_memory import DeviceMemory
+from rsrv.runtime.jax_compiler import ALLOCATION_END, HelperPrograms
+
+#: bytes of an upload whose copies may be enqueued: enough to keep PCIe busy while this thread waits for the interpreter,
+#: and few enough that abandoning the upload, which waits for them, takes 10 ms at 25 GB/s
+_IN_FLIGHT_BYTES = 256 << 20
+#: On a CPU, check that the host has room for weights of at least this many bytes.
+_LARGE_BYTES = 1 << 20
+
+#: Function that copies an array to the device with jax, or uses it in place, and waits for it.
+Put = Callable[[Array], Any]
+
+
+class Transfers(Protocol):
+    """Transfers of one device. The first three methods are those of `Device`."""
+
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]: ...
+
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None: ...
+
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]: ...
+
+    def start_outward(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
+        """Enqueue the copies of outputs to `targets`; return the event after them, until which the outputs must stay."""
+
+    def finish_outward(self, event: ctypes.c_void_p) -> None:
+        """Wait for the copies before an event."""
+
+
+class CpuTransfers:
+    """jax's CPU uses memory of the host: an upload is one copy."""
+
+    def __init__(self, put: Put, examiner: ErrorExaminer) -> None:
+        self._put = put
+        self._examiner = examiner
+        self._reuse = Reuse()
+
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]:
+        self._require(kinds or ())
+        arrived: list[Buffer] = []
+        try:
+            for array in arrays:
+                if abandoned():
+                    raise Abandoned
+                # jax would use an aligned array in place: the host copy itself.
+                arrived.append(Buffer(self._reuse.put(array, self._put)))
+            if abandoned():
+                raise Abandoned
+        except BaseException as error:
+            self.free(arrived)
+            self._examiner.examine(error)
+            raise
+        finally:
+            self._give_back()
+        return arrived
+
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
+        buffer: Any
+        for buffer in buffers:
+            buffer.delete()
+            self._reuse.free(buffer, reuse=reuse)
+        if not reuse:
+            _drop_arrays()
+
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
+        return lambda: None
+
+    def start_outward(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
+        raise AssertionError("a CPU has no targets")
+
+    def finish_outward(self, event: ctypes.c_void_p) -> None:
+        raise AssertionError("a CPU has no targets")
+
+    def _require(self, kinds: Sequence[ArrayKind]) -> None:
+        """Raise OutOfMemory if the host has no room for these arrays: the kernel would kill a process."""
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+        if needed < _LARGE_BYTES or needed <= spare_memory():
+            return
+        # For a large upload, the memory of the evicted weights is in the way.
+        self._give_back()
+        if needed > (spare := spare_memory()):
+            raise OutOfMemory(f"{needed} bytes are needed, and the host has {spare}")
+
+    def _give_back(self) -> None:
+        """Return the memory that was kept for reuse to the system."""
+        if self._reuse.give_back():
+            _drop_arrays()
+
+
+def _drop_arrays() -> None:
+    """Make jax drop the freed arrays that it used in place.
+
+    jax drops them in the next garbage collection; that of generation 0 suffices.
+    """
+    gc.collect(0)
+
+
+class CudaTransfers:
+    """A GPU copies by streams of the driver, which do not wait for executions that came later."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        memory: DeviceMemory,
+        programs: HelperPrograms,
+        put: Put,
+        examiner: ErrorExaminer,
+    ) -> None:
+        """Make the streams. Raises CudaError."""
+        self._driver = driver
+        self._memory = memory
+        self._programs = programs
+        self._put = put
+        self._examiner = examiner
+        #: Streams of weights and of large outputs.
+        self._inward, self._outward = CopyStream(driver), CopyStream(driver)
+
+    def upload(
+        self,
+        arrays: Iterable[Array],
+        abandoned: Callable[[], bool] = never,
+        kinds: Sequence[ArrayKind] | None = None,
+    ) -> list[Buffer]:
+        if kinds is None:
+            arrays = list(arrays)
+            kinds = [(array.shape, array.dtype) for array in arrays]
+        if not kinds:
+            return []  # other models have all of its tensors
+        buffers: list[Any] = []
+        copying: deque[tuple[Array, ctypes.c_void_p]] = deque()
+        copying_bytes = 0
+        try:
+            buffers = self._allocate(tuple(kinds))
+            for array, buffer in zip(arrays, buffers, strict=True):
+                while copying and copying_bytes + array.nbytes > _IN_FLIGHT_BYTES:
+                    copying_bytes -= self._finish(copying)
+                if abandoned():
+                    raise Abandoned
+                if array.nbytes:
+                    source = np.asarray(array, order="C")
+                    copy = DeviceCopy(source, buffer.unsafe_buffer_pointer())
+                    copying.append((source, self._inward.start([copy])))
+                    copying_bytes += array.nbytes
+            while copying:
+                if abandoned():
+                    raise Abandoned
+                self._finish(copying)
+        except BaseException as error:
+            # Copies in flight read host memory that the caller may unmap next.
+            while copying:
+                with suppress(CudaError):
+                    self._finish(copying)
+            try:
+                self.free(buffers)
+            finally:  # in a lost context this fails, too
+                self._examiner.examine(error)
+            if isinstance(error, CudaError):
+                raise DeviceError(str(error)) from None
+            raise
+        return buffers
+
+    def _allocate(self, kinds: tuple[ArrayKind, ...]) -> list[Any]:
+        """Return arrays without contents, in which inward copies that start from now on may be placed.
+
+        jax's allocator hands out memory that executions launched before may still use, so the stream waits for these,
+        once for all arrays. A `device_put` would enqueue in the one stream of jax that inputs of executions take, too.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (*kinds, ALLOCATION_END)]
+        # Beside the arrays, the allocation returns a table of their addresses.
+        self._memory.require([*sizes, 8 * len(sizes)])
+        allocated: list[Any]
+        *allocated, end = self._programs.allocator(tuple(kind for kind in kinds if math.prod(kind[0])))()
+        end.__dlpack__(stream=self._inward.handle)
+        following = iter(allocated)
+        # An executable cannot return an array without elements that nothing has written (jaxlib 0.10.2).
+        arrays = [
+            next(following) if math.prod(shape) else self._put(np.empty(shape, dtype))
+            for shape, dtype in kinds
+        ]
+        # Do this last: only arrays that are returned are ever freed.
+        for array in allocated:
+            self._memory.note(id(array), array)
+        return arrays
+
+    def _finish(self, copying: deque[tuple[Array, ctypes.c_void_p]]) -> int:
+        """Wait until the oldest copy is complete; return its bytes."""
+        source, event = copying.popleft()
+        self._inward.finish(event)
+        return source.nbytes
+
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
+        buffer: Any
+        for buffer in buffers:
+            self._memory.forget(id(buffer))
+            buffer.delete()
+
+    def page_lock(self, address: int, nbytes: int, *, written: bool = False) -> Callable[[], None]:
+        try:
+            return self._driver.page_lock(address, nbytes, written=written)
+        except CudaError as error:
+            raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
+
+    def start_outward(self, outputs: Sequence[Any], targets: Targets) -> ctypes.c_void_p:
+        """Enqueue the copies of outputs to `targets`; return the event after them, until which the outputs must stay.
+
+        jax itself copies to fresh memory, which no DMA reaches. An executable whose outputs are in jax's memory space
+        `pinned_host` would fill memory of jax, from which the host would copy them once more.
+        """
+        copies = []
+        for index, arrays in targets.items():
+            # The stream waits for the execution, and this thread does not.
+            outputs[index].__dlpack__(stream=self._outward.handle)
+            address = outputs[index].unsafe_buffer_pointer()
+            for array in arrays:
+                copies.append(DeviceCopy(array, address, to_host=True))
+                address += array.nbytes
+        return self._outward.start(copies)
+
+    def finish_outward(self, event: ctypes.c_void_p) -> None:
+        self._outward.finish(event)

@@ -196,6 +196,14 @@ def _add_hf(export: Any) -> None:
         type=_whole_numbers,
         help="lengths to which clients may cut an embedding",
     )
+    group.add_argument(
+        "--samples",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        help="also compare the answers to these: files of texts, one per line (a query, a tab and a document for text-ranking), or"
+        " pictures, or sounds",
+    )
 
 
 def _pair(text: str) -> tuple[str, str]:

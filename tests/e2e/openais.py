@@ -232,7 +232,7 @@ def running_openai(grpc_port: int, *arguments: str, models: Sequence[str] = ()) 
         return status == 401 or {*models} <= {model["id"] for model in listed["data"]}
 
     try:
-        wait_until(serves, what="rsrv openai")
+        wait_until(serves, 600, what="rsrv openai")
         with running.clients:
             yield running
     finally:

@@ -62,7 +62,8 @@ def test_directories_are_served(start_triton: StartTriton, tmp_path: Path) -> No
         bundle = export_hf(directory, out_dir=bundles / name, options=options)
         if name in requests:
             expected[name] = ServedBundle(bundle)(requests[name])
-    server = start_triton(make_repository(tmp_path))
+    # The runtime compiles eleven modules, which takes minutes on a busy machine.
+    server = start_triton(make_repository(tmp_path), timeout=600)
 
     for protocol in PROTOCOLS:
         with caller(server, protocol) as call:

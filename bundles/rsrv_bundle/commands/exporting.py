@@ -109,6 +109,7 @@ HF_OPTIONS = (
     "image_size",
     "context",
     "slots",
+    "samples",
 )
 #: Options about what such a directory says itself, and their values if they are not given.
 _DESCRIBED: Mapping[str, Any] = {
@@ -131,6 +132,9 @@ def export_directory(arguments: argparse.Namespace) -> int:
         for option, unset in {**_DESCRIBED, "hooks": None, "files": (), "working_tree_patch": False}.items():
             if getattr(arguments, option) != unset:
                 raise ValueError(f"--{option.replace('_', '-')}: the directory decides it; leave it out")
+        for file in arguments.samples or ():
+            if not file.is_file():
+                raise ValueError(f"--samples {file}: is no file")
         if arguments.out_dir.exists() and not arguments.overwrite:
             raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
         free_target(arguments.out_dir, arguments.overwrite)

@@ -83,13 +83,18 @@ class Directory:
     @property
     def labels(self) -> list[str]:
         """Names of the classes in the order of the columns. Raises BundleError if two are equal or one is missing."""
+        labels = self.label_list()
+        if len(set(labels)) < len(labels):
+            raise BundleError("config.json: id2label: two classes have the same name; rename one")
+        return labels
+
+    def label_list(self) -> list[str]:
+        """Return the names of the classes, of which some may be equal. Raises BundleError if one is missing."""
         given = self.config.get("id2label")
         names = given if isinstance(given, dict) else {}
         labels = [names.get(str(index)) for index in range(len(names))]
         if not labels or not all(isinstance(label, str) for label in labels):
             raise BundleError("config.json: id2label: must name each class by its number from 0 on")
-        if len(set(labels)) < len(labels):
-            raise BundleError("config.json: id2label: two classes have the same name; rename one")
         return [str(label) for label in labels]
 
     def json(self, name: str) -> Mapping[str, Any]:

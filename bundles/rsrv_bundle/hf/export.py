@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from rsrv_bundle.hf.generate import export_decoder
 from rsrv_bundle.hf.loading import offline
 from rsrv_bundle.hf.proof import prove
 from rsrv_bundle.hf.recipe import HubOptions, HubRecipe
+from rsrv_bundle.hf.samples import read_samples
 from rsrv_bundle.numerics import TOLERANCE
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
@@ -99,7 +101,9 @@ def export_hf(
         if task == GENERATION:
             errors = export_decoder(checked, options, work, limit=limit, **others)
         else:
-            errors = _export_recipe(recipe_of(checked, task, options), options, work, limit, others)
+            recipe = recipe_of(checked, task, options)
+            recipe = replace(recipe, samples={**recipe.samples, **read_samples(options.samples, recipe)})
+            errors = _export_recipe(recipe, options, work, limit, others)
         writer.store_numerics(work / "manifest.yaml", {"answers": errors})
         writer.put_in_place(work, target, Path(scratch, ".replaced"))
     return read_bundle(target)

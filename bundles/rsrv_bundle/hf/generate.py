@@ -16,6 +16,7 @@ from rsrv_bundle.hf.decoder import Array, Decoder
 from rsrv_bundle.hf.directory import Directory
 from rsrv_bundle.hf.loading import check_tokenizer, load_model, load_tokenizer
 from rsrv_bundle.hf.recipe import HubOptions
+from rsrv_bundle.hf.samples import read_lines
 from rsrv_bundle.hf.template import TEXT, prompt_template
 from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.sequence_check import Sequences
@@ -56,6 +57,7 @@ def export_decoder(
         raise BundleError(
             f"config.json: model_type: {kind!r:.40} is none of {', '.join(KINDS)}, which can generate"
         )
+    own = read_lines(options.samples)
     model = load_model(AutoModelForCausalLM, directory)
     tokenizer = load_tokenizer(directory)
     decoder = decoder_of(model.config, model.model.rotary_emb, options.context)
@@ -88,7 +90,7 @@ def export_decoder(
         out_dir=work,
         **others,
     )
-    prompts = _prompts(bundle, tokenizer, template, decoder.context - _COMPARED)
+    prompts = _prompts(bundle, tokenizer, template, decoder.context - _COMPARED, own)
     return {"tokens": greedy_gap(bundle, model, prompts, _COMPARED, limit)}
 
 
@@ -164,17 +166,20 @@ def _stop(directory: Directory, config: Any, tokenizer: Any) -> list[int]:
     return [int(token) for token in several]
 
 
-def _prompts(bundle: Bundle, tokenizer: Any, template: str, most: int) -> list[list[int]]:
+def _prompts(
+    bundle: Bundle, tokenizer: Any, template: str, most: int, own: Mapping[str, str]
+) -> list[list[int]]:
     """Return the tokens of sample questions, as the server makes them.
 
-    Raises BundleError if transformers returns different tokens.
+    own: questions of the user, by name. Raises BundleError if transformers returns different tokens, or if a question of the user
+    has more than `most`.
     """
     generate = bundle.manifest.generate
     assert generate is not None
     assert generate.tokenizer is not None
     ours = PromptTokeniser(bundle.path / generate.tokenizer, generate.template)
     prompts = []
-    for question in _QUESTIONS:
+    for name, question in {**dict(enumerate(_QUESTIONS)), **own}.items():
         tokens = ours.encode(question)
         if template == TEXT:
             expected = tokenizer(question)["input_ids"]
@@ -188,6 +193,8 @@ def _prompts(bundle: Bundle, tokenizer: Any, template: str, most: int) -> list[l
             )
         if 0 < len(tokens) <= most:
             prompts.append(tokens)
+        elif name in own:
+            raise BundleError(f"--samples {name}: has {len(tokens)} tokens; --context leaves room for {most}")
     if not prompts:
         raise BundleError("--context: is too small for the prompts of the proof; give a larger one")
     return prompts

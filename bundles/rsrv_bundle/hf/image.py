@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ class _PictureSteps:
     #: Height and width after resizing; None: the shorter side has `shorter` pixels.
     size: tuple[int, int] | None
     shorter: int
+    #: True if pictures keep their proportions in `size`. A mask tells the network which pixels are padding.
+    fitted: bool
     #: Height and width after cropping; None: nothing is cropped.
     crop: tuple[int, int] | None
     resample: str
@@ -56,6 +59,8 @@ class _PictureSteps:
     def code(self) -> str:
         """Return the lines of `preprocess` that make `pixels` of `pictures`."""
         how = f'resample="{self.resample}"'
+        if self.fitted:
+            return f"    pixels, extents = image.fit(pictures, {self.size}, {how})\n"
         if self.size is None:
             call = f'image.resize_crop(pictures, {self.shorter}, {self.crop}, {how}, rounding="transformers")'
         else:
@@ -65,20 +70,30 @@ class _PictureSteps:
         return f"    pixels = {call}\n"
 
 
-def _steps(processor: Any, options: HubOptions) -> _PictureSteps:
-    """Return the steps of a processor of transformers. Raises BundleError for a step without a hook."""
+def _steps(processor: Any, options: HubOptions, masked: bool) -> _PictureSteps:
+    """Return the steps of a processor of transformers. Raises BundleError for a step without a hook.
+
+    masked: whether the network takes a mask of the pixels that are no padding.
+    """
     get: Callable[[str], Any] = lambda name: getattr(processor, name, None)
     where = "preprocessor_config.json"
     for name in _UNKNOWN:
         if get(name):
             raise BundleError(f"{where}: {name}: there is no hook for it")
     size = _sides(get("size"))
+    fitted = bool(options.image_size and masked and get("do_pad"))
     if options.image_size:
-        size = {"height": options.image_size[0], "width": options.image_size[1]}
+        if len(options.image_size) != 2:
+            raise BundleError("--image-size: give a height and a width, such as 480,640")
+        size = dict(zip(("height", "width"), options.image_size, strict=True))
         processor.size = size
-        for step in ("do_pad", "do_center_crop", "keep_aspect_ratio"):
+        if fitted:
+            processor.size = {f"max_{side}": pixels for side, pixels in size.items()}
+            processor.pad_size = size
+        for step in ("do_center_crop", "keep_aspect_ratio", *(() if fitted else ("do_pad",))):
             if get(step) is not None:
                 setattr(processor, step, False)
+        _sides(size)
     crop = _sides(get("crop_size")) if get("do_center_crop") else {}
     exact = (size["height"], size["width"]) if size.keys() == {"height", "width"} else None
     cropped = (crop["height"], crop["width"]) if crop.keys() == {"height", "width"} else None
@@ -103,6 +118,7 @@ def _steps(processor: Any, options: HubOptions) -> _PictureSteps:
     return _PictureSteps(
         exact,
         shorter,
+        fitted,
         cropped,
         _FILTERS[int(get("resample") if get("resample") is not None else 2)],
         tuple(float(one) / scale for one in _channels(mean)),
@@ -135,8 +151,15 @@ class _Looker(nn.Module):
         self.network = network
         self.answer = answer
 
-    def forward(self, pixel_values: Any, sizes: Any = None) -> dict[str, Any]:
-        outputs = self.answer(self.network(pixel_values=pixel_values), pixel_values.shape[-2:])
+    def forward(self, pixel_values: Any, sizes: Any = None, extents: Any = None) -> dict[str, Any]:
+        given = {"pixel_values": pixel_values}
+        if extents is not None:
+            # Only the first rows and columns are the picture. transformers pads with zeros, after the normalisation.
+            height, width = pixel_values.shape[-2:]
+            rows, columns = (torch.arange(height) < extents[:, :1]), (torch.arange(width) < extents[:, 1:])
+            mask = rows[:, :, None] & columns[:, None]
+            given = {"pixel_values": pixel_values * mask[:, None], "pixel_mask": mask.long()}
+        outputs = self.answer(self.network(**given), pixel_values.shape[-2:])
         # The sizes of the pictures pass through: the hook needs them to convert shares of a picture to pixels.
         return outputs if sizes is None else {**outputs, "sizes": sizes + 0}
 
@@ -144,7 +167,8 @@ class _Looker(nn.Module):
 class Pictures:
     """Parts that all recipes for pictures share: the processor's steps, samples and hooks."""
 
-    def __init__(self, directory: Directory, options: HubOptions) -> None:
+    def __init__(self, directory: Directory, options: HubOptions, *, masked: bool = False) -> None:
+        """`masked`: the network takes a mask of the pixels that are no padding."""
         try:
             from transformers import AutoImageProcessor
 
@@ -157,7 +181,7 @@ class Pictures:
             raise BundleError(f"preprocessor_config.json: transformers cannot read it: {summary(e)}") from e
         if options.lengths:
             raise BundleError("--lengths: is for texts and sounds; leave it out")
-        self.steps = _steps(self.processor, options)
+        self.steps = _steps(self.processor, options, masked)
 
     def recipe(
         self,
@@ -178,6 +202,7 @@ class Pictures:
         It gets the sizes of the pictures. exact: all samples have the network's size.
         """
         sized = ', "sizes": image.sizes(pictures)' if post else ""
+        sized += ', "extents": extents' if self.steps.fitted else ""
         hooks = (
             f'"""Hooks of a model for {kind}: pictures to pixels."""\n\n'
             f"from rsrv.hooks import {'boxes, image, text' if post else 'image'}\n\n"
@@ -194,6 +219,7 @@ class Pictures:
             inputs=("image",),
             outputs=(output,),
             samples=self.samples(exact),
+            picture_size=self.steps.shape if exact else None,
             reference=lambda request: {output: reference(ask(_opened(request)))},
             **others,
         )
@@ -237,7 +263,7 @@ def _picture(seed: int, height: int, width: int, mode: str, kind: str) -> bytes:
 def _opened(request: Request) -> Any:
     from PIL import Image
 
-    return Image.open(io.BytesIO(value(request, "image"))).convert("RGB")
+    return Image.open(io.BytesIO(value(request, "image")))
 
 
 def _ask(kind: str, network: Any, pictures: Pictures, **options: Any) -> Any:
@@ -295,6 +321,8 @@ def embed(directory: Directory, options: HubOptions) -> HubRecipe:
     return pictures.recipe("feature-extraction", network, answer, ask, reference, "embedding")
 
 
+#: Values of model_type of detectors with a softmax of classes and one of no object.
+DETECTORS: Final = ("detr", "table-transformer", "yolos")
 #: The labels are literals: the text becomes code.
 _OBJECTS = """
 
@@ -312,9 +340,17 @@ def detect(directory: Directory, options: HubOptions) -> HubRecipe:
     """Return the recipe for a detector of objects, such as DETR or YOLOS."""
     from transformers import AutoModelForObjectDetection
 
+    kind = directory.config.get("model_type")
+    if kind not in DETECTORS:
+        raise BundleError(
+            f"config.json: model_type: {kind!r:.40} is none of {', '.join(DETECTORS)}, whose answers rsrv makes; export the network"
+            " with rsrv_bundle.from_torch.export_torch, and hooks of yours"
+        )
     network = load_model(AutoModelForObjectDetection, directory)
-    pictures = Pictures(directory, options)
-    labels = directory.labels
+    masked = "pixel_mask" in inspect.signature(network.forward).parameters
+    pictures = Pictures(directory, options, masked=masked)
+    # Several classes of COCO are called N/A.
+    labels = directory.label_list()
     return pictures.recipe(
         "object-detection",
         network,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from rsrv.command import put
 from rsrv.hooks import BadInput
 from rsrv.hooks.loader import load_hooks
 from rsrv.progress import steps
@@ -52,10 +54,12 @@ class ServedBundle:
 def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, float]:
     """Compare a bundle's answers with the reference on all samples; return the largest error by output.
 
-    Raises BundleError with the samples whose answers differ by more than `tolerance` of the largest magnitude.
+    Write a note about an output that is empty for all samples. Raises BundleError with the samples whose answers differ by more
+    than `tolerance` of the largest magnitude.
     """
     served = ServedBundle(bundle)
     errors: dict[str, float] = {}
+    empty: dict[str, bool] = {}
     problems: list[str] = []
     with steps(f"prove {bundle.name}", len(recipe.samples)) as progress:
         for name, request in recipe.samples.items():
@@ -70,6 +74,7 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
             for output, want in expected.items():
                 error = _error(got[output][0], want)
                 errors[output] = max(errors.get(output, 0.0), error)
+                empty[output] = empty.get(output, True) and isinstance(want, list | str) and not want
                 if not error <= tolerance:
                     problems.append(
                         f"sample '{name}': {output} differs from {recipe.source} by {error:.3g} of its largest magnitude; the"
@@ -78,6 +83,11 @@ def prove(bundle: Bundle, recipe: HubRecipe, tolerance: float) -> dict[str, floa
             progress.step(name)
     if problems:
         raise BundleError(problems[:20])
+    for output in (output for output, always in empty.items() if always):
+        put(
+            f"{bundle.name}: {output} is empty for all samples, which proves little; give your own with --samples",
+            sys.stderr,
+        )
     return errors
 
 

@@ -36,6 +36,8 @@ class HubOptions:
     context: int | None = None
     #: Number of generations on the device at once.
     slots: int | None = None
+    #: Files with further samples for the comparison with the framework.
+    samples: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class HubRecipe:
     dimensions: Sequence[int] = ()
     #: Text of tokenizer.json.
     tokenizer: str | None = None
+    #: Height and width that pictures need for the comparison, because the framework scales its answer to the picture.
+    picture_size: tuple[int, int] | None = None
     #: Framework that gives the reference, for errors.
     source: str = "transformers.pipeline"
     #: Largest errors of the modules by element type, where they differ from `numerics.TOLERANCE`.

@@ -309,6 +309,22 @@ def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size
     np.testing.assert_allclose(boxes.clip(margin, height, width), [[[0, 0, width, height]]], atol=1e-3)
 
 
+def test_a_fitted_picture_keeps_its_proportions() -> None:
+    """It is at the upper left, with its sides rounded down, and zeros are around it."""
+    pictures = [
+        np.full((10, 30, 3), 9, np.uint8),
+        np.full((40, 21, 3), 9, np.uint8),
+        np.full((1, 999, 3), 9, np.uint8),
+    ]
+    pixels, extents = image.fit(pictures, (20, 40))
+    assert extents.tolist() == [[13, 40], [20, 10], [1, 40]]
+    for page, (height, width) in zip(pixels, extents, strict=True):
+        assert (page[:height, :width] == 9).all()
+        assert page.sum() == 9 * 3 * height * width
+    pixels, extents = image.fit([], (20, 40))
+    assert (pixels.shape, extents.shape) == ((0, 20, 40, 3), (0, 2))
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
 def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: Any) -> None:

@@ -170,6 +170,23 @@ def letterbox(
     return _stack(pixels, size, images), np.array(places, np.float32).reshape(-1, 4)
 
 
+def fit(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear") -> tuple[Array, Array]:
+    """Fit each image into `size` with its proportions, at the upper left, zeros elsewhere: u8 [n, height, width, c].
+
+    The second result, i32 [n, 2], is the height and the width of each image there. Both are rounded down, as transformers'
+    detectors do.
+    """
+    extents = []
+    pages = np.zeros((len(images), *size, images[0].shape[2] if len(images) else 3), np.uint8)
+    for page, image in zip(pages, images, strict=True):
+        height, width = image.shape[:2]
+        scale = min(size[0] / height, size[1] / width)
+        extent = max(1, int(height * scale)), max(1, int(width * scale))
+        page[: extent[0], : extent[1]] = _resized(image, extent, resample)
+        extents.append(extent)
+    return pages, np.array(extents, np.int32).reshape(-1, 2)
+
+
 def from_letterbox(boxes: Array, places: Array) -> Array:
     """Map boxes of letterboxed images to the images: [n, k, 4] each, (left, top, right, bottom).
 

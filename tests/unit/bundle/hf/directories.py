@@ -161,6 +161,37 @@ def picture(folder: Path, model: str, processor: str, sizes: dict[str, Any], **c
     return save(folder, network(network.config_class(**_labelled(labels), **config)))
 
 
+def detr(folder: Path, family: str) -> Path:
+    """Save a detector of this family, such as Detr, whose network takes a mask of the pixels that are no padding."""
+    import transformers
+
+    sizes: dict[str, Any] = {"d_model": 32, "num_queries": 7}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
+    library: Any = transformers
+    backbone = library.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], out_features=["stage4"]
+    )
+    # COCO has several classes of this name.
+    names = _labelled(("N/A", "cat", "N/A", "dog", "bird"))
+    config = getattr(library, f"{family}Config")(
+        backbone_config=backbone,
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        **sizes,
+        **names,
+    )
+    model = getattr(library, f"{family}ForObjectDetection")(config)
+    library.DetrImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
+    save(folder, model)
+    # Without this no class would be likely enough for an answer.
+    with torch.no_grad():
+        model.class_labels_classifier.weight.mul_(10)
+    model.save_pretrained(folder)
+    return folder
+
+
 #: A vision transformer's sizes.
 PATCHES: dict[str, Any] = {
     "hidden_size": 32,

@@ -16,7 +16,7 @@ from rsrv_bundle import BundleError
 from rsrv_bundle.hf.export import export_hf
 from rsrv_bundle.hf.proof import ServedBundle
 from rsrv_bundle.hf.recipe import HubOptions, row
-from tests.unit.bundle.hf.directories import PATCHES, picture
+from tests.unit.bundle.hf.directories import PATCHES, detr, picture, plain
 
 pytestmark = pytest.mark.long
 
@@ -155,3 +155,52 @@ def test_pictures_that_keep_their_proportions_need_a_size(tmp_path: Path) -> Non
         32,
         48,
     )
+
+
+@pytest.mark.parametrize("family", ["Detr", "TableTransformer"])
+def test_a_detector_with_a_mask_keeps_proportions(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures are padded to one size, and the network ignores the padding, as in the pipeline."""
+    options = HubOptions(batch_sizes=(2,), image_size=(64, 96))
+    bundle = export_hf(detr(tmp_path / "model", family), out_dir=tmp_path / "bundle", options=options)
+    assert "is empty for all samples" not in capsys.readouterr().err
+    together = np.concatenate([row(image=file(*size))["image"] for size in ((90, 20), (30, 60))])
+    served = ServedBundle(bundle)
+    first, second, alone = (
+        [found["score"] for found in json.loads(answer)]
+        for pictures in (together, together[1:])
+        for answer in served({"image": pictures})["detections"][:, 0]
+    )
+    assert second == pytest.approx(alone, abs=1e-5)
+    assert first != pytest.approx(alone, abs=1e-5)
+
+
+def test_other_detectors_are_refused(tmp_path: Path) -> None:
+    """Detectors whose answers are made in another way are named before their weights are read."""
+    config = {"architectures": ["DeformableDetrForObjectDetection"], "model_type": "deformable_detr"}
+    made = plain(tmp_path / "model", **{"config.json": json.dumps(config)})
+    with pytest.raises(
+        BundleError, match="model_type: 'deformable_detr' is none of detr, table-transformer, yolos"
+    ):
+        export_hf(made, out_dir=tmp_path / "bundle")
+
+
+def test_pictures_of_the_user_are_compared(tmp_path: Path) -> None:
+    """A picture of another size than a map's, and one that lies on its side, are compared; a file that is none is named."""
+    lying = Image.open(io.BytesIO(file(40, 20)))
+    exif = lying.getexif()
+    exif[0x112] = 6
+    lying.convert("RGB").save(tmp_path / "lying.jpg", exif=exif)
+    for kind in ("DPT", "ViT"):
+        options = HubOptions(batch_sizes=(2,), samples=[tmp_path / "lying.jpg"])
+        export_hf(
+            DIRECTORIES[kind][1](tmp_path / kind),
+            out_dir=tmp_path / "bundle",
+            options=options,
+            overwrite=True,
+        )
+    (tmp_path / "no.jpg").write_bytes(b"text")
+    options = HubOptions(batch_sizes=(2,), samples=[tmp_path / "no.jpg"])
+    with pytest.raises(BundleError, match=r"no\.jpg': the hooks refuse it: image 0 is no JPEG"):
+        export_hf(tmp_path / "ViT", out_dir=tmp_path / "bundle", options=options, overwrite=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,3 +25,18 @@ def test_a_number_that_is_not_finite_is_no_proof(scores: str, monkeypatch: pytes
     bundle: Any = SimpleNamespace(name="model")
     with pytest.raises(BundleError, match="sample 'a': scores differs from transformers by inf"):
         proof.prove(bundle, recipe, 1e-4)
+
+
+@pytest.mark.parametrize(("objects", "noted"), [("[]", True), ('[{"label": "cat"}]', False)])
+def test_empty_answers_are_noted(
+    objects: str, noted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A comparison of nothing with nothing proves little, and the user can give samples that have an answer."""
+    monkeypatch.setattr(
+        proof, "ServedBundle", lambda _: lambda _: {"detections": np.array([[objects.encode()]], object)}
+    )
+    recipe: Any = SimpleNamespace(samples={"a": {}}, reference=lambda _: {"detections": json.loads(objects)})
+    assert proof.prove(bundle=SimpleNamespace(name="model"), recipe=recipe, tolerance=1e-4) == {
+        "detections": 0.0
+    }  # type: ignore[arg-type]
+    assert ("model: detections is empty for all samples" in capsys.readouterr().err) is noted

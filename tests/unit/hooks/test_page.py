@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 @pytest.fixture
 def example(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     """Return the definitions of the one block with this text, run beside its files."""
-    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "hook-library.md").read_text(encoding="utf-8")
     first, *found = ["\n".join(lines) for language, _, lines in blocks(page) if language == "python"]
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -218,7 +218,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
     assert [model.name for model in status.models] == ["changing", "exact", "steady"]
     assert not status.failures
     assert status.server.pid == control.server.pid
-    assert is_alive(status.devices[0].runtime.pid)
+    assert is_alive(status.devices[0].record.pid)
     for model in status.models:
         (only,) = model.versions
         assert only.state == pb.STATE_READY
@@ -226,7 +226,7 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
         assert list(only.stubs) == (control.server.stub_pids(model.name) or [control.server.pid])
         assert only.key.startswith(f"{model.name}@")
     exact = status.models[1]
-    assert [(one.size, one.HasField("cost_s")) for one in exact.executables] == [
+    assert [(one.size, one.HasField("cost_s")) for one in exact.record.executables] == [
         (size, True) for size in (1, 2, 4, 8, 16)
     ]
     assert exact.policy.max_queue_depth == 4096
@@ -237,32 +237,32 @@ def test_the_status_is_that_of_the_repository(control: Control) -> None:
 def test_weights_go_where_they_are_told(control: Control) -> None:
     """Weights are evicted and pinned on command, kept while pinned, and loaded again by a request."""
     control.rsrv("evict", "exact")
-    wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
+    wait_until(lambda: control.model("exact").record.weights == pb.WEIGHTS_ABSENT, what="the eviction")
 
     control.rsrv("pin", "exact", "--wait")
-    wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_RESIDENT, what="the load")
+    wait_until(lambda: control.model("exact").record.weights == pb.WEIGHTS_RESIDENT, what="the load")
     found = control.model("exact")
-    assert found.residency == pb.RESIDENCY_DEVICE
+    assert found.record.residency == pb.RESIDENCY_DEVICE
     assert "exact" not in control.rsrv("evict", "--all")
 
     control.rsrv("unpin", "exact")
     assert control.rsrv("evict", "exact") == "freed: exact\n"
     with caller(control.server) as call:
         call("exact", {"x": ROW})
-    assert control.model("exact").misses == found.misses + 1
+    assert control.model("exact").record.misses == found.record.misses + 1
 
 
 def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
     """Prefetched weights are on the device before the next request."""
     control.rsrv("evict", "exact")
-    wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
-    before = control.model("exact").misses
+    wait_until(lambda: control.model("exact").record.weights == pb.WEIGHTS_ABSENT, what="the eviction")
+    before = control.model("exact").record.misses
 
     control.rsrv("prefetch", "exact", "--wait")
     with caller(control.server) as call:
         call("exact", {"x": ROW})
 
-    assert control.model("exact").misses == before
+    assert control.model("exact").record.misses == before
 
 
 def test_requests_that_are_held_are_all_answered(
@@ -270,12 +270,12 @@ def test_requests_that_are_held_are_all_answered(
 ) -> None:
     """None of 200 requests for a held model executes before the model goes on, and all are answered."""
     control.rsrv("pause", "exact", "--mode", "hold")
-    before = control.model("exact").dispatches
+    before = control.model("exact").record.dispatches
     sent = requests("exact")
     for number in range(200):
         sent.send(number)
     wait_until(lambda: queued(control, "exact") == 200, what="200 requests to wait")
-    assert (control.model("exact").dispatches, sent.ended) == (before, [])
+    assert (control.model("exact").record.dispatches, sent.ended) == (before, [])
 
     control.rsrv("continue", "exact")
 
@@ -338,7 +338,7 @@ def test_waiting_requests_are_aborted_by_their_id(
 ) -> None:
     """A hundred waiting requests with one id are aborted without an execution, and the one with another id is not."""
     control.rsrv("pause", "exact")
-    before = control.model("exact").dispatches
+    before = control.model("exact").record.dispatches
     sent = requests("exact")
     for number in range(100):
         sent.send(number, id="many")
@@ -352,7 +352,7 @@ def test_waiting_requests_are_aborted_by_their_id(
 
     control.rsrv("continue", "exact")
     assert sent.wait(101)[-1] == (100, None)
-    assert control.model("exact").dispatches == before + 1
+    assert control.model("exact").record.dispatches == before + 1
 
 
 def test_a_history_has_what_happened(control: Control) -> None:
@@ -362,7 +362,9 @@ def test_a_history_has_what_happened(control: Control) -> None:
     wait_until(lambda: "evicted: an operator asked for it" in control.rsrv("history", "exact"))
 
     def weights() -> str:
-        return str(json.loads(control.rsrv("status", "exact", "--json"))["models"][0]["weightsState"])
+        return str(
+            json.loads(control.rsrv("status", "exact", "--json"))["models"][0]["record"]["weightsState"]
+        )
 
     wait_until(lambda: weights() == "absent", what="the state of the weights")
     control.rsrv("history", "nobody", status=1)
@@ -504,7 +506,7 @@ def test_a_changed_bundle_is_served_when_its_reload_returns(
 
 def test_a_stopped_runtime_is_seen(control: Control) -> None:
     """The control service sees a stopped runtime and its return; calls in between fail."""
-    runtime = control.status().devices[0].runtime
+    runtime = control.status().devices[0].record
     os.kill(runtime.pid, signal.SIGSTOP)
     try:
         wait_until(lambda: control.health() == NOT_SERVING, what="the silence")
@@ -513,7 +515,7 @@ def test_a_stopped_runtime_is_seen(control: Control) -> None:
         os.kill(runtime.pid, signal.SIGCONT)
 
     wait_until(lambda: control.health() == SERVING, what="the runtime")
-    assert control.status().devices[0].runtime.instance == runtime.instance
+    assert control.status().devices[0].record.instance == runtime.instance
 
 
 @python_front("a model with the native front has no stub")
@@ -539,7 +541,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
     control.rsrv("policy", "steady", "--weight", "3")
     control.rsrv("pause", "steady")
     control.rsrv("scheduler", "meta_concurrency=3")
-    runtime = control.status().devices[0].runtime
+    runtime = control.status().devices[0].record
     with control.watch() as updates:
         assert updates.get(timeout=PATIENCE_S).HasField("snapshot")
         unhealthy = control.unhealthy()
@@ -553,7 +555,7 @@ def test_what_was_set_survives_the_runtime(control: Control) -> None:
 
     wait_until(lambda: control.health() == SERVING, what="the next runtime")
     exact, steady = control.model("exact"), control.status("steady")
-    assert exact.residency == pb.RESIDENCY_DEVICE
+    assert exact.record.residency == pb.RESIDENCY_DEVICE
     assert (steady.models[0].policy.weight, steady.models[0].paused) == (3.0, pb.PAUSE_HOLD)
     assert steady.scheduler.meta_concurrency == 3
     control.rsrv("policy", "steady", "--weight", "1")
@@ -576,7 +578,7 @@ def test_a_changed_file_holds_at_once_and_a_broken_one_does_no_harm(control: Con
         wait_until(lambda: len(notes()) == 1, what="the note about the broken file")
         assert "scheduler.depth: must be a valid integer" in notes()[0]
         unhealthy = control.unhealthy()
-        os.kill(control.status().devices[0].runtime.pid, signal.SIGKILL)
+        os.kill(control.status().devices[0].record.pid, signal.SIGKILL)
         next(unhealthy)
         wait_until(lambda: control.health() == SERVING, what="the next runtime")
     finally:
@@ -599,7 +601,7 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
 
     file = server.server.model_repository / "rsrv.yaml"
     file.write_text(file.read_text().replace("meta_concurrency: 2", "meta_concurrency: 3"))
-    before = control.status().devices[0].runtime.instance
+    before = control.status().devices[0].record.instance
     with ThreadPoolExecutor(1) as pool:
         clients = pool.submit(at_once, server, 16, work)
         try:
@@ -614,7 +616,7 @@ def test_a_restart_under_load_fails_no_request(control: Control) -> None:
     print(f"{told.strip()}; the clients' longest gap: {gap:.2f} s")
 
     status = control.status()
-    assert status.devices[0].runtime.instance != before
+    assert status.devices[0].record.instance != before
     assert status.scheduler.meta_concurrency == 3
 
 
@@ -633,7 +635,7 @@ def sleep(control: Control) -> str:
 def test_a_device_sleeps_until_a_request(control: Control) -> None:
     """Asleep, no process holds the device, looks wake nothing, and all is shown as serving; all models return."""
     server = control.server
-    runtime = control.status().devices[0].runtime.pid
+    runtime = control.status().devices[0].record.pid
     assert sleep(control) == "device 0: asleep\n"
     assert not is_alive(runtime)
     assert control.status().devices[0].HasField("asleep_since_unix_s")
@@ -641,7 +643,7 @@ def test_a_device_sleeps_until_a_request(control: Control) -> None:
     assert server.grpc.is_server_ready()
     assert server.grpc.is_model_ready("exact")
     assert "rsrv_runtime_up" in control.stub.GetMetrics(pb.GetMetricsRequest()).text
-    assert not control.status().devices[0].HasField("runtime")
+    assert not control.status().devices[0].HasField("record")
     with caller(server) as call:
         np.testing.assert_array_equal(call("exact", {"x": ROW})["y"], ROW @ bundles.exact_kernel())
     wait_until(lambda: ready(control), what="the other models")
@@ -710,12 +712,14 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
         """Return what the control process and the runtime show of the settings."""
         status = control.status()
         models = sorted(status.models, key=lambda one: one.name)
-        shown = [(one.name, one.residency, one.paused, str(one.policy)) for one in models]
+        shown = [(one.name, one.record.residency, one.paused, str(one.policy)) for one in models]
         return str(status.scheduler), [one[0] for one in shown], shown
 
     def known() -> bool:
         with contextlib.suppress(grpc.RpcError):
-            return settings()[1] == sorted(names) and all(one.residency for one in control.status().models)
+            return settings()[1] == sorted(names) and all(
+                one.record.residency for one in control.status().models
+            )
         return False
 
     # Earlier tests may have left models cold, and a cold model stays so after a kill.
@@ -745,7 +749,7 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
             continue
         before, control_pid = settings(), control.status().server.control_pid
         if rng.random() < 0.5:
-            runtime = control.status().devices[0].runtime
+            runtime = control.status().devices[0].record
             os.kill(runtime.pid, signal.SIGKILL)
             wait_until(partial(_is_next, control, runtime.instance), what="the next runtime")
         else:
@@ -763,7 +767,7 @@ def test_a_kill_between_any_two_commands_changes_nothing(control: Control) -> No
 def _is_next(control: Control, instance: str) -> bool:
     """Return whether a runtime other than `instance` answers."""
     with contextlib.suppress(grpc.RpcError):
-        return control.status().devices[0].runtime.instance not in ("", instance)
+        return control.status().devices[0].record.instance not in ("", instance)
     return False
 
 

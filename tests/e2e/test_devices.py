@@ -183,7 +183,7 @@ def test_a_silent_device_leaves_the_server_ready_and_gets_what_it_missed(server:
     pid = read_status(server.pid, "1")["pid"]
 
     def devices() -> list[bool]:
-        return [device.HasField("runtime") for device in control.status().devices]
+        return [device.HasField("record") for device in control.status().devices]
 
     def pinned(device: int) -> bool:
         model = read_status(server.pid, str(device))["models"].get("exact")

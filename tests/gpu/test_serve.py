@@ -219,8 +219,8 @@ def test_a_full_card_leaves_its_models_to_the_empty_one(gpu: FakeGpu, tmp_path: 
         def is_replaced() -> bool:
             full = control_status(terminal.server_pid).devices[0]
             reasons.add(full.error)
-            if full.HasField("runtime"):
-                pids.add(full.runtime.pid)
+            if full.HasField("record"):
+                pids.add(full.record.pid)
             return len(pids) > 1
 
         wait_until(is_replaced, what="another runtime that looks for a device", timeout=90)

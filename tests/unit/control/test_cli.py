@@ -214,7 +214,7 @@ async def test_memory_is_divided_by_what_takes_it(tmp_path: Path, capsys: pytest
         ]
         assert lines[16].split() == ["3", "MB", "2", "a,", "b", "yes"]
         (use,) = (await rsrv("memory", "--json")).json["devices"]
-        assert (use["models"][0]["ownBytes"], use["shared"][0]["models"]) == (3_500_000, ["a", "b"])
+        assert (use["ownBytes"]["a"], use["record"]["shared"][0]["models"]) == (3_500_000, ["a", "b"])
         weights = (await rsrv("status", "a")).out.splitlines()[2]
         assert weights.endswith("3.5 MB own, 3 MB shared with b")
 
@@ -409,21 +409,9 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
             *("pid", "controlPid", "version", "mode", "repository", "settingsNotes")
         }
         (device,) = status["devices"]
-        assert set(device) == {"number", "runtime", "host", "memory", "error"}
-        assert set(device["runtime"]) == {
-            *(
-                "pid",
-                "instance",
-                "revision",
-                "uptimeS",
-                "connections",
-                "compiled",
-                "fromCache",
-                "numerics",
-                "computes",
-            )
-        }
-        assert set(device["memory"]) == {
+        assert set(device) == {"number", "record", "revision", "error"}
+        assert {"pid", "instance", "uptimeS", "connections", "compiled"} <= set(device["record"])
+        assert set(device["record"]["memory"]) == {
             *("name", "budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
         }
         assert set(status["scheduler"]) == {
@@ -432,35 +420,19 @@ async def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFix
         }
         model = status["models"][0]
         assert set(model) == {
-            *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
-            *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
-            *(
-                "misses",
-                "loads",
-                "evictions",
-                "loadSeconds",
-                "executables",
-                "policy",
-                "weightsState",
-                "starting",
-                "sequences",
-                "generations",
-                "generated",
-                "bundle",
-                "front",
-                "task",
-            ),
-            "devices",
+            *("name", "versions", "paused", "record", "policy", "devices", "starting", "bundle", "front")
         }
-        assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
+        record = model["record"]
+        assert (record["residency"], record["queued"], record["outcomes"]["answered"]) == (
             "RESIDENCY_SYSTEM",
             1,
             7,
         )
+        assert set(model["devices"][0]) == {"number", "record", "error"}
         assert set(model["versions"][0]) == {
             *("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
         }
-        executable = model["executables"][1]
+        executable = record["executables"][1]
         assert (executable["variant"], executable["size"], executable["costS"]) == (0, 8, 0.002)
         assert executable["precision"] == {
             **dict.fromkeys(("tf32", "hardware", "algorithm", "rewritten", "stripped"), 0),
@@ -476,16 +448,18 @@ def test_json_is_protobufs_json() -> None:
     message = pb.GetStatusResponse(
         devices=[
             pb.DeviceStatus(
-                runtime=pb.Runtime(revision=2**53, uptime_s=float("inf")),
-                memory=pb.DeviceMemory(limit_bytes=0),
+                record=pb.DeviceRecord(uptime_s=float("inf"), memory=pb.DeviceMemory(limit_bytes=0)),
+                revision=2**53,
             )
         ],
         models=[
             pb.ModelStatus(
                 name="a",
-                residency=pb.RESIDENCY_DEVICE,
-                outcomes={"answered": 3},
-                executables=[pb.Executable(size=8, cost_s=float("nan"))],
+                record=pb.ModelRecord(
+                    residency=pb.RESIDENCY_DEVICE,
+                    outcomes={"answered": 3},
+                    executables=[pb.Executable(size=8, cost_s=float("nan"))],
+                ),
             )
         ],
     )

@@ -35,30 +35,29 @@ async def test_the_status_adds_up_and_names_the_devices(tmp_path: Path) -> None:
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
-        assert [(one.number, one.runtime.instance) for one in status.devices] == [
+        assert [(one.number, one.record.instance) for one in status.devices] == [
             (0, "11" * 8),
             (1, "22" * 8),
         ]
         a, b = status.models
-        assert (a.queued, a.executing, a.outcomes["answered"], a.loads, a.device_seconds) == (
-            2,
-            4,
-            14,
-            4,
-            0.5,
-        )
-        assert (a.generated["answers"], a.generated["token_s"]) == (4, 0.312)
-        assert (a.weights, a.weights_state, a.device_bytes) == (pb.WEIGHTS_RESIDENT, "evicting", 1000)
-        assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
+        record = a.record
+        assert (record.queued, record.executing, record.outcomes["answered"]) == (2, 4, 14)
+        assert (record.loads, record.device_seconds) == (4, 0.5)
+        assert (record.generated["answers"], record.generated["token_s"]) == (4, 0.312)
+        assert (record.weights, record.weights_state) == (pb.WEIGHTS_RESIDENT, "evicting")
+        assert record.device_bytes == 1000
+        assert [(one.size, one.count, one.cost_s) for one in record.executables] == [
             (1, 0, 0.004),
             (8, 8, 0.004),
             (16, 0, 0.004),
         ]
-        assert [(one.number, one.weights, one.queued) for one in a.devices] == [
+        assert [(one.number, one.record.weights, one.record.queued) for one in a.devices] == [
             (0, pb.WEIGHTS_ABSENT, 1),
             (1, pb.WEIGHTS_RESIDENT, 1),
         ]
-        assert [(one.number, one.state, one.error) for one in b.devices] == [(1, pb.STATE_FAILED, "no room")]
+        assert [(one.number, one.record.state, one.error) for one in b.devices] == [
+            (1, pb.STATE_FAILED, "no room")
+        ]
 
 
 @looped
@@ -77,8 +76,8 @@ async def test_a_dead_runtime_of_two_leaves_the_server_ready(
         down, up = status.devices
         assert down.HasField("down_since_unix_s")
         assert down.down_since_unix_s <= 0  # the service's clock stands at 0
-        assert not down.HasField("runtime")
-        assert up.runtime.instance == "22" * 8
+        assert not down.HasField("record")
+        assert up.record.instance == "22" * 8
         status_page(status)
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].startswith("device 0   its runtime has not answered since ")

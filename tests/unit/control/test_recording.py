@@ -141,7 +141,7 @@ def test_a_replaced_runtime_is_counted() -> None:
 def executed(name: str, *costs: tuple[int, int, float | None], **differs: Any) -> pb.ModelStatus:
     """Return the status of a model with executables: variant, size and cost."""
     executables = [pb.Executable(variant=variant, size=size, cost_s=cost) for variant, size, cost in costs]
-    return pb.ModelStatus(name=name, executables=executables, **differs)
+    return pb.ModelStatus(name=name, record=pb.ModelRecord(executables=executables, **differs))
 
 
 def test_models_that_cannot_be_simulated_are_left_out() -> None:

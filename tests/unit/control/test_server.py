@@ -72,7 +72,7 @@ async def pid(channel: Any, token: str | None = None) -> int:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(
             pb.GetStatusRequest(), metadata=bearing(token)
         )
-        return int(status.devices[0].runtime.pid)
+        return int(status.devices[0].record.pid)
 
 
 def bearing(token: str | None) -> tuple[tuple[str, str], ...]:

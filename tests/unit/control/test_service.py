@@ -112,20 +112,20 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             ("a@1", pb.STATE_READY),
             ("a@2", pb.STATE_LOADING),
         ]
-        assert (a.residency, a.weights, a.queued, a.executing) == (
+        assert (a.record.residency, a.record.weights, a.record.queued, a.record.executing) == (
             pb.RESIDENCY_SYSTEM,
             pb.WEIGHTS_RESIDENT,
             1,
             2,
         )
-        assert (a.outcomes["answered"], a.misses, a.device_bytes) == (7, 3, 1000)
-        assert a.weights_state == "evicting"
-        assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
+        assert (a.record.outcomes["answered"], a.record.misses, a.record.device_bytes) == (7, 3, 1000)
+        assert a.record.weights_state == "evicting"
+        assert [(one.size, one.count, one.cost_s) for one in a.record.executables] == [
             (1, 0, 0.001),
             (8, 4, 0.002),
             (16, 0, 0.003),
         ]
-        assert [(one.precision.f32, one.precision.pinned) for one in a.executables] == [
+        assert [(one.precision.f32, one.precision.pinned) for one in a.record.executables] == [
             (0, 0),
             (5, 4),
             (0, 0),
@@ -133,16 +133,17 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
         assert a.policy == pb.Policy(weight=1.0, max_delay_us=0, max_queue_depth=1024)
         assert (b.versions[0].error, b.versions[0].state) == ("no room", pb.STATE_FAILED)
         (m,) = status.metas
-        assert (list(m.models), m.waiting, m.running, m.calls) == (["a"], 1, 2, 9)
-        assert (dict(m.outcomes), list(m.versions[0].calls)) == ({"answered": 3}, ["a@1"])
+        record = m.record
+        assert ([*record.calls_models], record.queued, record.executing, record.calls) == (["a"], 1, 2, 9)
+        assert (dict(m.record.outcomes), list(m.versions[0].calls)) == ({"answered": 3}, ["a@1"])
         assert status.failures[0] == pb.Failure(
             name="c", text="manifest.yaml: not YAML", since_unix_s=1000.0, tries=2
         )
         (device,) = status.devices
-        assert (device.runtime.instance, device.runtime.pid) == ("11" * 8, 4711)
-        assert (device.runtime.numerics, device.runtime.computes) == (pb.NUMERICS_AUTO, "")
-        assert device.memory.budget_bytes == 5000
-        assert not device.memory.HasField("limit_bytes")
+        assert (device.record.instance, device.record.pid) == ("11" * 8, 4711)
+        assert (device.record.numerics, device.record.computes) == (pb.NUMERICS_AUTO, "")
+        assert device.record.memory.budget_bytes == 5000
+        assert not device.record.memory.HasField("limit_bytes")
         assert not device.HasField("card")
         assert not device.HasField("down_since_unix_s")
         assert (status.scheduler.discipline, status.scheduler.depth) == (pb.DISCIPLINE_FAIR, 2)
@@ -741,7 +742,7 @@ async def test_a_model_that_is_being_built_is_shown_without_figures(tmp_path: Pa
 
         (model,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
 
-        assert (model.name, model.dispatches, len(model.executables)) == ("a", 0, 0)
+        assert (model.name, model.record.dispatches, len(model.record.executables)) == ("a", 0, 0)
 
 
 @looped

@@ -79,8 +79,8 @@ async def test_a_device_that_sleeps_serves_and_is_not_woken_by_a_look(tmp_path: 
         assert status.devices[0].asleep_since_unix_s == 1000.5
         assert not status.devices[0].HasField("down_since_unix_s")
         assert [model.name for model in status.models] == ["a"]
-        assert status.models[0].weights == pb.WEIGHTS_ABSENT
-        counted = status.models[0]
+        assert status.models[0].record.weights == pb.WEIGHTS_ABSENT
+        counted = status.models[0].record
         assert (counted.outcomes["answered"], counted.device_bytes, counted.loads) == (7, 1000, 2)
         assert (counted.queued, counted.executing, counted.weights_state) == (0, 0, "absent")
         text = (await server.control.GetMetrics(pb.GetMetricsRequest())).text
@@ -125,7 +125,7 @@ async def test_without_a_last_record_the_models_are_shown(tmp_path: Path, text: 
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
 
-        assert [(model.name, model.loads) for model in status.models] == [("a", 0)]
+        assert [(model.name, model.record.loads) for model in status.models] == [("a", 0)]
 
 
 @looped

@@ -23,7 +23,10 @@ def status(*models: pb.ModelStatus, failed: str = "", asleep: bool = False) -> p
 
 def model(state: Any, weights: str = "", starting: str = "") -> pb.ModelStatus:
     return pb.ModelStatus(
-        name="a", versions=[pb.Version(state=state)], weights_state=weights, starting=starting
+        name="a",
+        versions=[pb.Version(state=state)],
+        record=pb.ModelRecord(weights_state=weights),
+        starting=starting,
     )
 
 
@@ -75,11 +78,15 @@ def test_each_row_of_the_combinations_has_its_word() -> None:
         broken = "a" if row.word.endswith("older version") or bundle in ("broken", "failed") else ""
         step = "importing model.py" if row.word == "starting" else ""
         shown = model(states.get(runtime, pb.STATE_READY), "absent" if weights == "any" else weights, step)
-        found = lives(status(shown, failed=broken, asleep=runtime == "asleep"))["a"]
+        answer = status(shown, failed=broken, asleep=runtime == "asleep")
+        if row.word.startswith("ready"):
+            answer.metas.add(name="a", versions=shown.versions)
+            del answer.models[:]
+        found = lives(answer)["a"]
         assert found.partition(",")[0] == row.word.partition(",")[0], row
         assert found.endswith("older version") == row.word.endswith("older version"), row
     assert {row.word.partition(",")[0] for row in rows} == {
-        *("cold", "starting", "warm", "resident", "leaving", "failed", "asleep")
+        *("cold", "starting", "warm", "resident", "ready", "leaving", "failed", "asleep")
     }
 
 

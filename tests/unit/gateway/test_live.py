@@ -55,7 +55,9 @@ class PageControl(FakeControl):
         if request.model != "m":
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such model")
         versions = [pb.Version(key="m@1", state=pb.STATE_READY)]
-        return pb.GetStatusResponse(metas=[pb.MetaStatus(name="m", models=["a"], versions=versions)])
+        return pb.GetStatusResponse(
+            metas=[pb.ModelStatus(name="m", versions=versions, record={"calls_models": ["a"]})]
+        )
 
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Any) -> pb.GetTimelineResponse:
         span = pb.Span(kind=pb.SPAN_KIND_EXECUTE, model="m", start_unix_s=1e9, seconds=0.5)

@@ -16,7 +16,7 @@ def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
 def memory_page(answer: pb.GetMemoryResponse) -> None:
     """Print the memory of each device and of its host copies: the calculation of the budget, models, shared tensors, and free memory."""
     for at, one in enumerate(answer.devices):
-        print(f"{chr(10) if at else ''}device {one.device}: {one.memory.name or 'none yet'}")
+        print(f"{chr(10) if at else ''}device {one.device}: {one.record.memory.name or 'none yet'}")
         print_pairs([(f"  {name}", text) for name, text in _budget(one)])
         _print_weights(one)
 
@@ -25,12 +25,12 @@ def _print_weights(one: pb.MemoryUse) -> None:
     """Print the models of a device, and what they share."""
     shared_with = shared_with_each(one)
     print_section(
-        one.models,
+        sorted((model for model in one.record.models if not model.meta), key=lambda model: model.name),
         {
             "MODEL": lambda model: model.name,
             "SIZE": lambda model: amount(model.device_bytes),
-            "OWN": lambda model: amount(model.own_bytes),
-            "SHARED": lambda model: amount(shared_bytes(model)),
+            "OWN": lambda model: amount(one.own_bytes[model.name]),
+            "SHARED": lambda model: amount(shared_bytes(one, model)),
             "WITH": lambda model: some(shared_with.get(model.name, [])),
             "STATE": lambda model: amount(model.state_bytes) if model.state_bytes else "-",
             "ON DEVICE": lambda model: word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
@@ -38,7 +38,7 @@ def _print_weights(one: pb.MemoryUse) -> None:
         },
     )
     print_section(
-        sorted(one.shared, key=lambda group: -group.bytes),
+        sorted(one.record.shared, key=lambda group: -group.bytes),
         {
             "SHARED": lambda group: amount(group.bytes),
             "MODELS": lambda group: str(len(group.models)),
@@ -50,15 +50,15 @@ def _print_weights(one: pb.MemoryUse) -> None:
 
 def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
     """Return how the device's memory is divided, line by line, and the host's."""
-    memory, host = one.memory, one.host
+    record, memory = one.record, one.record.memory
     pairs = []
     if memory.HasField("limit_bytes"):
         pairs += [
             ("allocator", f"{amount(memory.limit_bytes)} (runtime.memory_fraction of the device)"),
             ("kept free", f"{amount(memory.limit_bytes // 10)}, a tenth"),
         ]
-    if one.scratch_bytes:
-        pairs.append(("executions", amount(one.scratch_bytes)))
+    if record.scratch_bytes:
+        pairs.append(("executions", amount(record.scratch_bytes)))
     if memory.HasField("budget_bytes"):
         said = one.HasField("weight_budget_bytes") and one.weight_budget_bytes == memory.budget_bytes
         why = "runtime.weight_budget_bytes" if said else "the allocator's, less the tenth and executions"
@@ -67,30 +67,30 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
     pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))
     if memory.HasField("budget_bytes"):
         pairs.append(("free", f"{amount(max(0, memory.budget_bytes - memory.physical_bytes))} for weights"))
-    if one.kept_bytes:
-        pairs.append(("kept", f"{amount(one.kept_bytes)} of meta models' runs"))
-    if one.HasField("largest_free_bytes") and memory.limit_bytes > one.in_use_bytes:
-        free = memory.limit_bytes - one.in_use_bytes
-        scattered = percent(max(0.0, 1 - one.largest_free_bytes / free))
+    if record.kept_bytes:
+        pairs.append(("kept", f"{amount(record.kept_bytes)} of meta models' runs"))
+    if record.HasField("largest_free_bytes") and memory.limit_bytes > record.in_use_bytes:
+        free = memory.limit_bytes - record.in_use_bytes
+        scattered = percent(max(0.0, 1 - record.largest_free_bytes / free))
         pairs.append(
             (
                 "fragmentation",
-                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(one.largest_free_bytes)}",
+                f"{scattered}: the largest of the free pieces ({amount(free)}) has {amount(record.largest_free_bytes)}",
             )
         )
-    limit = f" of {amount(one.host_limit_bytes)}" if one.HasField("host_limit_bytes") else ""
-    return [*pairs, ("host", f"{weights_text(host)}{limit}")]
+    limit = f" of {amount(record.host_limit_bytes)}" if record.HasField("host_limit_bytes") else ""
+    return [*pairs, ("host", f"{weights_text(record.host)}{limit}")]
 
 
-def shared_bytes(model: pb.ModelMemory) -> int:
-    """Return the bytes of a model's weights that other models share."""
-    return model.device_bytes - model.state_bytes - model.own_bytes
+def shared_bytes(one: pb.MemoryUse, model: pb.ModelRecord) -> int:
+    """Return the bytes of a model's weights that other models share on a device."""
+    return model.device_bytes - model.state_bytes - one.own_bytes[model.name]
 
 
 def shared_with_each(one: pb.MemoryUse) -> dict[str, list[str]]:
     """Return the models that share tensors with each model."""
     found: dict[str, dict[str, None]] = {}
-    for group in one.shared:
+    for group in one.record.shared:
         for name in group.models:
             found.setdefault(name, {}).update(dict.fromkeys(group.models))
     return {name: [other for other in others if other != name] for name, others in found.items()}

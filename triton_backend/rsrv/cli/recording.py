@@ -192,7 +192,8 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
     costs = _measured(span for span in served.spans if span.start_unix_s >= (recording.began or 0.0))
     # The simulator fills the device in this order.
     listed = sorted(
-        status.models, key=lambda one: (one.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name)
+        status.models,
+        key=lambda one: (one.record.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name),
     )
     models = {one.name: keys for one in listed if (keys := _model(one, shares.get(one.name, {}), costs))}
     # A trace can only be simulated if all of its models are in the scenario.
@@ -216,10 +217,11 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
 
 def _device(status: pb.GetStatusResponse) -> dict[str, Any]:
     device: dict[str, Any] = {"warm": True}
-    budgets = [one.memory.budget_bytes for one in status.devices if one.memory.HasField("budget_bytes")]
+    memories = [one.record.memory for one in status.devices]
+    budgets = [memory.budget_bytes for memory in memories if memory.HasField("budget_bytes")]
     if budgets:
         device["weight_budget_bytes"] = min(budgets)
-    loaded = [one for one in status.models if one.loads and one.load_seconds > 0]
+    loaded = [one.record for one in status.models if one.record.loads and one.record.load_seconds > 0]
     if nbytes := sum(one.device_bytes for one in loaded):
         device["h2d_bytes_per_s"] = round(nbytes / sum(one.load_seconds for one in loaded))
     return device
@@ -237,8 +239,8 @@ def _model(
 ) -> dict[str, Any] | None:
     """Return the keys of a model. None: the model never executed."""
     variants: dict[int, dict[int, float]] = {}
-    single, jitters = len({one.variant for one in model.executables}) == 1, []
-    for one in model.executables:
+    single, jitters = len({one.variant for one in model.record.executables}) == 1, []
+    for one in model.record.executables:
         # Spans do not distinguish variants.
         taken = measured.get((model.name, one.size), ()) if single else ()
         if len(taken) >= _ENOUGH:
@@ -256,12 +258,12 @@ def _model(
         variants[min(variants, key=lambda at: (abs(at - index), at))] for index in range(max(variants) + 1)
     ]
     keys: dict[str, Any] = {"cost": filled[0]} if len(filled) == 1 else {"variants": filled}
-    keys["weight_bytes"] = max(model.device_bytes, sum(shares.values()))
+    keys["weight_bytes"] = max(model.record.device_bytes, sum(shares.values()))
     if jitters:
         keys["cost_jitter"] = round(max(jitters), 3)
     if shares:
         keys["shares"] = dict(shares)
-    if model.residency == pb.RESIDENCY_DEVICE:
+    if model.record.residency == pb.RESIDENCY_DEVICE:
         keys["residency"] = "device"
     return keys
 
@@ -270,11 +272,11 @@ def _shares(memory: pb.GetMemoryResponse) -> dict[str, dict[str, int]]:
     """Return the bytes that each model has in common with others, by a name for each group of tensors."""
     home: dict[str, int] = {}
     for device in memory.devices:
-        for model in device.models:
-            home.setdefault(model.name, device.device)
+        for name in device.own_bytes:
+            home.setdefault(name, device.device)
     shares: dict[str, dict[str, int]] = {}
     for device in memory.devices:
-        for number, group in enumerate(device.shared):
+        for number, group in enumerate(device.record.shared):
             names = [name for name in group.models if home.get(name) == device.device]
             for name in names if len(names) > 1 else ():
                 shares.setdefault(name, {})[f"{device.device}-{number}"] = group.bytes

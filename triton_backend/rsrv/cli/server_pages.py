@@ -82,14 +82,16 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
             "STATE": lambda one: where[one.name],
             "PAUSED": lambda one: word(pb.Pause, one.paused),
             **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
-            "SIZE": lambda one: amount(one.device_bytes),
-            "QUEUED": lambda one: str(one.queued),
-            "RUNNING": lambda one: str(one.executing),
-            "ANSWERED": lambda one: str(one.outcomes.get("answered", 0)),
-            "ERRORS": lambda one: str(sum(one.outcomes.values()) - one.outcomes.get("answered", 0)),
-            "MISSES": lambda one: str(one.misses),
-            "DEVICE": lambda one: duration(one.device_seconds),
-            "RESIDENCY": lambda one: word(pb.Residency, one.residency),
+            "SIZE": lambda one: amount(one.record.device_bytes),
+            "QUEUED": lambda one: str(one.record.queued),
+            "RUNNING": lambda one: str(one.record.executing),
+            "ANSWERED": lambda one: str(one.record.outcomes.get("answered", 0)),
+            "ERRORS": lambda one: str(
+                sum(one.record.outcomes.values()) - one.record.outcomes.get("answered", 0)
+            ),
+            "MISSES": lambda one: str(one.record.misses),
+            "DEVICE": lambda one: duration(one.record.device_seconds),
+            "RESIDENCY": lambda one: word(pb.Residency, one.record.residency),
             "STUBS": _stubs,
         },
     )
@@ -99,13 +101,13 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
             "META MODEL": lambda one: one.name,
             "STATE": lambda one: where[one.name],
             "STUBS": _stubs,
-            "QUEUED": lambda one: str(one.waiting),
-            "RUNNING": lambda one: str(one.running),
-            "ENDED": lambda one: str(sum(one.outcomes.values())),
-            "CALLS": lambda one: str(one.calls),
-            "DEVICE": lambda one: duration(one.device_seconds),
+            "QUEUED": lambda one: str(one.record.queued),
+            "RUNNING": lambda one: str(one.record.executing),
+            "ENDED": lambda one: str(sum(one.record.outcomes.values())),
+            "CALLS": lambda one: str(one.record.calls),
+            "DEVICE": lambda one: duration(one.record.device_seconds),
             "PAUSED": lambda one: word(pb.Pause, one.paused),
-            "CALLS MODELS": lambda one: ", ".join(one.models),
+            "CALLS MODELS": lambda one: ", ".join(one.record.calls_models),
         },
     )
 
@@ -134,9 +136,9 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
         pairs = [
             ("model", model.name),
             ("state", lives(answer)[model.name]),
-            ("weights", f"{amount(model.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
-            *([("task", model.task)] if model.task else []),
-            ("residency", word(pb.Residency, model.residency)),
+            ("weights", f"{amount(model.record.device_bytes)}{_sharing(memory, model.name)}{_places(model)}"),
+            *([("task", model.record.task)] if model.record.task else []),
+            ("residency", word(pb.Residency, model.record.residency)),
             ("paused", word(pb.Pause, model.paused) or "no"),
             *_aliases_of(answer, model.name),
             *model_facts(model),
@@ -149,18 +151,18 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
                 model.devices,
                 {
                     "DEVICE": lambda one: str(one.number),
-                    "STATE": lambda one: life(word(pb.State, one.state), weights_of(one)),
-                    "QUEUED": lambda one: str(one.queued),
-                    "RUNNING": lambda one: str(one.executing),
-                    "EXECUTIONS": lambda one: str(one.dispatches),
-                    "BUSY": lambda one: duration(one.device_seconds),
-                    "MISSES": lambda one: str(one.misses),
-                    "LOADS": lambda one: str(one.loads),
+                    "STATE": lambda one: life(word(pb.State, one.record.state), weights_of(one.record)),
+                    "QUEUED": lambda one: str(one.record.queued),
+                    "RUNNING": lambda one: str(one.record.executing),
+                    "EXECUTIONS": lambda one: str(one.record.dispatches),
+                    "BUSY": lambda one: duration(one.record.device_seconds),
+                    "MISSES": lambda one: str(one.record.misses),
+                    "LOADS": lambda one: str(one.record.loads),
                     "ERROR": lambda one: one_line(one.error),
                 },
             )
         print_section(
-            model.executables,
+            model.record.executables,
             {
                 "VARIANT": lambda one: str(one.variant),
                 "SIZE": lambda one: str(one.size),
@@ -173,7 +175,6 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
         print_pairs(
             [
                 ("meta model", meta.name),
-                ("calls", ", ".join(meta.models)),
                 ("paused", word(pb.Pause, meta.paused) or "no"),
                 *meta_facts(meta),
             ]
@@ -272,19 +273,19 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
 
 def _print_server(answer: pb.GetStatusResponse) -> None:
     server, scheduler = answer.server, answer.scheduler
-    live = [device for device in answer.devices if device.HasField("runtime")]
+    live = [device for device in answer.devices if device.HasField("record")]
     severity, colon, evidence = _headline(answer.findings).partition(":")
     pairs = [("findings", f"{styled(severity)}{colon}{evidence}")] if severity else []
     pairs += [("server", f"tritonserver {server.pid}, {word(pb.Mode, server.mode)}, {server.repository}")]
     for device in answer.devices:
         if len(answer.devices) > 1:
             pairs.append((f"device {device.number}", _device_name(device)))
-        if device.HasField("runtime"):
+        if device.HasField("record"):
             pairs += _device_pairs(device, alone=len(answer.devices) == 1)
         elif len(answer.devices) == 1:
             pairs.append(("device", _device_name(device)))
     if live:
-        runtime = live[0].runtime
+        runtime = live[0].record
         computes = f"; the device multiplies in {runtime.computes}" if runtime.computes else ""
         pairs += [
             ("numerics", word(pb.Numerics, runtime.numerics) + computes),
@@ -302,11 +303,11 @@ def _headline(findings: Sequence[pb.Finding]) -> str:
 
 
 def _device_name(device: pb.DeviceStatus) -> str:
-    memory = device.memory
+    memory = device.record.memory
     if device.HasField("asleep_since_unix_s"):
         since = time.strftime("%H:%M:%S", time.localtime(device.asleep_since_unix_s))
         return f"asleep since {since}; the next request or `rsrv wake` wakes it"
-    if not device.HasField("runtime"):
+    if not device.HasField("record"):
         since = time.strftime("%H:%M:%S", time.localtime(device.down_since_unix_s))
         return f"its runtime has not answered since {since}; " + (device.error or "see the server's log")
     if device.error:
@@ -321,7 +322,7 @@ def _device_name(device: pb.DeviceStatus) -> str:
 
 def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, str]]:
     """Return the lines about a device whose runtime answers. With several devices, the lines are indented."""
-    runtime, memory = device.runtime, device.memory
+    runtime, memory = device.record, device.record.memory
     budget = f" of {amount(memory.budget_bytes)}" if memory.HasField("budget_bytes") else ""
     pairs = [
         (
@@ -336,7 +337,7 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
             (
                 f"{weights_text(memory)}{budget} on the device, "
                 f"{amount(memory.pinned_bytes)} pinned; "
-                f"{weights_text(device.host)} in host memory"
+                f"{weights_text(runtime.host)} in host memory"
             ),
         ),
     ]
@@ -348,10 +349,10 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
     """Return how many bytes of weights only this model has, and the models with which it shares the rest."""
     for one in () if memory is None else memory.devices:
-        for model in one.models:
+        for model in one.record.models:
             if model.name == name and (others := shared_with_each(one).get(name)):
-                shared = amount(shared_bytes(model))
-                return f", {amount(model.own_bytes)} own, {shared} shared with {some(others)}"
+                shared = amount(shared_bytes(one, model))
+                return f", {amount(one.own_bytes[name])} own, {shared} shared with {some(others)}"
     return ""
 
 
@@ -363,13 +364,13 @@ def _places(model: pb.ModelStatus) -> str:
 
 def _holders(model: pb.ModelStatus) -> list[str]:
     """Return the devices that have the weights of a model."""
-    return [str(one.number) for one in model.devices if one.weights == pb.WEIGHTS_RESIDENT]
+    return [str(one.number) for one in model.devices if one.record.weights == pb.WEIGHTS_RESIDENT]
 
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
     for model in answer.models:
         for device in model.devices if state_of(model.versions) == "ready" else ():
-            if device.state == pb.STATE_FAILED:
+            if device.record.state == pb.STATE_FAILED:
                 print(f"\n{model.name} does not run on device {device.number}: {one_line(device.error)}")
     where = lives(answer)
     for failure in answer.failures:
@@ -409,6 +410,6 @@ def _count(answer: pb.GetStatusResponse) -> str:
     return text + (" (`rsrv status '*'` lists them)" if counts["cold"] or counts["asleep"] else "")
 
 
-def _stubs(model: pb.ModelStatus | pb.MetaStatus) -> str:
+def _stubs(model: pb.ModelStatus) -> str:
     """Return the number of a model's stubs."""
     return str(len({pid for version in model.versions for pid in version.stubs}))

@@ -1,7 +1,7 @@
 """Translates what runtimes report into the service's messages, and messages into settings. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import copied, member, member_name
 from rsrv.control.placing import Trial
 from rsrv.control.protocols import ModelVersion
-from rsrv.control.records import RuntimeRecords, early_failures, select, total
+from rsrv.control.records import RuntimeRecords, early_failures, total, without_histograms
 from rsrv.control.runtime_link import RuntimeLink
 from rsrv.control.runtime_state import StateChange, StateSnapshot, StateUpdate
 from rsrv.control.runtimes import merge
@@ -62,69 +62,59 @@ def model_status(
     name: str,
     records: Mapping[int, pb.ModelRecord],
     devices: Mapping[int, Versions],
-    policy: pb.Policy,
+    policy: pb.Policy | None,
     starting: str,
     bundle: str,
-    front: str,
+    front: str = "",
 ) -> pb.ModelStatus:
-    """Return the status of a model over all devices.
+    """Return the status of a model or meta model over all devices.
 
     Args:
         name: Name of the model.
         records: The model's record in each runtime that has built the model.
         devices: The model's versions on each device that answers and knows the model. A model without `records` and
             `devices` is cold.
-        policy: As in `policy`.
+        policy: As in `policy`. None for a meta model.
         starting: What the model's start waits for. Empty if the model is not starting.
         bundle: State of the model's bundle.
         front: The model's front, or empty.
     """
-    record = total([*records.values()])
     versions = merge(list(devices.values()))
     served = _served(versions)
+    record = _figures(total([*records.values()]), served)
+    if records and not record.meta:
+        record.outcomes["failed_before_runtime"] = early_failures(record)
     unknown = pb.STATE_LOADING if starting else pb.STATE_COLD
-    outcomes = dict(record.outcomes) | ({"failed_before_runtime": early_failures(record)} if records else {})
-    return select(
-        pb.ModelStatus,
-        record,
+    return pb.ModelStatus(
         name=name,
         versions=version_list(versions) if versions or records else [pb.Version(state=unknown)],
-        starting=starting,
-        residency=member(pb.Residency, served["residency"]) if served else record.residency,
-        weights=member(pb.Weights, served["weights"]) if served else record.weights,
         paused=member(pb.Pause, served["paused"] if served else None),
-        outcomes=outcomes,
+        record=record,
         policy=policy,
-        bundle=bundle,
-        front=front,
         devices=[
-            _on_device(number, records.get(number, pb.ModelRecord()), found)
+            pb.ModelOnDevice(
+                number=number,
+                record=_figures(records.get(number, pb.ModelRecord()), found),
+                error=found["error"] or "",
+            )
             for number, versions_there in sorted(devices.items())
             if (found := _served(versions_there)) is not None
         ],
-    )
-
-
-def meta_status(
-    name: str, records: Sequence[pb.ModelRecord], versions: Versions, starting: str, front: str
-) -> pb.MetaStatus:
-    """Return the status of a meta model. `records`: its records in the runtimes with a stub that serves it.
-
-    `starting` and `front` are as in `model_status`.
-    """
-    found, record = list(versions.values()), total(records)
-    return select(
-        pb.MetaStatus,
-        record,
-        name=name,
-        versions=version_list(versions),
-        models=record.calls_models,
         starting=starting,
-        paused=member(pb.Pause, found[-1]["paused"] if found else None),
-        waiting=record.queued,
-        running=record.executing,
+        bundle=bundle,
         front=front,
     )
+
+
+def _figures(record: pb.ModelRecord, served: ModelVersion | None) -> pb.ModelRecord:
+    """Return a copy of a record without histograms, with the latest states of the served version."""
+    copy = pb.ModelRecord()
+    copy.CopyFrom(record)
+    if served is not None:
+        copy.state = member(pb.State, served["state"])
+        copy.residency = member(pb.Residency, served["residency"])
+        copy.weights = member(pb.Weights, served["weights"])
+    return without_histograms(copy)
 
 
 def _served(versions: Versions) -> ModelVersion | None:
@@ -132,17 +122,6 @@ def _served(versions: Versions) -> ModelVersion | None:
     found = list(versions.values())
     ready = [entry for entry in found if entry["state"] == "ready"] or found
     return ready[-1] if ready else None
-
-
-def _on_device(number: int, record: pb.ModelRecord, served: ModelVersion) -> pb.ModelOnDevice:
-    return select(
-        pb.ModelOnDevice,
-        record,
-        number=number,
-        state=member(pb.State, served["state"]),
-        error=served["error"] or "",
-        weights=member(pb.Weights, served["weights"]),
-    )
 
 
 def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
@@ -173,9 +152,9 @@ def device_status(
         else:
             shown.asleep_since_unix_s = link.asleep_since
         return shown
-    shown.runtime.MergeFrom(select(pb.Runtime, record, revision=link.state.revision))
-    shown.host.MergeFrom(record.host)
-    shown.memory.MergeFrom(record.memory)
+    shown.record.CopyFrom(record)
+    without_histograms(shown.record)
+    shown.revision = link.state.revision
     return shown
 
 
@@ -207,18 +186,14 @@ def memory_use(number: int, records: RuntimeRecords, budget: int | None = None) 
     shared: Counter[str] = Counter()
     for group in records.shared:
         shared.update(dict.fromkeys(group.models, group.bytes))
-    return select(
-        pb.MemoryUse,
-        records.device,
-        device=number,
-        weight_budget_bytes=budget,
-        models=[
-            select(pb.ModelMemory, one, own_bytes=one.device_bytes - one.state_bytes - shared[name])
-            for name, one in sorted(records.models.items())
-            if not one.meta
-        ],
-        shared=records.shared,
-    )
+    use = pb.MemoryUse(device=number, record=records.device, weight_budget_bytes=budget)
+    use.record.models.extend(records.models.values())
+    use.record.shared.extend(records.shared)
+    for name, one in records.models.items():
+        if not one.meta:
+            use.own_bytes[name] = one.device_bytes - one.state_bytes - shared[name]
+    without_histograms(use.record)
+    return use
 
 
 def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementResponse:
@@ -363,15 +338,3 @@ def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict
 def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
     """Return the names of a message's fields. Cached: reading a descriptor takes longer than making a message."""
     return frozenset(field.name for field in message.DESCRIPTOR.fields) - but
-
-
-def _executable(which: str, count: int, cost: float | None, precision: Json) -> pb.Executable:
-    variant, size = _variant_and_size(which)
-    return pb.Executable(
-        variant=variant, size=size, count=count, cost_s=cost, precision=pb.Precision(**precision)
-    )
-
-
-def _variant_and_size(which: str) -> tuple[int, int]:
-    variant, size = which.split("/")
-    return int(variant), int(size)

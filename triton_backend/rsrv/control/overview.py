@@ -193,10 +193,12 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
 
 def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
     """Return as JSON, for a device, the bytes of each model that no other model shares, and the bytes of shared tensors with their models."""
+    record = use.record
+    state = {one.name: one.state_bytes for one in record.models}
     return {
-        "scratch": use.scratch_bytes,
-        "models": {one.name: one.own_bytes + one.state_bytes for one in use.models},
-        "groups": [[group.bytes, [*group.models]] for group in use.shared],
+        "scratch": record.scratch_bytes,
+        "models": {name: own + state[name] for name, own in sorted(use.own_bytes.items())},
+        "groups": [[group.bytes, [*group.models]] for group in record.shared],
     }
 
 

@@ -36,7 +36,7 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
         slowest = pb.GetRequestsResponse()
     del slowest.requests[_MAX_SLOW:]
     facts = [pair for one in status.models for pair in model_facts(one)]
-    facts += [pair for one in status.metas for pair in [("calls", ", ".join(one.models)), *meta_facts(one)]]
+    facts += [pair for one in status.metas for pair in meta_facts(one)]
     for one in (version for found in (*status.models, *status.metas) for version in found.versions):
         state = life(word(pb.State, one.state) or "cold", word(pb.Weights, one.weights))
         facts.append(("version", " ".join([one.key, state, one_line(one.error)]).strip()))
@@ -52,7 +52,7 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
                 duration(one.cost_s) if one.HasField("cost_s") else "-",
             )
             for found in status.models
-            for one in found.executables
+            for one in found.record.executables
         ],
     }
 

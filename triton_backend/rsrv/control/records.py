@@ -77,6 +77,29 @@ class RuntimeRecords:
         return self
 
 
+def without_histograms(record: M) -> M:
+    """Remove all histograms of a record and of the records in it. Returns the record."""
+    for name in _histograms(record.DESCRIPTOR):
+        record.ClearField(name)
+    if isinstance(record, pb.DeviceRecord):
+        for model in record.models:
+            without_histograms(model)
+    return record
+
+
+@cache
+def _histograms(record: Descriptor) -> list[str]:
+    """Return the names of a message's fields that are histograms, or histograms by a name."""
+    found = []
+    for one in record.fields:
+        kind = one.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            kind = kind.fields_by_name["value"].message_type
+        if kind is pb.Histogram.DESCRIPTOR:
+            found.append(one.name)
+    return found
+
+
 def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
     """Return the records of one model on several devices as one, without histograms."""
     if len(records) == 1:

@@ -211,8 +211,7 @@ def lives(answer: pb.GetStatusResponse) -> dict[str, str]:
     asleep = bool(answer.devices) and all(device.HasField("asleep_since_unix_s") for device in answer.devices)
     states = dict.fromkeys(broken, "failed")
     for model in (*answer.models, *answer.metas):
-        weights = weights_of(model) if isinstance(model, pb.ModelStatus) else ""
-        state = state_of(model.versions)
+        state, weights = state_of(model.versions), weights_of(model.record)
         states[model.name] = life(state, weights, model.starting, broken=model.name in broken, asleep=asleep)
     return states
 
@@ -228,9 +227,9 @@ def state_of(versions: Sequence[pb.Version]) -> str:
     return "ready" if "ready" in states else states[-1] if states else ""
 
 
-def weights_of(model: pb.ModelStatus | pb.ModelOnDevice) -> str:
-    """Return the state of a model's weights. A model that is not built has only the coarse state."""
-    return model.weights_state or word(pb.Weights, model.weights)
+def weights_of(record: pb.ModelRecord) -> str:
+    """Return the state of a model's weights. A model that is not built has only the coarse state, a meta model has none."""
+    return record.weights_state or word(pb.Weights, record.weights)
 
 
 def life(state: str, weights: str, step: str = "", *, broken: bool = False, asleep: bool = False) -> str:
@@ -269,22 +268,22 @@ def failed_how(*, serves: bool) -> str:
 
 def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
     """Return a model's front and counters as names and texts."""
-    policy = model.policy
+    policy, record = model.policy, model.record
     return [
         *_front(model),
-        ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
-        *([("sequences", _sequences(model))] if model.sequences else []),
-        *([("answers", _answers(model.generated))] if model.generated.get("answers") else []),
+        ("requests", f"{record.queued} queued, {record.executing} execute; {_counts(record.outcomes)}"),
+        *([("sequences", _sequences(record))] if record.sequences else []),
+        *([("answers", _answers(record.generated))] if record.generated.get("answers") else []),
         (
             "executions",
             (
-                f"{model.dispatches}, {duration(model.device_seconds)} of the device, "
-                f"{model.useful_rows} rows, {model.padded_rows} of padding"
+                f"{record.dispatches}, {duration(record.device_seconds)} of the device, "
+                f"{record.useful_rows} rows, {record.padded_rows} of padding"
             ),
         ),
         (
             "loads",
-            f"{model.loads}, {duration(model.load_seconds)} each; {model.misses} misses, {model.evictions} evictions",
+            f"{record.loads}, {duration(record.load_seconds)} each; {record.misses} misses, {sum(record.evictions.values())} evictions",
         ),
         (
             "policy",
@@ -293,21 +292,23 @@ def model_facts(model: pb.ModelStatus) -> list[tuple[str, str]]:
     ]
 
 
-def meta_facts(meta: pb.MetaStatus) -> list[tuple[str, str]]:
-    """Return a meta model's front and counters as names and texts."""
+def meta_facts(meta: pb.ModelStatus) -> list[tuple[str, str]]:
+    """Return a meta model's front, the models that it calls, and counters as names and texts."""
+    record = meta.record
     return [
         *_front(meta),
-        ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
-        ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
-        ("kept", f"{amount(meta.kept_bytes)} on the device"),
+        ("calls", ", ".join(record.calls_models)),
+        ("runs", f"{record.queued} wait, {record.executing} run; {_counts(record.outcomes)}"),
+        ("sub-calls", f"{record.calls}, {duration(record.device_seconds)} of the device"),
+        ("kept", f"{amount(record.kept_bytes)} on the device"),
     ]
 
 
-def _front(status: pb.ModelStatus | pb.MetaStatus) -> list[tuple[str, str]]:
+def _front(status: pb.ModelStatus) -> list[tuple[str, str]]:
     return [("front", one_line(status.front))] if status.front else []
 
 
-def _sequences(model: pb.ModelStatus) -> str:
+def _sequences(model: pb.ModelRecord) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in sorted(model.sequences.items()) if count)
     return (counts or "none") + (f"; {model.generations} of them generations" if model.generations else "")
 

@@ -138,7 +138,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         def told(name: str) -> dict[int, pb.ModelRecord]:
             return {number: said.models[name] for number, said in known.items() if name in said.models}
 
-        cards, now, versions = await self._monitoring.cards.memory(), self._clock(), messages.by_name(entries)
+        def versions(name: str) -> dict[int, messages.Versions]:
+            return {number: found[name] for number, found in by_device.items() if name in found}
+
+        cards, now = await self._monitoring.cards.memory(), self._clock()
         return pb.GetStatusResponse(
             server=pb.Server(
                 pid=self._server.pid,
@@ -163,7 +166,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 messages.model_status(
                     name,
                     told(name),
-                    {number: found[name] for number, found in by_device.items() if name in found},
+                    versions(name),
                     messages.policy(self._server.file.settings, name, runtimes.desired.overridden(name)),
                     starting.get(name, ""),
                     self._lifecycle.bundle_state(name),
@@ -172,11 +175,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 for name in wanted(names["model"])
             ],
             metas=[
-                messages.meta_status(
+                messages.model_status(
                     name,
-                    [*told(name).values()],
-                    versions.get(name, {}),
+                    told(name),
+                    versions(name),
+                    None,
                     starting.get(name, ""),
+                    self._lifecycle.bundle_state(name),
                     front if name == request.model else "",
                 )
                 for name in wanted(names["meta"])
@@ -232,7 +237,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except StatusError as unknown:
             if unknown.code != "NOT_FOUND":
                 raise
-            if model in self._runtimes.cold:
+            if self._runtimes.presence.waits(model):
                 text = f"{model} is cold: a request or `rsrv prefetch --warm {model}` starts it"
             elif failure := self._lifecycle.failures.get(model):
                 text = f"{model} has failed: {failure.text}"

@@ -71,7 +71,7 @@ class ServedModels:
 
     def runtime_pid(self) -> int:
         status = json.loads(self.rsrv("status", "--json"))
-        return int(status["devices"][0]["runtime"]["pid"])
+        return int(status["devices"][0]["record"]["pid"])
 
 
 @contextmanager

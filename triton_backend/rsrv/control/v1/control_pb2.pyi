@@ -158,31 +158,29 @@ class GetStatusResponse(_message.Message):
     devices: _containers.RepeatedCompositeFieldContainer[DeviceStatus]
     scheduler: Scheduler
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
-    metas: _containers.RepeatedCompositeFieldContainer[MetaStatus]
+    metas: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     findings: _containers.RepeatedCompositeFieldContainer[Finding]
     aliases: _containers.RepeatedCompositeFieldContainer[Alias]
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[Alias, _Mapping]]] = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceStatus, _Mapping]]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., aliases: _Optional[_Iterable[_Union[Alias, _Mapping]]] = ...) -> None: ...
 
 class DeviceStatus(_message.Message):
-    __slots__ = ("number", "runtime", "host", "memory", "card", "down_since_unix_s", "error", "asleep_since_unix_s")
+    __slots__ = ("number", "record", "revision", "card", "down_since_unix_s", "error", "asleep_since_unix_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     DOWN_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     number: int
-    runtime: Runtime
-    host: HostMemory
-    memory: DeviceMemory
+    record: DeviceRecord
+    revision: int
     card: CardMemory
     down_since_unix_s: float
     error: str
     asleep_since_unix_s: float
-    def __init__(self, number: _Optional[int] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ..., asleep_since_unix_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., record: _Optional[_Union[DeviceRecord, _Mapping]] = ..., revision: _Optional[int] = ..., card: _Optional[_Union[CardMemory, _Mapping]] = ..., down_since_unix_s: _Optional[float] = ..., error: _Optional[str] = ..., asleep_since_unix_s: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
     __slots__ = ("pid", "control_pid", "version", "mode", "repository", "settings_notes")
@@ -199,28 +197,6 @@ class Server(_message.Message):
     repository: str
     settings_notes: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, pid: _Optional[int] = ..., control_pid: _Optional[int] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., repository: _Optional[str] = ..., settings_notes: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class Runtime(_message.Message):
-    __slots__ = ("pid", "instance", "revision", "uptime_s", "connections", "compiled", "from_cache", "numerics", "computes")
-    PID_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
-    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
-    COMPILED_FIELD_NUMBER: _ClassVar[int]
-    FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
-    NUMERICS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTES_FIELD_NUMBER: _ClassVar[int]
-    pid: int
-    instance: str
-    revision: int
-    uptime_s: float
-    connections: int
-    compiled: int
-    from_cache: int
-    numerics: Numerics
-    computes: str
-    def __init__(self, pid: _Optional[int] = ..., instance: _Optional[str] = ..., revision: _Optional[int] = ..., uptime_s: _Optional[float] = ..., connections: _Optional[int] = ..., compiled: _Optional[int] = ..., from_cache: _Optional[int] = ..., numerics: _Optional[_Union[Numerics, str]] = ..., computes: _Optional[str] = ...) -> None: ...
 
 class HostMemory(_message.Message):
     __slots__ = ("logical_bytes", "physical_bytes", "tensors")
@@ -271,115 +247,36 @@ class Scheduler(_message.Message):
     def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., meta_concurrency: _Optional[int] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy", "weights_state", "devices", "starting", "sequences", "generations", "generated", "bundle", "task", "front")
-    class OutcomesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class SequencesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class GeneratedEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("name", "versions", "paused", "record", "policy", "devices", "starting", "bundle", "front")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_FIELD_NUMBER: _ClassVar[int]
-    EXECUTING_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
-    USEFUL_ROWS_FIELD_NUMBER: _ClassVar[int]
-    PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    LOADS_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    EXECUTABLES_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     STARTING_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
-    TASK_FIELD_NUMBER: _ClassVar[int]
     FRONT_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedCompositeFieldContainer[Version]
-    residency: Residency
-    weights: Weights
     paused: Pause
-    queued: int
-    executing: int
-    outcomes: _containers.ScalarMap[str, int]
-    dispatches: int
-    useful_rows: int
-    padded_rows: int
-    device_seconds: float
-    weight_bytes: int
-    device_bytes: int
-    misses: int
-    loads: int
-    evictions: int
-    load_seconds: float
-    executables: _containers.RepeatedCompositeFieldContainer[Executable]
+    record: ModelRecord
     policy: Policy
-    weights_state: str
     devices: _containers.RepeatedCompositeFieldContainer[ModelOnDevice]
     starting: str
-    sequences: _containers.ScalarMap[str, int]
-    generations: int
-    generated: _containers.ScalarMap[str, float]
     bundle: str
-    task: str
     front: str
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., weights_state: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., sequences: _Optional[_Mapping[str, int]] = ..., generations: _Optional[int] = ..., generated: _Optional[_Mapping[str, float]] = ..., bundle: _Optional[str] = ..., task: _Optional[str] = ..., front: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., paused: _Optional[_Union[Pause, str]] = ..., record: _Optional[_Union[ModelRecord, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[ModelOnDevice, _Mapping]]] = ..., starting: _Optional[str] = ..., bundle: _Optional[str] = ..., front: _Optional[str] = ...) -> None: ...
 
 class ModelOnDevice(_message.Message):
-    __slots__ = ("number", "state", "error", "weights", "weights_state", "queued", "executing", "dispatches", "device_seconds", "misses", "loads", "evictions")
+    __slots__ = ("number", "record", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_STATE_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_FIELD_NUMBER: _ClassVar[int]
-    EXECUTING_FIELD_NUMBER: _ClassVar[int]
-    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    LOADS_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    state: State
+    record: ModelRecord
     error: str
-    weights: Weights
-    weights_state: str
-    queued: int
-    executing: int
-    dispatches: int
-    device_seconds: float
-    misses: int
-    loads: int
-    evictions: int
-    def __init__(self, number: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., error: _Optional[str] = ..., weights: _Optional[_Union[Weights, str]] = ..., weights_state: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., dispatches: _Optional[int] = ..., device_seconds: _Optional[float] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., record: _Optional[_Union[ModelRecord, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Version(_message.Message):
     __slots__ = ("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
@@ -451,41 +348,6 @@ class Policy(_message.Message):
     max_delay_us: int
     max_queue_depth: int
     def __init__(self, weight: _Optional[float] = ..., max_delay_us: _Optional[int] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
-
-class MetaStatus(_message.Message):
-    __slots__ = ("name", "versions", "models", "paused", "waiting", "running", "outcomes", "calls", "device_seconds", "kept_bytes", "starting", "front")
-    class OutcomesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    MODELS_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STARTING_FIELD_NUMBER: _ClassVar[int]
-    FRONT_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    versions: _containers.RepeatedCompositeFieldContainer[Version]
-    models: _containers.RepeatedScalarFieldContainer[str]
-    paused: Pause
-    waiting: int
-    running: int
-    outcomes: _containers.ScalarMap[str, int]
-    calls: int
-    device_seconds: float
-    kept_bytes: int
-    starting: str
-    front: str
-    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., models: _Optional[_Iterable[str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., calls: _Optional[int] = ..., device_seconds: _Optional[float] = ..., kept_bytes: _Optional[int] = ..., starting: _Optional[str] = ..., front: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("name", "text", "since_unix_s", "tries")
@@ -798,48 +660,23 @@ class GetMemoryResponse(_message.Message):
     def __init__(self, devices: _Optional[_Iterable[_Union[MemoryUse, _Mapping]]] = ...) -> None: ...
 
 class MemoryUse(_message.Message):
-    __slots__ = ("device", "memory", "host", "host_limit_bytes", "scratch_bytes", "kept_bytes", "in_use_bytes", "largest_free_bytes", "weight_budget_bytes", "models", "shared")
+    __slots__ = ("device", "record", "weight_budget_bytes", "own_bytes")
+    class OwnBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DEVICE_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    HOST_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    IN_USE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LARGEST_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MODELS_FIELD_NUMBER: _ClassVar[int]
-    SHARED_FIELD_NUMBER: _ClassVar[int]
-    device: int
-    memory: DeviceMemory
-    host: HostMemory
-    host_limit_bytes: int
-    scratch_bytes: int
-    kept_bytes: int
-    in_use_bytes: int
-    largest_free_bytes: int
-    weight_budget_bytes: int
-    models: _containers.RepeatedCompositeFieldContainer[ModelMemory]
-    shared: _containers.RepeatedCompositeFieldContainer[SharedTensors]
-    def __init__(self, device: _Optional[int] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., host_limit_bytes: _Optional[int] = ..., scratch_bytes: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., in_use_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ..., weight_budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelMemory, _Mapping]]] = ..., shared: _Optional[_Iterable[_Union[SharedTensors, _Mapping]]] = ...) -> None: ...
-
-class ModelMemory(_message.Message):
-    __slots__ = ("name", "device_bytes", "own_bytes", "host_bytes", "weights", "pinned", "state_bytes")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
-    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
-    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    device_bytes: int
-    own_bytes: int
-    host_bytes: int
-    weights: Weights
-    pinned: bool
-    state_bytes: int
-    def __init__(self, name: _Optional[str] = ..., device_bytes: _Optional[int] = ..., own_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., pinned: bool = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    device: int
+    record: DeviceRecord
+    weight_budget_bytes: int
+    own_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, device: _Optional[int] = ..., record: _Optional[_Union[DeviceRecord, _Mapping]] = ..., weight_budget_bytes: _Optional[int] = ..., own_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SharedTensors(_message.Message):
     __slots__ = ("bytes", "models", "on_device")

@@ -71,7 +71,7 @@ def _look(server: RunningTriton) -> dict[str, Combination]:
     words = lives(answer)
     asleep = all(one.HasField("asleep_since_unix_s") for one in answer.devices)
     found = {}
-    for model in answer.models:
+    for model in (*answer.models, *answer.metas):
         text = words[model.name]
         known = any(version.key for version in model.versions)
         found[model.name] = Combination(
@@ -81,7 +81,7 @@ def _look(server: RunningTriton) -> dict[str, Combination]:
             before.get(model.name, "absent"),
             "connected" if any(version.stubs for version in model.versions) else "waiting",
             "asleep" if asleep else state_of(model.versions) if known else "none",
-            weights_of(model) or "none",
+            weights_of(model.record) or "none",
         )
     return found
 

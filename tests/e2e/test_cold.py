@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.e2e.calls import at_once, caller, random_u32, refusal
 from tests.e2e.combinations import recorded
 from tests.e2e.fronts import NATIVE
 from tests.e2e.harness import RunningTriton, StartTriton, make_repository
+from tests.e2e.metas import rows, write_meta, write_scale
 from tests.e2e.test_guard import check_exact, sudden
 from tests.status import read_status
 
@@ -65,3 +68,24 @@ def test_models_start_with_their_first_requests(
     if NATIVE:
         return  # It has no stubs.
     assert len(server.stub_pids()) == 3
+
+
+def test_a_meta_model_starts_sleeps_and_returns(
+    start_triton: StartTriton, record: Callable[[RunningTriton], None], tmp_path: Path
+) -> None:
+    """The first request starts a meta model and what it calls, and its requests are answered after a death and a sleep."""
+    write_scale(tmp_path / "bundles" / "double", 2, internal=True)
+    body = 'def run(inputs, call):\n    return call("double", inputs)\n'
+    write_meta(tmp_path / "bundles" / "chain", body, ["double"])
+    lazy = "runtime: {start: lazy, idle: {executable: 2h}}"
+    server = start_triton(make_repository(tmp_path, settings=lazy), expected=None)
+    record(server)
+    assert read_status(server.pid)["metas"] == {}
+
+    with caller(server) as call:
+        assert (call("chain", rows(2, 3.0))["y"] == 6).all()
+        assert read_status(server.pid)["metas"].keys() == {"chain"}
+        os.kill(read_status(server.pid)["pid"], signal.SIGKILL)
+        assert (call("chain", rows(2, 4.0))["y"] == 8).all()
+        server.operate("sleep")
+        assert (call("chain", rows(2, 5.0))["y"] == 10).all()

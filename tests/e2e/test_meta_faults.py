@@ -15,6 +15,7 @@ import pytest
 
 from rsrv.wire.socket import Closed
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
+from tests.e2e.combinations import recorded
 from tests.e2e.harness import EXPLICIT, RunningTriton, StartTriton, make_repository, running_triton
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
 from tests.status import read_status
@@ -135,12 +136,15 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     repository = write_repository(folder, request.param)
     meeting = folder / "meeting"
     meeting.mkdir()
-    with running_triton(
-        repository,
-        folder / "server.log",
-        extra_args=(*EXPLICIT, *TWO_THREADS),
-        env={"RSRV_TEST_FOLDER": str(meeting)},
-    ) as running:
+    with (
+        running_triton(
+            repository,
+            folder / "server.log",
+            extra_args=(*EXPLICIT, *TWO_THREADS),
+            env={"RSRV_TEST_FOLDER": str(meeting)},
+        ) as running,
+        recorded(running),
+    ):
         yield House(running, meeting)
 
 

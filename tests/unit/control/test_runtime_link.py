@@ -174,7 +174,9 @@ async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path:
         assert isinstance(update, StateSnapshot)
         assert update.revision == runtime.revision
         runtime.change("m@1", None)
-        assert await subscription.next() == StateChange(link.state.instance, update.revision + 1, "m@1", None)
+        assert await subscription.next() == StateChange(
+            link.state.instance, update.revision + 1, "m@1", None, update.entries["m@1"]
+        )
     runtime.die()
 
 

@@ -113,15 +113,19 @@ async def test_stubs_that_only_a_dead_runtime_knew_return_however_long_that_take
         await until(runtimes, lambda: "b" in runtimes.presence.attached)
         first.die()
         await until(runtimes, lambda: len(runtimes.live) == 1)
-        assert (runtimes.presence.attached, runtimes.returning) == ({"a"}, {"a", "b"})
+        assert (runtimes.presence.attached, runtimes.presence.returning) == ({"a"}, {"a", "b"})
 
         again = reborn(first)
         await until(runtimes, lambda: len(runtimes.live) == 2)
         runtimes.links[0].since -= 3600
         runtimes.see_stubs(StubLook({"b"}))
-        assert (runtimes.presence.attached, runtimes.returning, runtimes.cold) == ({"a"}, {"a", "b"}, set())
+        assert (runtimes.presence.attached, runtimes.presence.returning, runtimes.cold) == (
+            {"a"},
+            {"a", "b"},
+            set(),
+        )
         runtimes.see_stubs(StubLook(gone={"b"}))
-        assert runtimes.returning == {"a"}
+        assert runtimes.presence.returning == {"a"}
         runtimes.see_stubs(StubLook({"b"}))
         assert runtimes.cold == {"b"}
 

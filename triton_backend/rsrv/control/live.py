@@ -19,7 +19,7 @@ from rsrv.control.charts import RANGES, Charts
 from rsrv.control.findings import ServerFinding
 from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import Overview, describe, device_picture, memory_picture, served
-from rsrv.control.protocols import ModelVersion, moves_only
+from rsrv.control.protocols import ModelVersion
 from rsrv.control.records import RuntimeRecords
 from rsrv.control.runtime_state import StateChange, StateSnapshot
 from rsrv.control.runtimes import Runtimes
@@ -159,7 +159,7 @@ class Live:
 
     async def _keep_log(self) -> None:
         runtimes = self._runtimes
-        entries: dict[int, dict[str, ModelVersion]] = {}
+        known: set[int] = set()
         feed = runtimes.subscribe()
         try:
             while True:
@@ -167,35 +167,31 @@ class Live:
                 where = f" of device {device}" if len(runtimes.links) > 1 else ""
                 match update:
                     case None:
-                        if entries.pop(device, None) is not None:  # else it has not started yet
+                        if device in known:  # else it has not started yet
+                            known.discard(device)
                             self.note(f"the runtime{where} does not answer")
                     case StateSnapshot(instance, _, found):
-                        entries[device] = dict(found)
+                        known.add(device)
                         count = f"{len(found)} version{'' if len(found) == 1 else 's'} of models"
                         self.note(f"runtime {instance}{where}: {count}")
-                    case StateChange(_, _, key, entry):
-                        before = entries[device].pop(key, None)
-                        if entry is not None:
-                            entries[device][key] = entry
-                        # With a thousand models, a search for each move of weights would cost a fifth of the process.
+                    case StateChange(entry=entry, before=before, moves=moves):
                         leaves = entry is None or entry["state"] == "leaving"
-                        serving = self._serving(entries[device], before or entry) if leaves else ""
+                        serving = self._serving(device, before or entry) if leaves else ""
                         text = describe(before, entry, serving)
-                        moves = moves_only(before, entry)
                         if text is not None and (not moves or self._has_room()):
                             self.note(f"device {device}: {text}" if where else text, moves=moves)
         finally:
             feed.close()
 
-    def _serving(self, entries: Mapping[str, ModelVersion], changed: ModelVersion | None) -> str:
+    def _serving(self, device: int, changed: ModelVersion | None) -> str:
         """Return what serves a model on a device after a change of one of its versions."""
         if changed is None or changed["state"] == "loading":
             return ""
-        name = changed["name"]
-        found = served(one for one in entries.values() if one["name"] == name).get(name)
+        name, presence = changed["name"], self._runtimes.presence
+        found = served(presence.devices[device].versions(name)).get(name)
         if found is not None and found["state"] == "ready":
             return f"version {found['digest'][:12]} serves"
-        return "the model is cold" if name in self._runtimes.cold else "no other version serves"
+        return "the model is cold" if presence.waits(name) else "no other version serves"
 
     def _note_failures(self, failures: Mapping[str, str]) -> None:
         """Add a line to the event log for each model that has failed or recovered since the last call."""

@@ -4,7 +4,7 @@
 Runtimes report versions and connected stubs. `stub_monitor` reports what Triton has loaded and which processes live.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rsrv.control.protocols import ModelVersion
@@ -69,6 +69,10 @@ class DevicePresence:
         if self.asleep_since is not None:
             return self.dismissed
         return set(self._connected) if self.up else set()
+
+    def versions(self, name: str) -> Iterable[ModelVersion]:
+        """Return the versions of a model. While the runtime does not answer, these are the last known versions."""
+        return self._versions.get(name, {}).values()
 
     def begin(self, entries: Mapping[str, ModelVersion], now: float) -> None:
         """Take all versions of a runtime, which answers from the next `come_up` on."""

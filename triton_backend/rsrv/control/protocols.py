@@ -25,13 +25,6 @@ class ModelVersion(TypedDict):
     paused: Literal["drain", "hold", "reject"] | None
 
 
-def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
-    """Return True if only the state of a version's weights changed."""
-    return (
-        before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
-    )
-
-
 class Reconciling(Protocol):
     """The reconciler, as other parts of the control process use it."""
 

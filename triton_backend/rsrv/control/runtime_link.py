@@ -495,7 +495,8 @@ class RuntimeLink:
             log.info("connected to %s, instance %s", self._who, state.instance)
             self._come_up()
             return
-        change, moves = state.take_change(frame)
+        change = state.take_change(frame)
+        moves = change.moves
         if not moves:
             self.presence.follow(change.key, change.entry, _now())
         self._changes.note(moves=moves)

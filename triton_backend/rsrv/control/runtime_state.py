@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rsrv.control.protocols import ModelVersion, moves_only
+from rsrv.control.protocols import ModelVersion
 from rsrv.wire.frames import ProtocolError
 
 #: Maximum number of changes that a subscription holds. If more are pending, its reader gets a snapshot instead.
@@ -43,6 +43,15 @@ class StateChange:
     revision: int
     key: str
     entry: ModelVersion | None
+    #: The version before the change. None: the version is new.
+    before: ModelVersion | None
+
+    @property
+    def moves(self) -> bool:
+        """True if only the state of the version's weights changed."""
+        if self.before is None or self.entry is None:
+            return False
+        return {**self.before, "weights": None} == {**self.entry, "weights": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +94,8 @@ class RuntimeState:
         self.instance, self.revision, self.entries = instance, revision, entries
         return new
 
-    def take_change(self, frame: Mapping[str, Any]) -> tuple[StateChange, bool]:
-        """Take a later STATE frame. Return its change, and True if only weights have moved. Raises ProtocolError."""
+    def take_change(self, frame: Mapping[str, Any]) -> StateChange:
+        """Take a later STATE frame, and return its change. Raises ProtocolError."""
         try:
             revision, key, entry = int(frame["revision"]), str(frame["key"]), frame["entry"]
         except (KeyError, TypeError, ValueError) as error:
@@ -97,7 +106,7 @@ class RuntimeState:
         before = self.entries.pop(key, None) if entry is None else self.entries.get(key)
         if entry is not None:
             self.entries[key] = entry
-        return StateChange(self.instance, revision, key, entry), moves_only(before, entry)
+        return StateChange(self.instance, revision, key, entry, before)
 
     def free_weights(self) -> None:
         """Record that no weights are left on the device."""

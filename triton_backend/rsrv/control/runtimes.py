@@ -182,14 +182,9 @@ class Runtimes:
         return self.presence.cold
 
     @property
-    def returning(self) -> set[str]:
-        """Names of models that an ended runtime had, and whose stubs have not connected to the next runtime."""
-        return self.presence.returning
-
-    @property
     def awaited(self) -> set[str]:
         """Names of the models that no runtime has, but one had before it ended. Their stubs may return, or be dead."""
-        left = self.returning
+        left = self.presence.returning
         return left.difference(entry["name"] for entry in self.entries.values()) if left else left
 
     @property
@@ -261,7 +256,7 @@ class Runtimes:
         if called:
             return sorted(called)
         if not found:
-            if model not in self.cold | self.returning:
+            if model not in self.cold | self.presence.returning:
                 raise StatusError("NOT_FOUND", f"there is no model {model!r:.200}")
             if callees := await asyncio.to_thread(self._callees, model):
                 return list(callees)

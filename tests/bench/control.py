@@ -1,0 +1,128 @@
+"""What the control process costs with a thousand models: while they are idle, and while all of them change.
+
+    python -m tests.bench.control                 # 1,000 models
+    python -m tests.bench.control --models 5000
+
+This process plays the runtime. *Changing* means that in each second a thousand models answered requests, and their weights
+moved; every fourth of them left, and was built again. The figures are CPU seconds of the control process per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.wire.paths import make_private
+from tests.bench.phases import say
+from tests.bench.processes import cpu_seconds
+from tests.bench.report import table
+from tests.unit.control.peers import FakeRuntime, add_model, entry, model_record
+
+#: Seconds before the first measurement, and of each.
+_WARM_UP_S, _WINDOW_S = 10.0, 20.0
+#: Changes of each kind per second, and the bursts in which they come.
+_CHANGES, _BURSTS = 1000, 50
+
+
+class Runtime(FakeRuntime):
+    """A runtime that reports the records that have changed."""
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        super().__init__(path)
+        self.names, self._next = names, 1
+        self._changed: dict[str, int] = {}
+        for name in names:
+            self.entries[f"{name}@1"] = entry(name)
+            self.models[name] = model_record(name)
+
+    def status(self, since: int = 0) -> pb.DeviceRecord:
+        record = super().status(since)
+        record.since, record.next = since, self._next
+        if since:
+            del record.models[:]
+            record.models.extend(self.models[name] for name, at in self._changed.items() if at >= since)
+        self._next += 1
+        return record
+
+    async def work(self) -> None:
+        """Change the models in turn, as fast as the control process reads the changes. Never returns."""
+        for watcher in self._watchers:
+            watcher.setblocking(True)
+        number = 0
+        while True:
+            for _ in range(_CHANGES // _BURSTS):
+                name = self.names[number % len(self.names)]
+                number += 1
+                record = self.models[name]
+                record.outcomes["answered"] += 1
+                record.answered += 1
+                self._changed[name] = self._next
+                resident = self.entries[f"{name}@1"]["weights"] == "resident"
+                if number % 4 == 0:
+                    for differs in (None, {"state": "loading", "weights": "absent"}, {"weights": "absent"}):
+                        self.change(f"{name}@1", None if differs is None else entry(name, **differs))
+                else:
+                    self.change(f"{name}@1", entry(name, weights="absent" if resident else "resident"))
+            await asyncio.sleep(1 / _BURSTS)
+
+
+async def measured(folder: Path, count: int) -> list[list[str]]:
+    names = [f"m{number:05d}" for number in range(count)]
+    repository, directory = folder / "repository", folder / "private"
+    make_private(directory)
+    for name in names:
+        add_model(repository, name)
+    (repository / "rsrv.yaml").write_text("")
+    runtime = Runtime(directory / "runtime.sock", names)
+    server = await asyncio.create_subprocess_exec("sleep", "infinity")
+    control = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rsrv.control", "--directory", str(directory)),
+        *("--server-pid", str(server.pid), "--settings", str(repository / "rsrv.yaml")),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+
+    async def cost(what: str) -> list[str]:
+        before = cpu_seconds(control.pid)
+        await asyncio.sleep(_WINDOW_S)
+        return [what, f"{(cpu_seconds(control.pid) - before) / _WINDOW_S:.3f}"]
+
+    try:
+        while not (directory / "control.sock").exists():
+            await asyncio.sleep(0.1)
+        async with grpc.aio.insecure_channel(f"unix:{directory}/control.sock") as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            await asyncio.sleep(_WARM_UP_S)
+            rows = [await cost(f"{count} models idle")]
+            working = asyncio.create_task(runtime.work())
+            await asyncio.sleep(_WARM_UP_S)
+            rows.append(await cost(f"{_CHANGES} changes per second"))
+            working.cancel()
+            return rows
+    finally:
+        server.kill()
+        await server.wait()
+        await control.wait()
+        runtime.die()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.control", description=__doc__)
+    parser.add_argument("--models", type=int, default=1000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(measured(Path(folder), options.models))
+    say(table(["the control process", "CPU s per s"], rows))
+
+
+if __name__ == "__main__":
+    main()

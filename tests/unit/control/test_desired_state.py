@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -204,3 +204,19 @@ def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.
 
     assert state.document(0)["models"] == {"a": {"paused": "hold"}}
     assert "will not have the settings" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["drain", None])
+def test_a_pause_of_all_models_replaces_those_of_single_ones(
+    tmp_path: Path, mode: Literal["drain"] | None
+) -> None:
+    """Models that were paused or resumed one by one follow the later command for all."""
+    state = desired(tmp_path)
+    state.pause(["a"], "hold")
+    state.pause(None, "reject")
+    state.pause(["b"], None)
+
+    state.pause(None, mode)
+
+    document = state.document(0)
+    assert (document["paused"], document["models"]) == (mode, {})

@@ -652,9 +652,22 @@ def test_a_start_that_compiles_without_a_cache_names_the_setting(monkeypatch: py
         ("single_rows", server(counts({"a": model(7000, device_seconds=50.0)}))),
         ("starved", server(counts({name: model(5000, queue_wait=times(5000, 0.12)) for name in "abc"}))),
         ("held_back", server(counts({"a": model(queue_wait=times(1000, 0.005))}))),
+        (
+            "held_back",  # its requests share executions
+            server(
+                counts({"a": model(dispatches=400, queue_wait=times(1000, 0.005))}),
+                settings="models: {a: {max_delay_us: 5000}}",
+            ),
+        ),
         ("slow_hooks", server(counts({"a": model(hooks={"pre": times(1000, 0.0005)})}))),
         ("requests_fail", server(counts({"a": model(10000, outcomes=outcomes(answered=10000, failed=3))}))),
         ("queue_full", server(counts({"a": model(refused={"queue_full": 4})}))),
+        (
+            "queue_full",  # one of 200
+            server(
+                counts({"a": model(outcomes=outcomes(answered=9950, refused=50), refused={"queue_full": 50})})
+            ),
+        ),
         ("not_resident", server(counts({"a": model(refused={"not_resident": 1})}))),
         ("bad_requests", server(counts({"a": model(responses={"ok": 1000, "invalid": 9})}))),
         ("deadlines_queue", server(counts({"a": model(missed={"queue": 4})}))),

@@ -204,3 +204,15 @@ def test_bundles_that_come_and_go_need_no_notice_of_their_own(root: Path) -> Non
     after = looks.look([str(root / "one/labels.txt")])
     assert set(after[root].bundles) == {"one"}
     assert after[root / "one"].bundles["one"] == after[root].bundles["one"] != before[root].bundles["one"]
+
+
+def test_an_unfinished_copy_needs_no_notice_of_its_end(root: Path) -> None:
+    """A folder without a manifest is looked at each time, so its bundle is found even if a notice is lost."""
+    (root / "no_bundle" / "weights").write_bytes(b"1")
+    looks = Looks(lambda: [root], linked=True)
+    unfinished = [looks.look()[root].bundles["no_bundle"] for _ in range(2)]
+    assert all(signed is not None and signed.startswith(NO_BUNDLE) for signed in unfinished)
+
+    write_bundle(root / "no_bundle")
+
+    assert looks.look([])[root].bundles["no_bundle"] == sign(root / "no_bundle", linked=True)

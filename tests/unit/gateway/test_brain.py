@@ -247,6 +247,25 @@ async def test_looks_are_taken_one_after_the_other() -> None:
 
 
 @looped
+async def test_a_refresh_after_a_change_does_not_rely_on_an_earlier_one() -> None:
+    """A refresh that is running may have asked the workers before the change, so another one follows it."""
+    world = World(a="m")
+    async with world.running():
+        world.planner.gate.clear()
+        looks = len(world.looks)
+        earlier = asyncio.create_task(world.gateway.refresh())
+        while len(world.looks) == looks or not world.planner.looking:
+            await asyncio.sleep(0)
+        world.ready["a"] = "m new"
+        sure = asyncio.create_task(world.gateway.refresh(sure=True))
+        await turns()
+        world.planner.gate.set()
+        await asyncio.gather(earlier, sure)
+
+        assert world.knows()[1].keys() == {"m", "new"}
+
+
+@looped
 async def test_settings_change_between_two_looks() -> None:
     """Settings that change during a look apply from the next look on."""
     world = World(a="m")

@@ -71,6 +71,24 @@ async def test_each_worker_of_a_failover_is_asked_for_its_outputs() -> None:
 
 
 @looped
+async def test_each_version_of_a_model_has_its_own_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings of one version do not have requests for classes of another version refused, nor the reverse."""
+
+    async def string_outputs(worker: str, model: str, version: str) -> frozenset[str]:
+        return STRINGS if version == "2" else frozenset()
+
+    async with proxies.serving(1) as house:
+        monkeypatch.setattr(house.brain, "string_outputs", string_outputs)
+        for version in ("1", "2", "1"):
+            asked = request("text")
+            asked.model_version = version
+            if version == "2":
+                assert (await refusal(house.call("ModelInfer", asked)))[0] == "INVALID_ARGUMENT"
+            else:
+                await house.call("ModelInfer", asked)
+
+
+@looped
 async def test_classes_of_unknown_outputs_are_refused_as_the_worker_says() -> None:
     """If a worker does not tell a model's outputs, a request for classes is asked of the next one."""
     async with http_proxies.serving(2) as house:

@@ -126,13 +126,14 @@ def test_a_file_is_a_data_set(client: Client, tmp_path: Path, suffix: str) -> No
 
 
 def test_lines_and_the_files_of_a_folder_are_rows(server: FakeServer, client: Client, tmp_path: Path) -> None:
-    """A .txt file has a text per line; a folder has a row per file, in the order of their names."""
+    """A .txt file has a text per line, also if the last line is open; a folder has a row per file, in the order of names."""
     server.configuration = TEXTS
     (tmp_path / "lines.txt").write_text("a\nb\fcd\r\n\n")
+    (tmp_path / "open.txt").write_text("a\nbc")
     (tmp_path / "folder").mkdir()
     for name, size in (("b", 5), ("a", 4)):
         (tmp_path / "folder" / name).write_bytes(b"x" * size)
-    for rows, expected in (("lines.txt", [1, 4, 0]), ("folder", [4, 5])):
+    for rows, expected in (("lines.txt", [1, 4, 0]), ("open.txt", [1, 2]), ("folder", [4, 5])):
         assert client.map("m", tmp_path / rows).arrays()["y"].reshape(-1).tolist() == expected
 
 

@@ -169,6 +169,28 @@ async def test_a_stream_that_fails_ends_with_an_event() -> None:
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "INTERNAL"
 
 
+class Typist(OneModel):
+    """A model whose tokens are bytes, and come in several responses."""
+
+    async def stream(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
+        for tokens in (b"AB", b"C", b"DE"):
+            yield {"token": np.array([*tokens])}
+
+
+@looped
+async def test_all_tokens_before_a_stop_text_are_counted() -> None:
+    """The usage has the tokens of every response that was read, and the text ends before the stop text."""
+    body = {"model": "writer", "prompt": "xyz", "stop": "D"}
+    async with (
+        served(Typist()) as (server, _),
+        ClientSession() as session,
+        session.post(server.make_url("/v1/completions"), json=body) as answer,
+    ):
+        found = json.loads(await answer.text())
+    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("ABC", "stop")
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
 @looped
 async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy sees that the connection lives while the model starts; the first piece comes after the comments."""

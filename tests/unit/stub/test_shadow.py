@@ -162,6 +162,22 @@ def test_copies_take_no_memory_that_clients_need(monkeypatch: pytest.MonkeyPatch
     assert not taken
 
 
+def test_answers_that_were_compared_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of requests are copied, as long as few answers wait at a time."""
+    monkeypatch.setattr("rsrv.stub.shadow._MAX_ANSWER_BYTES", 20)
+    shadow, taken = Model(1.0), list[Any]()
+    alias = alias_of(Model(1.0), shadow, taken.extend)
+
+    for _ in range(10):
+        alias.execute([FakeRequest({"x": np.ones((1, 2), np.float32)})])
+        wait_until(lambda: bool(taken), what="the copy")
+        shadow.execute_later(taken)
+        taken.clear()
+    alias.close()
+
+    assert shadow.counts == {"same": 10}
+
+
 @pytest.mark.parametrize(
     ("one", "other", "dtype", "differs"),
     [

@@ -44,6 +44,8 @@ SENTENCES = (
 TERMS = ("Licensor", "UTF-8", "Contributor")
 #: Colours of classes and of terms, which colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
+#: Sentences in a request: the only compiled batch size of the encoder here.
+ROWS = 4
 #: Values of a series that the picture shows.
 STEPS = 96
 
@@ -82,7 +84,7 @@ def boxes(server: RunningTriton, call: Caller) -> Figure:
                 f"{CLASSES[kind]} {answer['scores'][row, index]:.2f}",
                 color="white",
                 fontsize=7,
-                backgroundcolor=COLOURS[kind],
+                bbox={"facecolor": COLOURS[kind], "edgecolor": "none", "pad": 1},
             )
         axes[row].set_xlim(0, SIDE - 1)
         axes[row].set_ylim(SIDE - 1, 0)
@@ -104,7 +106,9 @@ def masks(server: RunningTriton, call: Caller) -> Figure:
 
 def embeddings(server: RunningTriton, call: Caller) -> Figure:
     """The cosine similarities of sentences."""
-    found = call("minilm", {"text": np.array([[text.encode()] for text in SENTENCES], object)})["embedding"]
+    texts = np.array([[text.encode()] for text in SENTENCES], object)
+    answers = [call("minilm", {"text": texts[start : start + ROWS]}) for start in range(0, len(texts), ROWS)]
+    found = np.concatenate([answer["embedding"] for answer in answers])
     likeness = found @ found.T
     made, (axes,) = figure(8, 4.6, 1, 1)
     axes.imshow(likeness, cmap="cividis", vmin=0, vmax=1)
@@ -180,7 +184,7 @@ def main(out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as made:
         folder = Path(made)
         # Twelve compiled modules of the encoder would take most of the start.
-        fewer = {name: with_sizes(built / name, folder / name, [4]) for name in MINILM[1:]}
+        fewer = {name: with_sizes(built / name, folder / name, [ROWS]) for name in MINILM[1:]}
         repository = make_repository(folder, *(fewer.get(name, built / name) for name in names))
         with running_triton(repository, folder / "server.log", timeout=600) as server, caller(server) as call:
             for name, draw in PICTURES.items():

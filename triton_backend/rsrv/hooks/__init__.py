@@ -1,4 +1,4 @@
-"""Common parts of hooks: `image`, `labels`, `boxes` and `text` (docs/hooks.md).
+"""Common parts of hooks: `image`, `labels`, `boxes` and `text` (docs/hook-library.md).
 
 Importing one of its modules loads only numpy. Pillow and tokenizers are loaded by the functions that need them.
 """

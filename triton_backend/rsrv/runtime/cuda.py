@@ -108,7 +108,7 @@ def client_options(share: MemoryShare, environment: Mapping[str, str]) -> dict[s
 
     Without staging, XLA passes host memory to the driver as it is: page-locked memory goes to the device by DMA, and
     the driver stages other memory. XLA's own staging copies both on one thread, unless memory was page-locked through a
-    call of XLA that jax does not offer (docs/scheduler.md has the sources).
+    call of XLA that jax does not offer.
     """
     options: dict[str, float | bool] = {"should_stage_host_to_device_transfers": False}
     if not _jaxs_fraction(environment):

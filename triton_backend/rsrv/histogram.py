@@ -1,7 +1,7 @@
 """Histograms of fixed bounds, as Prometheus has them, for values that come many times a second."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import add, sub
 from typing import Any, Protocol
 
@@ -59,11 +59,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: Iterable[float]) -> None:
+    def observe_all(self, values: Sequence[float]) -> None:
         bounds, counts = self.bounds, self.counts
         for value in values:
             counts[bisect_left(bounds, value)] += 1
-            self.sum += value
+        self.sum += sum(values)
 
     def add(self, other: "Histogram") -> None:
         """Add the counts of another histogram with the same bounds."""

@@ -138,10 +138,11 @@ class Fair:
     def update(self, candidate: "Candidate") -> None:
         name, place = candidate.name, candidate.place
         account = self._account(candidate)
-        if account.present:
-            self._idle_debtors.pop(name, None)
-        else:
+        enters = not account.present
+        if enters:
             self._enter(account, self._entry(account))
+        else:
+            self._idle_debtors.pop(name, None)
         account.waits_from, account.held_lag = None, 0.0
         self._waiting.pop(name, None)
         assert place is not None
@@ -153,7 +154,9 @@ class Fair:
             self._eligible.pop(name, None)
             self._ineligible.set(name, account.start)
             self._later_ranks[name] = rank
-        self._settle()
+        if enters:
+            # The clock has moved.
+            self._settle()
 
     def wait(self, candidate: "Candidate", *, claims: bool) -> None:
         name = candidate.name

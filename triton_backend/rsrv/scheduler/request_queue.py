@@ -8,7 +8,9 @@ counted and ended once.
 from collections import Counter
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
@@ -32,6 +34,7 @@ from rsrv.scheduler.weights import WeightAccounts
 SLACK = 1e-6
 
 _ANSWERED = Outcome.ANSWERED
+_arrived, _deadline, _id = attrgetter("arrived"), attrgetter("request.deadline"), attrgetter("request.id")
 
 
 class EndedWait(NamedTuple):
@@ -244,14 +247,15 @@ class RequestQueues:
         """
         taken: list[LiveRequest] = []
         for queue, count in counts:
-            self.exclusive -= queue.front_exclusive
+            if self.exclusive:
+                self.exclusive -= queue.front_exclusive
             taken += queue.take(count)
         self.queued -= len(taken)
         self.dirty[model] = None
         model.totals.queue_wait.observe_all([now - entry.arrived for entry in taken])
         if self.runs:
             self._promote([entry for entry in taken if entry.request.run])
-        return tuple([entry.request.id for entry in taken])
+        return tuple(map(_id, taken))
 
     def finish(
         self,
@@ -266,22 +270,18 @@ class RequestQueues:
         Returns:
             All of them, if one took long enough to be kept by `ModelState.slowest`.
         """
-        end = self.live.pop
-        entries = [end(request) for request in requests]
-        latest, slow = model.slowest.latest_arrival(now), False
-        for entry in entries:
-            if entry.arrived < latest:
-                slow = True
-            deadline = entry.request.deadline
+        entries = list(map(self.live.pop, requests))
+        for deadline in map(_deadline, entries):
             if deadline is not None and deadline < now:
                 model.totals.miss(Stage.EXECUTE)
         if event.error is None:
             model.totals.counts.answered += len(requests)
-            out.extend([Finish(request, _ANSWERED) for request in requests])
+            out.extend(map(Finish, requests, repeat(_ANSWERED)))
         else:
             model.totals.counts.failed += len(requests)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
         model.history.add(now, "answered" if event.error is None else "failed", event)
+        slow = min(map(_arrived, entries)) < model.slowest.latest_arrival(now)
         return entries if slow else []
 
     def model(self, entry: LiveRequest) -> ModelState:

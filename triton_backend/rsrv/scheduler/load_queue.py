@@ -61,7 +61,6 @@ class LoadQueue:
     """
 
     __slots__ = (
-        "_blocked_head",
         "_factor",
         "_models",
         "_newly_evictable",
@@ -73,6 +72,7 @@ class LoadQueue:
         "_warmed_up_last",
         "accounts",
         "backing_off",
+        "blocked_head",
         "demand_for_disk",
         "demand_for_link",
         "discipline",
@@ -117,7 +117,7 @@ class LoadQueue:
         self._prefetch_at = inf
         #: the first model in line, if the latest search found no room for it. A search costs O(models), so the next one
         #: waits until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
-        self._blocked_head: str | None = None
+        self.blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
         #: models whose load failed, and is not retried for a while. Without memory each try would cost all others their
@@ -170,7 +170,7 @@ class LoadQueue:
         (self.demand_for_disk if model.weights.on_disk else self.demand_for_link).set(model.name, rank)
         if model.weights.state is not WeightState.QUEUED:
             self.requeue(model)
-        if model.name == self._blocked_head:
+        if model.name == self.blocked_head:
             # Its rank may have improved, so it may evict others now.
             self.unblock()
 
@@ -262,15 +262,18 @@ class LoadQueue:
     # --- other changes ---------------------------------------------------------------------------------------
 
     def note_evictable(self, model: ModelState) -> None:
-        """Record that weights on the device may have become evictable."""
-        if self._blocked_head is not None:
+        """Record that weights on the device may have become evictable.
+
+        It matters only while there is a `blocked_head`, or a model in the line of prefetches.
+        """
+        if self.blocked_head is not None:
             self._newly_evictable[model] = None
         if not model.has_work:
             self._prefetch_may_fit = True
 
     def unblock(self) -> None:
         """Search for room again, because there may be some now."""
-        self._blocked_head = None
+        self.blocked_head = None
         self._prefetch_may_fit = True
         self._newly_evictable.clear()
 
@@ -319,7 +322,7 @@ class LoadQueue:
         """Choose the load that starts now, while none runs, and the evictions before it. None: no load."""
         name = self.head() if self.required or self.demand_for_link else None
         if name is None:
-            self._blocked_head = None
+            self.blocked_head = None
             planned = self._plan_prefetch(now) if self.prefetched else None
             return self._plan_restore() if planned is None and self.restored else planned
         planned = self._plan_head(self._models[name], now)
@@ -332,12 +335,12 @@ class LoadQueue:
 
     def _plan_head(self, head: ModelState, now: float) -> PlannedLoad | None:
         """Plan the load of the head of the line."""
-        if head.name == self._blocked_head:
+        if head.name == self.blocked_head:
             self._reconsider(head, now)
-            if head.name == self._blocked_head:
+            if head.name == self.blocked_head:
                 return None
         planned, self._retry_at = self.search(head, now)
-        self._blocked_head = head.name if planned is None else None
+        self.blocked_head = head.name if planned is None else None
         self._newly_evictable.clear()
         return planned
 
@@ -386,13 +389,9 @@ class LoadQueue:
 
     def wants_room_of(self, model: ModelState, now: float) -> bool:
         """True if the head of the line waits for room that this model would make if it stopped executing."""
-        if (
-            self._blocked_head is None
-            or self._blocked_head != self.head()
-            or self.accounts.loading is not None
-        ):
+        if self.blocked_head is None or self.blocked_head != self.head() or self.accounts.loading is not None:
             return False
-        return self._yields_at(model, self._models[self._blocked_head]) <= now
+        return self._yields_at(model, self._models[self.blocked_head]) <= now
 
     def find_misfit(self) -> ModelState | None:
         """Return a model in line that does not fit and may evict no other; None: there is none."""
@@ -425,7 +424,7 @@ class LoadQueue:
         """Return when time alone may make room for a model in line; inf: it does not."""
         if self.accounts.loading is not None:
             return inf
-        if self._blocked_head is not None:
+        if self.blocked_head is not None:
             return self._retry_at
         return self._prefetch_at if self.prefetched and self.head() is None else inf
 
@@ -496,7 +495,7 @@ class LoadQueue:
                 self._retry_at = min(self._retry_at, at)
         self._newly_evictable.clear()
         if self._retry_at <= now:
-            self._blocked_head = None
+            self.blocked_head = None
 
     def _yields_at(self, model: ModelState, head: ModelState) -> float:
         """Return when a model's weights may be evicted for the head of the line, if nothing executes on them; inf: never."""

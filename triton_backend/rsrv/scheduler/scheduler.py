@@ -514,7 +514,7 @@ class Scheduler:
 
     def _enlist(self, model: ModelState, now: float) -> None:
         """Report to the discipline and the load queue what a model waits for now."""
-        name, discipline, state = model.name, self._discipline, model.weights.state
+        name, discipline, loads, state = model.name, self._discipline, self._loads, model.weights.state
         self._delayed.pop(name, None)
         if not model.has_work:
             if model.queued:
@@ -523,8 +523,7 @@ class Scheduler:
             else:
                 discipline.end_work(name)
             if state in (WeightState.QUEUED, WeightState.READING):
-                self._loads.end_demand(model)
-            self._loads.note_evictable(model)
+                loads.end_demand(model)
         elif state in RUNNABLE:
             if state is WeightState.EVICTING and not self._residency.must_execute(model):
                 # If it could always continue, it would never be evicted.
@@ -534,14 +533,15 @@ class Scheduler:
             else:
                 discipline.wait(model, claims=False)
                 self._delayed.set(name, model.dispatchable_at)
-            self._loads.note_evictable(model)
         elif state is WeightState.RESERVED:
             discipline.wait(model, claims=False)
-            self._loads.note_evictable(model)
         else:
             discipline.wait(model, claims=True)
             if state is not WeightState.LOADING:
-                self._loads.demand(model, discipline.rank(model))
+                loads.demand(model, discipline.rank(model))
+            return
+        if loads.blocked_head is not None or loads.prefetched:
+            loads.note_evictable(model)
 
     # --- the end of the runtime ------------------------------------------------------------------------------
 

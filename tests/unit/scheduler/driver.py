@@ -1,7 +1,7 @@
 """Drive a scheduler in virtual time, and check its rules after each event.
 
-After each event the machine checks itself, and the driver checks from outside that each request ends once,
-that executions consist of waiting requests, in order, on resident weights, and within the depth.
+After each event the invariants are checked. The driver checks from outside what they cannot see: that each request ends
+once, that executions consist of waiting requests, on resident weights, and that runs are admitted in order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rsrv.scheduler import invariants
+from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.events import (
     DEFAULT_PRIORITY,
@@ -118,11 +119,8 @@ class Driver:
         self.ended: dict[int, Finish] = {}
         #: id -> request, of those that wait.
         self.waiting: dict[int, Request] = {}
-        #: run of a meta -> its waiting requests, oldest first; and the order in which requests came, or
-        # became the oldest.
-        self._runs: dict[int, list[int]] = {}
-        self._numbers: dict[int, int] = {}
-        self._latest = 0
+        #: The latest number of a request, apart from those that have moved up in their runs during this event.
+        self._numbered = 0
         #: The requested runs, those waiting and running, and how each stopped waiting.
         self.asked: dict[int, Run] = {}
         self.waiting_runs: dict[int, Run] = {}
@@ -244,9 +242,10 @@ class Driver:
             if isinstance(event, WeightsRead):
                 self.on_disk.discard(event.model)
         idle = self._idle_evictions()
+        arriving = len(event.requests) if isinstance(event, RequestsArrived) else 0
+        self._numbered = self.scheduler._queues._number + arriving
         out = self.scheduler.handle(event, self.now)
         if isinstance(event, RequestsArrived):
-            self._queue(event.requests, out)
             self._watch_arrivals(event.requests, out)
         self.events.append((event, self.now))
         self.instructions.append(out)
@@ -417,8 +416,7 @@ class Driver:
                 assert instruction.request in self.requests
                 assert instruction.request not in self.ended
                 self.ended[instruction.request] = instruction
-                if self.waiting.pop(instruction.request, None) is not None:
-                    self._leave(self.requests[instruction.request])
+                self.waiting.pop(instruction.request, None)
             case LoadWeights():
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
@@ -471,35 +469,15 @@ class Driver:
     def held(self, model: str) -> bool:
         return self.paused.get(model) is Pause.HOLD
 
+    def _place(self, request: Request) -> Place | None:
+        """Return the place of a waiting request. None: it has ended, or has moved up in its run during this event."""
+        entry = self.scheduler._queues.live.get(request.id)
+        return entry.place if entry is not None and entry.place[2] <= self._numbered else None
+
     def _committed(self, request: Request) -> bool:
-        """Return whether a waiting request is the oldest of its run."""
-        return request.run != 0 and self._runs[request.run][0] == request.id
-
-    def _queue(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
-        """Number those that did not end at once, after all that were due before: the next of their runs are older."""
-        at_once = {one.request for one in out if isinstance(one, Finish)}
-        due = [one for one in self.waiting.values() if one.deadline is not None and one.deadline <= self.now]
-        for request in sorted(due, key=lambda one: (one.deadline, one.id)):
-            self._leave(request)
-        for request in requests:
-            self._give_number(request.id)
-            if request.run and request.id not in at_once:
-                self._runs.setdefault(request.run, []).append(request.id)
-
-    def _leave(self, *requests: Request) -> None:
-        """Remove waiting requests; the next oldest of each of their runs counts as arriving now."""
-        oldest = {
-            request.run: self._runs[request.run][0] for request in requests if request.run in self._runs
-        }
-        for request in requests:
-            if request.id in self._runs.get(request.run, ()):
-                self._runs[request.run].remove(request.id)
-        for run, before in oldest.items():
-            rest = self._runs[run]
-            if not rest:
-                del self._runs[run]
-            elif rest[0] != before:
-                self._give_number(rest[0])
+        """Return whether a waiting request was the oldest of its run."""
+        place = self._place(request)
+        return place is not None and place[0] == COMMITTED_LEVEL
 
     def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
         """Check that those that did not end at once were admitted by the rules."""
@@ -507,23 +485,11 @@ class Driver:
         for request in requests:
             if request.id in at_once:
                 continue
-            match self.paused[request.model]:
-                case Pause.DRAIN:
-                    assert request.accepted or request.run in self.finishing[request.model]
-                case Pause.REJECT:
-                    raise AssertionError("it was to be refused")
+            if self.paused[request.model] is Pause.DRAIN:
+                assert request.accepted or request.run in self.finishing[request.model]
             waiting = [one.id for one in self.waiting.values() if one.model == request.model]
             ahead = [id for id in waiting[: waiting.index(request.id)] if id not in at_once]
             assert request.accepted or len(ahead) < self.limits[request.model]
-
-    def _give_number(self, request: int) -> None:
-        self._numbers[request] = self._latest = self._latest + 1
-
-    def _order(self, request: Request) -> tuple[int, float, int]:
-        """Return its position; requests are numbered as they came, or became the oldest of their run."""
-        level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
-        due = request.deadline if request.due is None else request.due
-        return level, self._urgency(due), self._numbers[request.id]
 
     def _urgency(self, due: float | None) -> float:
         """Return the discipline's part of the order: what goes before the number."""
@@ -587,24 +553,21 @@ class Driver:
             assert not self.executing
             self.executing[execute.number] = execute
             return
-        for variant in {request.variant for request in requests}:
-            own = [request for request in requests if request.variant == variant]
-            queue = [
-                one for one in self.waiting.values() if (one.model, one.variant) == (execute.model, variant)
-            ]
-            assert own == sorted(queue, key=self._order)[: len(own)]
+        invariants.check_start(self.scheduler, execute, self._numbered)
         if self.settings.discipline in FIRST_OF_ALL:
             # Or it waits for others to join it.
             able = [
-                one
+                place
                 for one in self.waiting.values()
                 if one.model in self.resident - self.patient - self.warming - self.leaving
                 and not self.held(one.model)
-            ] + requests
-            assert min(able, key=self._order) in requests
+                and (place := self._place(one)) is not None
+            ]
+            live = self.scheduler._queues.live
+            first = min(live[request.id].place for request in requests)
+            assert all(first <= place for place in able)
         for request in requests:
             del self.waiting[request.id]
-        self._leave(*requests)
         self.executing[execute.number] = execute
         assert len(self.executing) <= self.settings.depth
 

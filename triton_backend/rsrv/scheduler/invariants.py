@@ -4,12 +4,14 @@ Of requests:
     1. every live request waits in exactly one queue or is in exactly one execution, which runs or is to be retried
        for lack of memory;
     2. arrived = ended + queued + executing: no request is lost or ends twice;
-    3. a queue is in the order of service, and its rows are the sum of its requests' rows;
+    3. a queue is in the order of service, and its rows are the sum of its requests' rows. Requests are numbered in the order
+       of their arrival, but for those of runs, which may move up;
     4. no queued request is due, and the deadline of each is known;
     5. no request waits for a model that rejects, and waiting requests of a held model affect no decision.
 
 Of executions:
     6. each is on weights that are on the device, its useful rows within its size;
+    19. each starts with the first requests of its queues, in order (`check_start`);
     7. the device is never idle while a resident model has work that need not be delayed, unless a compaction of the
        device's memory is due, the runtime is about to end, or the next request is exclusive and waits for a load or a
        warm-up to end;
@@ -53,7 +55,7 @@ from math import inf, isclose
 from typing import Any
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL
-from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
+from rsrv.scheduler.events import DEFAULT_PRIORITY, Execute, InvariantError, Pause
 from rsrv.scheduler.fair import Fair
 from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
@@ -78,6 +80,20 @@ def check(scheduler: Scheduler) -> None:
     _check_sums(scheduler, states)
     if isinstance(scheduler._discipline, Fair):
         _check_fair(scheduler._discipline)
+
+
+def check_start(scheduler: Scheduler, execute: Execute, numbered: int) -> None:
+    """Check that an execution that the latest event has started has the first requests of its queues, in order (19).
+
+    Requests with a higher number than `numbered` moved up in their run during the event, perhaps after the start.
+    """
+    live, state = scheduler._queues.live, scheduler._models[execute.model]
+    for variant, queue in state.queues.items():
+        started = [live[id].place for id in execute.requests if live[id].request.variant == variant]
+        rest = [entry.place for entry in queue.entries if entry.place[2] <= numbered]
+        _require(started == sorted(started), "requests of an execution are out of order (19)", state)
+        passed = bool(started and rest) and started[-1] > min(rest)
+        _require(not passed, "an execution has passed over a request (19)", state)
 
 
 def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
@@ -134,6 +150,9 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     )
     for request in executing:
         _require(scheduler._queues.live[request].queue is None, f"request {request} executes and waits (1)")
+
+    numbers = [entry.place[2] for entry in scheduler._queues.live.values() if not entry.request.run]
+    _require(numbers == sorted(numbers), "requests are not numbered as they arrived (3)")
 
     ended = scheduler._queues.departed.total() + sum(state.totals.counts.total() for state in states)
     _require(

@@ -107,9 +107,9 @@ def test_suspects_go_one_after_another_and_end_two_runtimes_at_most(
             received.append((count, submissions(frame, count)[0].flags))
         is_over.set()
 
-    lives: list[list[Behaviour]] = [[dying(launches=True), come_back], [die_again]]
+    lives: list[list[Behaviour]] = [[dying(launches=True, after=5), come_back], [die_again]]
     if devices == 1:
-        lives = [[dying(launches=True), die_again]]
+        lives = [[dying(launches=True, after=5), die_again]]
     elif HOME == 1:
         lives.reverse()
     with Front(program, tmp_path, *lives) as front:
@@ -188,7 +188,7 @@ def test_a_hostile_request_is_told_so_among_many(program: Path, tmp_path: Path) 
         count, frame = connection.receive_requests()
         connection.launch(frame, count)
 
-    with Front(program, tmp_path, [dying(launches=True), die_again]) as front:
+    with Front(program, tmp_path, [dying(launches=True, after=2), die_again]) as front:
         front.ask("open")
         front.tell("batch 1 2")
         assert has_suspect.wait(PATIENCE_S)
@@ -217,7 +217,7 @@ def test_waiting_requests_go_where_the_operator_wants_them(program: Path, tmp_pa
         assert has_suspect.wait(PATIENCE_S)
         home.serve(connection)
 
-    lives: list[list[Behaviour]] = [[dying(launches=True), come_back], [stand_in]]
+    lives: list[list[Behaviour]] = [[dying(launches=True, after=2), come_back], [stand_in]]
     if HOME == 1:
         lives.reverse()
     with Front(program, tmp_path, *lives) as front:

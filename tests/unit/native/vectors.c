@@ -75,8 +75,8 @@ struct link* link_new(struct replicas* all, const char* name, const char* bundle
     (void)all, (void)name, (void)bundle, (void)settings, (void)device;
     return NULL;
 }
-void link_submit(struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** some, uint32_t count) {
-    (void)link, (void)instance, (void)some, (void)count;
+void link_submit(struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
+    (void)link, (void)instance, (void)request;
 }
 bool large_has_ended(struct large* large) { (void)large; return false; }
 void arena_give(struct place* place) { (void)place; }

@@ -77,7 +77,8 @@ TRITONSERVER_Error* TRITONBACKEND_ModelInstanceExecute(
     uint64_t begun = (uint64_t)now_ns();
     TRITONSERVER_Error* error = TRITONBACKEND_ModelInstanceState(instance, &replicas);
     if (error) return error;
-    replicas_submit(replicas, instance, requests, count);
+    // rsrv-gen configures no batcher, so that Triton hands over one request at a time.
+    for (uint32_t i = 0; i < count; i++) replicas_submit(replicas, instance, requests[i]);
     uint64_t ended = (uint64_t)now_ns();
     error = TRITONBACKEND_ModelInstanceReportBatchStatistics(instance, count, begun, begun, ended, ended);
     if (error) TRITONSERVER_ErrorDelete(error);

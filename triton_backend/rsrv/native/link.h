@@ -74,7 +74,7 @@ struct replicas {
     struct replicas* next_waiting;
 };
 
-// Returns the link that gets a batch, by the placement table and by the expected time of the answer. NULL: no runtime
+// Returns the link that gets a request, by the placement table and by the expected time of the answer. NULL: no runtime
 // reads.
 struct link* replicas_soonest(struct replicas*);
 void replicas_read_outage(struct replicas*, struct outage*, int64_t now);
@@ -108,7 +108,7 @@ bool link_is_cold(struct link*);
 void link_tell(struct link*, struct demand);
 void link_await(struct link*, int64_t until_ns);     // waits for the first attempt, if there is one
 uint32_t link_devices(struct link*);
-// Returns the nanoseconds until the device would answer a batch that came now; INT64_MAX without a runtime that reads.
+// Returns the nanoseconds until the device would answer a request that came now; INT64_MAX without a runtime that reads.
 int64_t link_answers_in_ns(struct link*);
 void link_resubmit(struct link*, struct pending*);   // submits a request that has waited for a runtime
 void link_close(struct link*);

@@ -251,19 +251,6 @@ bool arena_take(struct arena* arena, uint64_t bytes, struct place* place) {
 
 bool arena_lacks_descriptors(const struct arena* arena) { return arena->lacks_descriptors; }
 
-struct place arena_cut(struct place* place, uint64_t bytes) {
-    struct place front = *place;
-    front.bytes = aligned(bytes ? bytes : 1);
-    place->offset += front.bytes;
-    place->memory += front.bytes;
-    place->bytes -= front.bytes;
-    if (place->bytes)
-        place->arena->places++;
-    else
-        place->arena = NULL;
-    return front;
-}
-
 // If there is no memory for the list of free ranges, the range stays taken.
 static void give_to(struct segment* segment, uint64_t offset, uint64_t bytes) {
     size_t i = 0;

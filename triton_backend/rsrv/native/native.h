@@ -74,8 +74,6 @@ struct place {
 struct arena* arena_new(void);
 bool arena_take(struct arena*, uint64_t bytes, struct place*);
 bool arena_lacks_descriptors(const struct arena*);  // the reason of the latest failure of arena_take
-// Cuts `bytes` off the front of a place, which must have at least as many. Each part is given back separately.
-struct place arena_cut(struct place*, uint64_t bytes);
 void arena_give(struct place*);
 void arena_close(struct arena*);
 bool arena_fresh(struct arena*, uint32_t* segment, int* fd);  // a segment that the runtime does not know yet
@@ -272,7 +270,7 @@ bool large_has_ended(struct large*);                  // true if the request has
 
 // --- link.c and waiting.c -------------------------------------------------------------------------------------
 
-void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
+void link_submit(struct link*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request*);
 const char* link_model(const struct link*);
 void link_measure(struct link*, enum status, int64_t begun_ns);
 // Limits the log lines about failed requests. True: this line is written. `left_out` is the number of lines left out
@@ -286,4 +284,4 @@ struct replicas;
 // A model's links to the runtimes. Returns NULL and the reason if no runtime can serve the model.
 struct replicas* replicas_open(const char* model, const char* bundle, const char* settings, struct text* why);
 void replicas_close(struct replicas*);
-void replicas_submit(struct replicas*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t count);
+void replicas_submit(struct replicas*, TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request*);

@@ -118,27 +118,19 @@ struct link* replicas_soonest(struct replicas* all) {
     return chosen;
 }
 
-// Chooses a link even without a runtime, because the link lets the batch wait for one.
+// Chooses a link even without a runtime, because the link lets the request wait for one.
 static struct link* choose(struct replicas* all) {
     struct link* chosen = replicas_soonest(all);
     for (uint32_t i = 0; !chosen; i++) chosen = all->links[(all->home + i) % all->count];
     return chosen;
 }
 
-void replicas_submit(
-    struct replicas* all, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
-    if (all->count == 1) {
-        link_submit(all->links[0], instance, requests, count);
-        return;
-    }
+void replicas_submit(struct replicas* all, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
     // A sub-call goes to the device of its run, because only that runtime knows the run. If the device has no link, any
-    // other link reports that. Most batches are one part.
-    for (uint32_t from = 0, to; from < count; from = to) {
-        int64_t device = request_run_device(requests[from]);
-        for (to = from + 1; to < count && request_run_device(requests[to]) == device; to++) continue;
-        struct link* link = device >= 0 && device < all->count ? all->links[device] : NULL;
-        link_submit(link ? link : choose(all), instance, requests + from, to - from);
-    }
+    // other link reports that.
+    int64_t device = all->count == 1 ? 0 : request_run_device(request);
+    struct link* link = device >= 0 && device < all->count ? all->links[device] : NULL;
+    link_submit(link ? link : choose(all), instance, request);
 }
 
 // Locks the links, and lists their devices in the model's order of preference.

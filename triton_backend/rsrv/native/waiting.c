@@ -5,7 +5,6 @@
 #include "link.h"
 
 #define SEND_MS ((int)(SEND_NS / NS_PER_MS))
-#define FRAME_ENTRIES 64u
 
 static const int64_t BOUNDS[] = HISTOGRAM_NS;
 _Static_assert(sizeof BOUNDS / sizeof *BOUNDS + 1 == INTERVALS, "each bound ends an interval");
@@ -192,114 +191,73 @@ static int send_one(struct link* link, const void* frame, size_t length, int des
     return sent;
 }
 
-// Announces the traced ones of requests that are sent next. If the runtime does not read now, they are not traced.
-static void send_marks(struct link* link, struct pending** some, uint32_t count) {
-    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * MARK_BYTES];
-    uint32_t marked = 0;
-    for (uint32_t i = 0; i < count; i++)
-        if (some[i]->trace) trace_mark(some[i]->trace, some[i]->id, frame + HEADER_BYTES + marked++ * MARK_BYTES);
-    put_header(frame, FRAME_TRACE, marked);
-    if (marked) send_one(link, frame, HEADER_BYTES + marked * MARK_BYTES, -1, 0);
-}
-
-// Reports new segments to the runtime, and submits the requests that have their places. Under the lock. Returns the
-// number of submitted requests. The reader ends these, even if the link is over. The others could not be sent.
-static uint32_t send_all(struct link* link, struct pending** ready, uint32_t count) {
-    uint8_t frame[HEADER_BYTES + FRAME_ENTRIES * SUBMISSION_BYTES];
+// Reports new segments to the runtime, and submits a request that has its place. Under the lock. True: the reader ends the
+// request, even if the link is over. False: the request could not be sent.
+static bool send_request(struct link* link, struct pending* one) {
+    uint8_t frame[HEADER_BYTES + SUBMISSION_BYTES], mark[HEADER_BYTES + MARK_BYTES];
     uint32_t segment;
     int fd, sent = 1;
     uint64_t word = atomic_load(&link->board[0]);
     if (word != link->word_at_send) {
         link->word_at_send = word;
-        link->unnoticed_ns = ready[0]->sent_ns;
+        link->unnoticed_ns = one->sent_ns;
     }
     while (arena_fresh(link->arena, &segment, &fd)) {
         put_header(frame, FRAME_SEGMENT, 1);
         put_u64(frame + HEADER_BYTES, segment);
-        if ((sent = send_one(link, frame, HEADER_BYTES + 8, fd, SEND_MS)) == 0) return 0;
+        if ((sent = send_one(link, frame, HEADER_BYTES + 8, fd, SEND_MS)) == 0) return false;
         if (sent < 0) break;
         arena_announced(link->arena);
     }
-    for (uint32_t at = 0; at < count; at += FRAME_ENTRIES) {
-        uint32_t some = count - at < FRAME_ENTRIES ? count - at : FRAME_ENTRIES;
-        put_header(frame, FRAME_SUBMIT, some);
-        for (uint32_t i = 0; i < some; i++) {
-            add_pending(link, ready[at + i]);
-            request_submission(ready[at + i], frame + HEADER_BYTES + i * SUBMISSION_BYTES);
-        }
-        if (sent > 0) send_marks(link, ready + at, some);
-        if (sent > 0) sent = send_one(link, frame, HEADER_BYTES + some * SUBMISSION_BYTES, -1, at ? 0 : SEND_MS);
-        if (sent == 0) {
-            for (uint32_t i = 0; i < some; i++) remove_pending(link, ready[at + i]);
-            return at;
-        }
+    add_pending(link, one);
+    put_header(frame, FRAME_SUBMIT, 1);
+    request_submission(one, frame + HEADER_BYTES);
+    if (sent > 0 && one->trace) {
+        // If the runtime does not read now, the request is not traced.
+        put_header(mark, FRAME_TRACE, 1);
+        trace_mark(one->trace, one->id, mark + HEADER_BYTES);
+        send_one(link, mark, sizeof mark, -1, 0);
     }
-    return count;
+    if (sent > 0) sent = send_one(link, frame, sizeof frame, -1, SEND_MS);
+    if (sent == 0) remove_pending(link, one);
+    return sent != 0;
 }
 
-// Returns the bytes of a request's place. It has some even without rows.
-static uint64_t request_bytes(const struct pending* one) {
-    uint64_t bytes = one->input_bytes + one->output_bytes;
-    return aligned(bytes ? bytes : 1);
-}
-
-static void prepend(struct pending** list, struct pending* one) {
-    one->next = *list;
-    *list = one;
-}
-
-// Sends requests to the runtime with this description, or fails them.
-static void submit(struct link* link, struct interface* interface, struct pending** some, uint32_t count) {
-    struct pending* failed = NULL;
-    struct place all;
-    uint64_t bytes = 0;
-    uint32_t placed = 0, written = 0;
-    for (uint32_t i = 0; i < count; i++) bytes += request_bytes(some[i]);
-    // Place them side by side: the runtime gathers requests at equal distances in one copy.
+// Sends a request to the runtime with this description, or fails it.
+static void submit(struct link* link, struct interface* interface, struct pending* one) {
     pthread_mutex_lock(&link->lock);
     bool same = link->device.state == STATE_READY && link->interface == interface;
-    if (same && arena_take(link->arena, bytes, &all))
-        while (placed < count) {
-            some[placed]->place = arena_cut(&all, request_bytes(some[placed]));
-            placed++;
-        }
-    bool lacks_descriptors = same && placed < count && arena_lacks_descriptors(link->arena);
+    bool placed = same && arena_take(link->arena, one->input_bytes + one->output_bytes, &one->place);
+    bool lacks_descriptors = same && !placed && arena_lacks_descriptors(link->arena);
     pthread_mutex_unlock(&link->lock);
     if (!same) {
-        for (uint32_t i = 0; i < count; i++) resubmission_add(link, some[i]);
+        resubmission_add(link, one);
         return;
     }
-    for (uint32_t i = placed; i < count; i++) {
-        if (lacks_descriptors)
-            request_fail(some[i], INTERNAL, "%s", OUT_OF_DESCRIPTORS);
-        else
-            request_fail(some[i], QUEUE_FULL, NO_MEMORY);
-        prepend(&failed, some[i]);
+    if (lacks_descriptors)
+        request_fail(one, INTERNAL, "%s", OUT_OF_DESCRIPTORS);
+    else if (!placed)
+        request_fail(one, QUEUE_FULL, NO_MEMORY);
+    else
+        request_write(one);
+    if (one->status == OK) resubmission_check(link, one);
+    // Without rows there is nothing to compute.
+    if (one->status != OK || one->rows == 0) {
+        waiting_finish(link, one);
+        return;
     }
-    for (uint32_t i = 0; i < placed; i++) {
-        request_write(some[i]);
-        if (some[i]->status == OK) resubmission_check(link, some[i]);
-        // Without rows there is nothing to compute.
-        if (some[i]->status != OK || some[i]->rows == 0)
-            prepend(&failed, some[i]);
-        else
-            some[written++] = some[i];
-    }
-    int64_t sent_ns = now_ns();
-    for (uint32_t i = 0; i < written; i++) some[i]->sent_ns = sent_ns;
+    one->sent_ns = now_ns();
     pthread_mutex_lock(&link->lock);
-    // The places belong to the present connection, unless the runtime was lost meanwhile.
-    same = link->device.state == STATE_READY && link->arena == (written ? some[0]->place.arena : NULL);
-    uint32_t sent = same ? send_all(link, some, written) : 0;
+    // The place belongs to the present connection, unless the runtime was lost meanwhile.
+    same = link->device.state == STATE_READY && link->arena == one->place.arena;
+    bool sent = same && send_request(link, one);
     pthread_mutex_unlock(&link->lock);
-    for (uint32_t i = sent; i < written; i++) {
-        if (same && !some[i]->retry_until_ns) {
-            request_fail(some[i], QUEUE_FULL, STUCK);
-            prepend(&failed, some[i]);
-        } else
-            resubmission_add(link, some[i]);
-    }
-    waiting_finish(link, failed);
+    if (sent) return;
+    if (same && !one->retry_until_ns) {
+        request_fail(one, QUEUE_FULL, STUCK);
+        waiting_finish(link, one);
+    } else
+        resubmission_add(link, one);
 }
 
 // Returns the model's description, held. NULL: no runtime serves the model.
@@ -318,43 +276,22 @@ void link_resubmit(struct link* link, struct pending* one) {
     else if (request_read(one, interface) && !one->large && request_is_large(one))
         large_begin(link, one);
     else if (one->status == OK)
-        submit(link, interface, &one, 1);
+        submit(link, interface, one);
     else
         waiting_finish(link, one);
     interface_drop(interface);
 }
 
-void link_submit(
-    struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
-    struct pending *failed = NULL, *stack[FRAME_ENTRIES], **some = stack;
-    uint32_t ready = 0;
-    int64_t now = now_ns();
+void link_submit(struct link* link, TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
+    struct pending* one = calloc(1, sizeof *one);
+    // Without memory, not even a failure can be stored, so answer with Triton's request alone.
+    struct pending bare = {.request = request, .instance = instance, .begun_ns = now_ns(), .status = QUEUE_FULL};
     link_hold(link);
-    if (count > FRAME_ENTRIES) some = malloc(count * sizeof *some);
-    struct interface* interface = hold_interface(link);
-    for (uint32_t i = 0; i < count; i++) {
-        struct pending* one = some ? calloc(1, sizeof *one) : NULL;
-        if (!one) {
-            // Not even a failure can be stored, so answer with Triton's request alone.
-            struct pending bare = {.request = requests[i], .instance = instance, .begun_ns = now, .status = QUEUE_FULL};
-            request_answer(&bare, link);
-            continue;
-        }
-        one->request = requests[i];
-        one->instance = instance;
-        one->begun_ns = now;
-        if (!interface)
-            resubmission_add(link, one);
-        else if (request_read(one, interface) && request_is_large(one))
-            large_begin(link, one);
-        else if (one->status == OK)
-            some[ready++] = one;
-        else
-            prepend(&failed, one);
-    }
-    waiting_finish(link, failed);
-    if (ready > 0) submit(link, interface, some, ready);
-    interface_drop(interface);
-    if (some != stack) free(some);
+    if (one) {
+        *one = bare;
+        one->status = OK;
+        link_resubmit(link, one);
+    } else
+        request_answer(&bare, link);
     link_drop(link);
 }

@@ -84,7 +84,8 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
 
 def shared_bytes(one: pb.MemoryUse, model: pb.ModelRecord) -> int:
     """Return the bytes of a model's weights that other models share on a device."""
-    return model.device_bytes - model.state_bytes - one.own_bytes[model.name]
+    own: int = one.own_bytes[model.name]
+    return model.device_bytes - model.state_bytes - own
 
 
 def shared_with_each(one: pb.MemoryUse) -> dict[str, list[str]]:

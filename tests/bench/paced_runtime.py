@@ -66,6 +66,6 @@ if __name__ == "__main__":
     # The runtime's entry imports the class from here when it makes its device.
     jax_device.JaxDevice = PacedDevice  # type: ignore[misc]
     # The device takes its parts from here.
-    jax_device.DeviceExecutables = PacedExecutables  # type: ignore[misc]
-    jax_device.DeviceExecutions = PacedExecutions  # type: ignore[misc]
+    jax_device.DeviceExecutables = PacedExecutables  # type: ignore[attr-defined]
+    jax_device.DeviceExecutions = PacedExecutions  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[4:]))

@@ -195,7 +195,8 @@ def raising_cache_errors() -> AbstractContextManager[object]:
     """Make the calling thread raise errors of the compilation cache. Otherwise jax takes one for a miss, and compiles."""
     from jax._src import config
 
-    return config.raise_persistent_cache_errors(True)
+    raising: AbstractContextManager[object] = config.raise_persistent_cache_errors(True)
+    return raising
 
 
 def listen_to_events(listener: Callable[..., None]) -> None:

@@ -108,7 +108,7 @@ def test_an_answer_that_depends_on_other_requests_is_found(
 
 def test_the_page_has_the_tolerances_of_the_code() -> None:
     """The table of the page has one column for each element type whose answers may differ."""
-    lines = (ROOT / "docs" / "bundles.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "bundle-tools.md").read_text().splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
     names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
     assert {name: float(value) for name, value in zip(names[:-1], values[:-1], strict=True)} == TOLERANCE

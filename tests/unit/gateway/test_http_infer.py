@@ -692,6 +692,16 @@ async def test_a_sequence_stays_together_however_it_is_written(spelling: str) ->
 
 
 @looped
+async def test_sequences_stay_where_their_model_is_placed() -> None:
+    """Other workers may serve the model for a while, and then lose it with the state of its sequences."""
+    async with serving(5) as house:
+        await house.apply({"m": Routes(ready=("a", "b", "c", "d", "e"), placed=("c",))})
+        for number in range(6):
+            answer = await house.infer({"parameters": {"sequence_id": number}})
+            assert answer.headers["X-Worker"] == "c"
+
+
+@looped
 async def test_a_request_that_cannot_be_read_reaches_no_worker() -> None:
     """Incomplete or nested JSON, false lengths and encodings are refused."""
     async with serving(1) as house:

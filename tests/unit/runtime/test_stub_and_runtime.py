@@ -541,27 +541,6 @@ def test_a_large_answer_is_finished_even_if_it_finds_no_room(monkeypatch: pytest
     assert len(sent) == 2
 
 
-def test_a_large_answer_ends_its_request_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large answer that has room ends its request with itself, and not with a second response."""
-    from rsrv.stub import replies
-    from rsrv.stub.replies import Reply, Responses
-    from tests.fakes import FakePbUtils
-
-    monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 22)
-    sent: list[tuple[object, int]] = []
-
-    class Sender:
-        def send(self, response: object = None, flags: int = 0) -> None:
-            sent.append((response, flags))
-
-        def is_cancelled(self) -> bool:
-            return False
-
-    Reply(Sender(), Responses(FakePbUtils)).send("a large answer", 1 << 20)
-
-    assert sent == [("a large answer", FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)]
-
-
 def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
     """A request that is dropped without an answer is answered by its destructor."""
     from rsrv.stub.replies import Reply, Responses

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.replies import Responses, tag_failure, untag
+from rsrv.stub.replies import Reply, Responses, tag_failure, untag
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils
 
+FINAL = FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 FAILURES = [status for status in Status if status is not Status.OK]
 
 
@@ -40,3 +41,21 @@ def test_an_answer_to_another_model_is_always_tagged(status: Status) -> None:
     assert model == f"[rsrv:{status.name}] why"
     untagged = status in (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED, Status.INTERNAL)
     assert client == ("why" if untagged else model)
+
+
+@pytest.mark.parametrize(("free", "flags"), [(4, [FINAL]), (3.9, [0, FINAL])])
+def test_a_large_answer_needs_four_times_its_room(
+    monkeypatch: pytest.MonkeyPatch, free: float, flags: list[int]
+) -> None:
+    """An answer that might find no room beside others is sent before its end, and otherwise with its end."""
+    nbytes = 1 << 20
+    monkeypatch.setattr("rsrv.stub.replies.free_shared_memory", lambda: int(free * nbytes))
+    sent: list[int] = []
+
+    class Sender:
+        def send(self, response: object = None, flags: int = 0) -> None:
+            sent.append(flags)
+
+    Reply(Sender(), Responses(FakePbUtils)).send("a large answer", nbytes)
+
+    assert sent == flags

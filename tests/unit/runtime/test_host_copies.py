@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -19,9 +21,10 @@ from rsrv.control.sentences import life
 from rsrv.runtime import host_copies, host_weights, weight_mover
 from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import Abandoned
-from rsrv.runtime.host_copies import HostCopy, WarmModel, choose_cold, choose_copies
+from rsrv.runtime.host_copies import HostCopies, HostCopy, WarmModel, choose_cold, choose_copies
 from rsrv.runtime.host_memory import HostMemory, MemoryLimit, memory_limit
 from rsrv.runtime.host_weights import HostStore
+from rsrv.runtime.weight_mover import HostMemoryMeasured
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv_bundle import BundleError
@@ -107,6 +110,35 @@ def test_a_shared_tensor_leaves_with_its_last_copy() -> None:
     assert choose_copies(copies, 2) == (["a", "b"], 0)
     assert choose_copies(copies, 12) == (["a", "b", "c"], 0)
     assert choose_copies([copy("a", 1.0, base=10), copy("b", inf, base=10)], 5) == ([], 5)
+
+
+@pytest.mark.parametrize(("left", "dropped"), [(0, ["old"]), (10, ["old"]), (20, [])])
+def test_what_the_last_runtime_left_leaves_before_copies(left: int, dropped: list[str]) -> None:
+    """Copies of present models are dropped only for what is missing then."""
+    mover, outbox = Mock(lacks_mappings=False), deque[Any]()
+    mover.host = SimpleNamespace(
+        limit=MemoryLimit(100, 1600), taken=120 - left, left=left, promised=0, ahead=0
+    )
+    hosts = {key: Mock(kept=True, copied={key: 50}, is_read_ahead=False) for key in ("old", "new")}
+    entries = {
+        key: SimpleNamespace(name=key, ending=False, weights="absent", model=Mock(key=key, host=host))
+        for key, host in hosts.items()
+    }
+    catalog: Any = SimpleNamespace(
+        entries=entries, get=lambda key: entries[key].model, policy=Mock(), moves=set(), touched=set()
+    )
+    catalog.policy.settings.idle_limits.return_value.host = inf
+    scheduler: Any = SimpleNamespace(idle_since={"old": 1.0, "new": 2.0}.get, on_disk=lambda key: False)
+    copies = HostCopies(catalog, scheduler, outbox)
+    copies.begin(mover)
+
+    copies.measure(10.0, 0)
+    copies.measured(HostMemoryMeasured(1000), 10.0)
+
+    assert [call.args for call in mover.forget_left.call_args_list] == ([(20,)] if left else [])
+    assert [host for (found,), _ in mover.drop_copies.call_args_list for host in found] == [
+        hosts[key] for key in dropped
+    ]
 
 
 some_copies = st.lists(

@@ -31,7 +31,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-#: module -> names that it defines
+#: Names that each module defines.
 _HOMES = {
     "errors": ("BundleError",),
     "reader": ("find_bundles", "read_bundle"),

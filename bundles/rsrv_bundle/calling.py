@@ -106,7 +106,7 @@ def caller(
 ) -> Callable[[Mapping[str, Any]], Any]:
     """Return a function that calls `call` with inputs by name.
 
-    They go by keyword, or in the order of `names` if `call` takes only positional arguments. like: function with the
+    They are passed by keyword, or in the order of `names` if `call` takes only positional arguments. like: function with the
     signature, if `call` itself does not show it. Raises BundleError if `call` has no argument of such a name, or an
     argument without a default that has no input.
     """
@@ -118,7 +118,7 @@ def caller(
     by_name = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
     if not by_name.intersection(names) and (
         inspect.Parameter.POSITIONAL_ONLY in kinds
-        # Several inputs could be swapped, so they go by name wherever that may work.
+        # Several inputs could be swapped, so pass them by name wherever that may work.
         or (
             inspect.Parameter.VAR_POSITIONAL in kinds
             and (len(names) == 1 or inspect.Parameter.VAR_KEYWORD not in kinds)

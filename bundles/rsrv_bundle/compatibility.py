@@ -237,10 +237,10 @@ def _first_refusal(cells: Iterable[Cell]) -> str:
 def _rules(rules: tuple[Rule, ...]) -> Mapping[Pair, tuple[Feature, str]]:
     """Return the first feature and the text of each pair."""
     return {
-        frozenset((feature, other)): (feature, rule.text)
+        frozenset((feature, second)): (feature, rule.text)
         for rule in rules
         for feature in rule.features
-        for other in rule.others
+        for second in rule.others
     }
 
 

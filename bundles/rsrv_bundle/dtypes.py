@@ -1,9 +1,9 @@
 """Element types in five spellings, from one table.
 
-A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name
-that travels on the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor.
-The two 8-bit floats have no KServe name: they can be weights and executable tensors, never client tensors. Strings of
-any length (`bytes`) are the opposite, and have no row here: hooks turn them into executable tensors.
+A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name that travels on
+the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor. The two 8-bit floats have no
+KServe name. They can be weights and executable tensors, but never client tensors. Strings of any length (`bytes`) are only
+client tensors, and have no row here. Hooks turn them into executable tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TABLE: dict[str, _Row] = {
     "f64": _Row("float64", 8, "FP64", "F64", "f64"),
     "bf16": _Row("bfloat16", 2, "BF16", "BF16", "bf16"),
     "f8_e5m2": _Row("float8_e5m2", 1, None, "F8_E5M2", "f8E5M2"),
-    # Without infinities, as StableHLO and safetensors have it.
+    # This type has no infinities, in StableHLO and in safetensors.
     "f8_e4m3": _Row("float8_e4m3fn", 1, None, "F8_E4M3", "f8E4M3FN"),
     "i8": _Row("int8", 1, "INT8", "I8", "i8"),
     "i16": _Row("int16", 2, "INT16", "I16", "i16"),
@@ -43,7 +43,7 @@ _TABLE: dict[str, _Row] = {
 _ML_DTYPES = frozenset({"bf16", "f8_e5m2", "f8_e4m3"})
 
 TOKENS: tuple[str, ...] = tuple(_TABLE)
-#: strings of any length, which only clients send and get
+#: Strings of any length, which only clients send and get.
 BYTES = "bytes"
 _STRING_NAMES = ("bytes", "string", "str", "text", "object")
 #: Bytes of the length that precedes each string on the wire.
@@ -56,7 +56,7 @@ _BY_MLIR = {row.mlir: token for token, row in _TABLE.items()}
 
 
 def meant(name: str) -> str | None:
-    """Return the token that a name of an element type in another spelling means (`float32`, `FP32`); None if unknown."""
+    """Return the token for an element type in another spelling (`float32`, `FP32`), or None if it is unknown."""
     name = name.removeprefix("torch.").removeprefix("TYPE_").lower()
     if name in _STRING_NAMES:
         return BYTES
@@ -67,7 +67,7 @@ def meant(name: str) -> str | None:
         _BY_MLIR,
         dict(zip(TOKENS, TOKENS, strict=True)),
     )
-    return next((found[key] for found in spellings for key in found if key.lower() == name), None)
+    return next((tokens[key] for tokens in spellings for key in tokens if key.lower() == name), None)
 
 
 def unknown(name: str) -> str:
@@ -79,7 +79,7 @@ def unknown(name: str) -> str:
 
 
 def itemsize(token: str) -> int:
-    """Return the bytes per element, of a string at least. Raises KeyError for an unknown token."""
+    """Return the bytes per element, or the minimum for a string. Raises KeyError for an unknown token."""
     return _LENGTH_BYTES if token == BYTES else _TABLE[token].itemsize
 
 

@@ -37,12 +37,12 @@ def mismatch(file: str) -> str:
     )
 
 
-#: limits of a report, which a person reads: lines, and characters of a line
+#: Limits of a report, which a person reads: number of lines, and characters of a line.
 _MAX_LINES, _MAX_LENGTH = 100, 1000
 
 
 class Problems:
-    """Broken rules of a bundle: one check reports all of them, or the first hundred."""
+    """Broken rules of a bundle. One check reports all of them, or the first hundred."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -52,7 +52,7 @@ class Problems:
         line = f"{file}: {key}: {rule}" if key else f"{file}: {rule}"
         if len(line) > _MAX_LENGTH:
             line = line[:_MAX_LENGTH] + "..."
-        # A bundle is untrusted: a newline in a name must not forge a second line in a log.
+        # A bundle is untrusted, so a newline in a name must not forge a second line in a log.
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
         if line not in self.lines and len(self.lines) < _MAX_LINES:
             self.lines.append(line)

@@ -32,7 +32,7 @@ from rsrv_bundle.state_sections import sections_of
 
 Array = np.ndarray[Any, Any]
 
-#: platforms of a bundle, by jax.export's names
+#: Platforms of a bundle, by jax.export's names.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -40,9 +40,9 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 class Original:
     """Model that `fn` was made from, if the author did not write `fn` itself."""
 
-    #: runs the model without compiling: numpy arrays by name -> results of `fn`, in its framework's arrays
+    #: Runs the model on numpy arrays by name, without compiling. Returns the results of `fn` as arrays of its framework.
     run: Callable[..., Any]
-    #: distributions that the provenance lists, beside jax's own
+    #: Distributions that the provenance lists, in addition to jax's own.
     packages: Sequence[str] = ()
     #: Converts an array of the framework to numpy. It gets the array's name for errors, and the array.
     to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
@@ -65,7 +65,7 @@ class StatefulParts:
         [ModuleRunner, Mapping[str, float], Mapping[str, Array], Callable[[str], None]], dict[str, Any]
     ]
     generate: GenerateSpec | None = None
-    #: writes further files into the bundle's directory
+    #: Writes further files into the bundle's directory.
     add_files: Callable[[Path], Any] = lambda _: None
 
     def structs(self, rows: int) -> tuple[list[Any], list[Any]]:
@@ -187,11 +187,11 @@ def export_bundle(
         ]
 
     def outputs_at(variant: int, size: int) -> Mapping[str, Value]:
-        found = jax.eval_shape(function, *structs(variant, size))
+        results = jax.eval_shape(function, *structs(variant, size))
         return {
             name: value_of(f"outputs: {name}", out.dtype, out.shape)
-            # The pools follow.
-            for name, out in zip(function.output_names, found, strict=stateful is None)
+            # The remaining results are the pools.
+            for name, out in zip(function.output_names, results, strict=stateful is None)
         }
 
     results = plan_outputs(inputs, axes or {}, outputs_at, padding.axis if padding else None)
@@ -292,7 +292,7 @@ class _Flat:
         self.tree = tree
         self.given = None if output_names is None else tuple(output_names)
         self.keep = keep
-        #: empty before the first call
+        #: Names of the outputs. Empty before the first call.
         self.output_names: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -300,9 +300,9 @@ class _Flat:
         inputs = dict(zip(self.inputs, arguments[:count], strict=True))
         pools: Sequence[Any] = ()
         if self.stateful:
-            slots, *rest = arguments[count:]
-            params = self.tree.unflatten(rest[: self.tree.num_leaves])
-            result, pools = self.fn(params, rest[self.tree.num_leaves :], slots, **inputs)
+            slots, *arrays = arguments[count:]
+            params = self.tree.unflatten(arrays[: self.tree.num_leaves])
+            result, pools = self.fn(params, arrays[self.tree.num_leaves :], slots, **inputs)
         else:
             result = self.fn(self.tree.unflatten(arguments[count:]), **inputs)
         named = Results.of(result).named(self.given, self.keep)
@@ -327,7 +327,7 @@ class _Flat:
                     f"the model itself fails on random inputs ({type(e).__name__}: {e}); if it takes only some"
                     " integers, give an example input with such values"
                 ) from e
-            # Do this outside of `try`, because a failure here is not the model's fault.
+            # Do this outside of the `try` block, because a failure here is not the model's fault.
             converted = Results.of(result).convert(original.to_numpy)
             return tuple(converted.named(self.given, self.output_names).values())
 
@@ -340,21 +340,21 @@ def _dtype(token: str) -> Any:
     return numpy_dtype(token)
 
 
-def named_leaves(what: str, tree: Any) -> tuple[list[str], list[Any], Any]:
+def named_leaves(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
     """Return names, leaves and structure of a tree of arrays, in jax's own (sorted, so repeatable) order.
 
     Raises BundleError, in which `what` stands for the tree, if two names are equal, or for a leaf that is no array.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or what for path, _ in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or subject for path, _ in paths]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise BundleError(f"{what}: {', '.join(twice)}: two leaves have this path; rename one of the keys")
+        raise BundleError(f"{subject}: {', '.join(twice)}: two leaves have this path; rename one of the keys")
     leaves = [leaf for _, leaf in paths]
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
-            raise BundleError(f"{what}: {name}: is a {type(leaf).__name__}; make it an array")
-        _example(f"{what}: {name}", leaf)
+            raise BundleError(f"{subject}: {name}: is a {type(leaf).__name__}; make it an array")
+        _example(f"{subject}: {name}", leaf)
     return names, leaves, structure
 
 
@@ -379,7 +379,7 @@ def _example(name: str, value: Any) -> Value:
 
 
 def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_bytes: int) -> Stripped:
-    # keep_unused: if one argument vanished, all later ones would shift.
+    # keep_unused: if jax removed an unused argument, all later ones would move.
     exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*structs)
     module = strip_locations(bytes(exported.mlir_module_serialized))
     total = sum(size for size, _ in module.constants)

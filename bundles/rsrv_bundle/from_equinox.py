@@ -27,7 +27,7 @@ def export_equinox(
 
     Raises BundleError as `export_bundle`.
     """
-    weights, rest = eqx.partition(model, eqx.is_array)
+    weights, static = eqx.partition(model, eqx.is_array)
     by_row = rows and bool(options.get("batch_sizes"))
     if by_row and _batch_is_elsewhere(
         options.get("batch_axis", 0), options.get("axes") or {}, example_inputs
@@ -35,7 +35,7 @@ def export_equinox(
         raise BundleError("rows: with rows=True the batch is the first axis of every input")
 
     def fn(params: Any, **inputs: Any) -> Any:
-        return _call(eqx.combine(params, rest), inputs, by_row)
+        return _call(eqx.combine(params, static), inputs, by_row)
 
     original = _original(model, by_row)
     return export_bundle(fn, weights, example_inputs, original=original, **{"code": type(model), **options})

@@ -93,8 +93,8 @@ def _changed(before: Any, after: Any) -> str:
     return ""
 
 
-def _matters(function: Callable[..., tuple[Any, ...]], first: Any, *rest: Any) -> bool:
+def _matters(function: Callable[..., tuple[Any, ...]], first: Any, *others: Any) -> bool:
     """Return whether the results depend on the first argument, after dead code is removed."""
-    jaxpr = jax.make_jaxpr(function)(first, *rest).jaxpr
+    jaxpr = jax.make_jaxpr(function)(first, *others).jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return any(used[: len(jax.tree.leaves(first))])

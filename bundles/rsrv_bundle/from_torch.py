@@ -108,17 +108,17 @@ def export_stateful_torch(
     eager = _original(module)
 
     def split(result: Any) -> tuple[Any, Any]:
-        found = Results.of(result).named(output_names)
-        if missing := [name for name in first if name not in found]:
+        named = Results.of(result).named(output_names)
+        if missing := [name for name in first if name not in named]:
             raise BundleError(
                 f"module: {missing[0]}: forward takes this state, and must return it by this name"
             )
-        after = {name: found.pop(name) for name in first}
-        return found, after
+        after = {name: named.pop(name) for name in first}
+        return named, after
 
     def run(before: Any, **inputs: Any) -> Any:
-        found, after = split(eager.run(**inputs, **before))
-        return found, {name: to_numpy(name, value) for name, value in after.items()}
+        outputs, after = split(eager.run(**inputs, **before))
+        return outputs, {name: to_numpy(name, value) for name, value in after.items()}
 
     def begin(_: Any) -> Any:
         return {name: jnp.asarray(value) for name, value in first.items()}
@@ -260,7 +260,9 @@ def _pins() -> str:
         requirements = [text.partition(";") for text in metadata.requires("rsrv") or ()]
     except metadata.PackageNotFoundError:
         return ""
-    pins = [what.strip() for what, _, when in requirements if "export-torch" in when and "==" in what]
+    pins = [
+        package.strip() for package, _, when in requirements if "export-torch" in when and "==" in package
+    ]
     return f", which is {', '.join(pins)}" if pins else ""
 
 

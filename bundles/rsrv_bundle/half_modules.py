@@ -1,8 +1,8 @@
 """Rewrite of a module so that it computes in half precision, as mixed precision does in the frameworks.
 
-Products and convolutions take and return the half type, and sum in f32. Operations that only move values, or combine them
-with weights and constants, follow them. Everything else stays in f32: reductions, and with them softmax and norms,
-exponentials and other functions, products of two activations, loops' state, inputs and outputs.
+Products and convolutions take and return the half type, and sum in f32. Operations that only move such values, or combine them
+with weights and constants, use the half type too. Everything else stays in f32: reductions (and so softmax and norms),
+exponentials and other functions, products of two activations, the state of loops, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class _Rewriter:
         self.half = half
         #: Values that depend on no input: weights, constants, and results computed only from weights and constants.
         self.static = static
-        #: f32 value -> the same value in the half type.
+        #: Values in the half type, by their f32 value.
         self.halves: dict[Any, Any] = {}
 
     def rewrite(self, block: Any) -> None:
-        for operation in [one.operation for one in block.operations]:
+        for operation in [item.operation for item in block.operations]:
             name = operation.name
             # The regions of a loop or a branch compute; those of a reduction name its operation.
             if name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
@@ -90,7 +90,7 @@ class _Rewriter:
             return False
         floats = [value for value in operation.operands if _is_f32(value)]
         moving = [value for value in floats if value not in self.static]
-        # Powers of an activation are parts of functions that half precision would spoil.
+        # Powers of an activation are parts of functions that need f32.
         if operation.name == "stablehlo.multiply" and len(moving) > 1:
             return False
         return bool(moving) and all(value in self.halves for value in moving)
@@ -139,13 +139,13 @@ def _is_pooling(operation: Any) -> bool:
 
 
 def _inner_values(pooling: Any) -> list[Any]:
-    """Return the values of a pooling's region, which are scalars; other operations have none."""
+    """Return the values of a pooling's region, which are scalars. Other operations have no such values."""
     values = []
     for region in pooling.regions:
         for block in region.blocks:
             values += [
                 *block.arguments,
-                *(value for one in block.operations for value in one.operation.results),
+                *(value for inner in block.operations for value in inner.operation.results),
             ]
     return values
 

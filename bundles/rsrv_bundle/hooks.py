@@ -9,7 +9,7 @@ from pathlib import Path
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.spec import Kind
 
-#: kind of bundle -> its hooks -> the positional arguments of each
+#: Positional arguments of each hook, by kind of bundle.
 HOOKS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
     "model": {"preprocess": ("inputs",), "postprocess": ("outputs",)},
     "meta": {"run": ("inputs", "call")},
@@ -35,30 +35,34 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
     is `run(inputs, call)`, which may be an `async def`.
     """
     problems = Problems()
-    wanted = HOOKS[kind]
-    found: tuple[str, ...] = ()
+    arguments = HOOKS[kind]
+    hooks: tuple[str, ...] = ()
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"holds more than {_MAX_BYTES} bytes")
         tree = ast.parse(file.read_bytes(), filename=file.name)
         defined = list(_top_level_names(tree.body))
-        found = tuple(name for name in wanted if any(name == other for other, _ in defined))
-        if not found:
-            problems.add(file.name, "", f"defines no hook; define {' or '.join(wanted)} as a function")
-        for name in found:
-            rules = [_wrong_use(name, how, wanted[name]) for other, how in defined if other == name]
-            # Of several definitions, only running the file would show which one counts.
+        hooks = tuple(name for name in arguments if any(name == defined_name for defined_name, _ in defined))
+        if not hooks:
+            problems.add(file.name, "", f"defines no hook; define {' or '.join(arguments)} as a function")
+        for name in hooks:
+            rules = [
+                _wrong_use(name, how, arguments[name])
+                for defined_name, how in defined
+                if defined_name == name
+            ]
+            # If there are several definitions, only running the file would show which one counts.
             if all(rules):
                 problems.add(file.name, name, rules[-1])
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
         problems.add(file.name, "", f"is not valid Python: {e}")
     problems.raise_if_any()
-    return found
+    return hooks
 
 
-def _wrong_use(name: str, definition: ast.AST | None, wanted: tuple[str, ...]) -> str:
-    """Return why a hook with this definition cannot be called; empty if it can, or if only running it would show that."""
-    signature = f"{name}({', '.join(wanted)})"
+def _wrong_use(name: str, definition: ast.AST | None, arguments: tuple[str, ...]) -> str:
+    """Return why a hook with this definition cannot be called. Empty if it can, or if only running the file would show that."""
+    signature = f"{name}({', '.join(arguments)})"
     if isinstance(definition, ast.AsyncFunctionDef) and name != "run":
         return f"must be a plain function; write def {signature}"
     if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -68,9 +72,9 @@ def _wrong_use(name: str, definition: ast.AST | None, wanted: tuple[str, ...]) -
     takes = definition.args
     positional = [*takes.posonlyargs, *takes.args]
     required = len(positional) - len(takes.defaults)
-    enough = len(positional) >= len(wanted) or takes.vararg is not None
+    enough = len(positional) >= len(arguments) or takes.vararg is not None
     by_name = any(default is None for default in takes.kw_defaults)
-    if required <= len(wanted) and enough and not by_name:
+    if required <= len(arguments) and enough and not by_name:
         return ""
     return f"takes ({ast.unparse(takes)}), but it is called as {signature}"
 
@@ -89,11 +93,11 @@ def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None
                 yield name, value
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 yield from ((alias.asname or alias.name, None) for alias in names)
-            case ast.If(body=inner, orelse=other):
-                yield from _top_level_names([*inner, *other])
-            case ast.Try(body=inner, handlers=handlers, orelse=other):
+            case ast.If(body=inner, orelse=further):
+                yield from _top_level_names([*inner, *further])
+            case ast.Try(body=inner, handlers=handlers, orelse=further):
                 yield from _top_level_names(
-                    [*inner, *other, *(line for handler in handlers for line in handler.body)]
+                    [*inner, *further, *(line for handler in handlers for line in handler.body)]
                 )
             case _:
                 pass

@@ -67,26 +67,26 @@ def acceptable(
     run: runs the model at the first variant and the smallest batch size. With it, an array of zeros is replaced by one
         with the widest range that the model takes: 0 to 99, 0 to 9, 0 and 1, or only 0.
     """
-    found = dict(examples)
-    blank = [name for name, array in found.items() if array.dtype.kind in "iu" and not array.any()]
+    accepted = dict(examples)
+    blank = [name for name, array in accepted.items() if array.dtype.kind in "iu" and not array.any()]
     if run is None:
-        return {name: array for name, array in found.items() if name not in blank}
+        return {name: array for name, array in accepted.items() if name not in blank}
     key = min(bundle.modules)
 
     def runs() -> bool:
         try:
-            run(random_inputs(bundle, *key, found))
+            run(random_inputs(bundle, *key, accepted))
         except Exception:  # noqa: BLE001 - the model's own
             return False
         return True
 
     for name in blank:
-        zeros = found.pop(name)
+        zeros = accepted.pop(name)
         for limit in (10, 2, 1):
             if runs():
                 break
-            found[name] = np.arange(zeros.size).reshape(zeros.shape) % limit
-    return found
+            accepted[name] = np.arange(zeros.size).reshape(zeros.shape) % limit
+    return accepted
 
 
 def integers_of(bundle: Bundle, samples: Mapping[int, Sequence[Array]]) -> dict[str, Array]:
@@ -174,6 +174,6 @@ def _random(rng: np.random.Generator, token: str, shape: tuple[int, ...]) -> Arr
     if token == "bool":
         return rng.integers(0, 2, shape).astype(dtype)
     if token[0] in "iu":
-        # Small and not negative: integers are often indices.
+        # Use small numbers that are not negative, because integers are often indices.
         return rng.integers(0, 100, shape).astype(dtype)
     return np.asarray(rng.standard_normal(shape)).astype(dtype)

@@ -1,8 +1,8 @@
 """Parsing of modules in a child process, which may crash.
 
-jaxlib's parser is native code. Most modules with a few damaged bytes give an error, one of some hundreds crashes it, and
-one of some thousands keeps it busy for ever. So a separate process parses each module first, within limits of memory
-and time. It is no sandbox: it runs as the same user.
+jaxlib's parser is native code. For most modules with a few damaged bytes, it reports an error. About one in a few hundred such
+modules crashes it, and about one in a few thousand makes it run for ever. So a separate process parses each module first, with
+limits on memory and time. It is no sandbox, because it runs as the same user.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.products import Precision
 
-#: bytes of address space, of which a good part is jaxlib's own, and more for each byte of a module
+#: Bytes of address space, of which jaxlib itself takes a large part, and additional bytes for each byte of a module.
 _MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
-#: seconds of CPU time, likewise; and the wall time allowed on a busy machine, as a multiple
+#: Seconds of CPU time, and additional seconds for each byte of a module. The last number is the allowed wall time on a busy
+#: machine, as a multiple of these.
 _SECONDS, _SECONDS_PER_BYTE, _PATIENCE = 5, 1e-6, 4
-#: share of the allowed CPU time that the child must have used before a timeout is the module's fault
+#: A timeout is the module's fault only if the child has used this share of its CPU time.
 _FAIR = 0.5
-#: exit statuses of a process that the kernel (no memory) or an operator killed; no parser ends like this
+#: Exit statuses of a process that the kernel (out of memory) or an operator killed. No parser ends like this.
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-#: seconds in which the process must start and load jaxlib
+#: Seconds in which the process must start and load jaxlib.
 _START = 120.0
-#: bytes of a signature; no model has such a long one
+#: Maximum number of bytes of a signature. No model comes near it.
 _MAX_ANSWER = 64 << 20
 
 
 class InspectorError(Exception):
-    """The parsing process failed because of the machine: no module is to blame."""
+    """The parsing process failed because of the machine. No module is to blame."""
 
 
 class _Lost(InspectorError):
-    """The process did not start, or was killed; another process may succeed."""
+    """The process did not start, or was killed. Another process may succeed."""
 
 
 @dataclass(slots=True)
@@ -60,9 +61,9 @@ class _Child:
 class Inspector:
     """`rsrv_bundle.modules.signature_of` in a child process that may crash. For one thread at a time.
 
-    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module it is
-    replaced, since the module may have damaged more than it reported. `known` has signatures by the SHA-256 of their
-    module: these modules are not parsed, and others are added.
+    The child starts when it is needed, and lives until `close`, or until this process ends. After a bad module it is replaced,
+    because the module may have damaged it. `known` has signatures by the SHA-256 of their module. Its modules are not parsed
+    again, and new signatures are added to it.
     """
 
     def __init__(self, known: MutableMapping[str, Signature] | None = None) -> None:
@@ -70,13 +71,13 @@ class Inspector:
         self._child: _Child | None = None
 
     def start(self) -> None:
-        """Start the child early, so that it has loaded jaxlib when it is needed, unless it may not be."""
+        """Start the child early, so that it has loaded jaxlib by the time it is needed."""
         if not self._known:
             self._start()
 
     def _start(self) -> None:
         if self._child is None:
-            # The next module reports a failure.
+            # The check of the next module will report the failure.
             with contextlib.suppress(OSError):
                 self._child = _spawn()
 
@@ -86,12 +87,12 @@ class Inspector:
         if self._known is not None and digest in self._known:
             return self._known[digest]
         try:
-            found = self._look(blob, file)
+            signature = self._look(blob, file)
         except _Lost:
-            found = self._look(blob, file)
+            signature = self._look(blob, file)
         if self._known is not None:
-            self._known[digest] = found
-        return found
+            self._known[digest] = signature
+        return signature
 
     def _look(self, blob: bytes, file: str) -> Signature:
         child = self._started()
@@ -127,7 +128,7 @@ class Inspector:
         return read_signature(answer)
 
     def close(self) -> None:
-        """End the process; the next module starts another."""
+        """End the process. The next module starts another one."""
         child, self._child = self._child, None
         if child is not None:
             child.process.kill()
@@ -192,7 +193,7 @@ def _end(process: subprocess.Popen[bytes]) -> str:
 
 def _cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process, which may have ended but must not have been waited for."""
-    # The third field and later: they follow the name, which may hold any character.
+    # Read the fields from the third on. They follow the name, which may contain any character.
     fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -210,15 +211,15 @@ def main() -> None:
         stream.write(b"ready\n")
         stream.flush()
         while line := stream.readline():
-            wanted = json.loads(line)
-            blob = stream.read(wanted["bytes"])
+            request = json.loads(line)
+            blob = stream.read(request["bytes"])
             _limit(len(blob))
-            stream.write(json.dumps(_answer(blob, wanted["file"])).encode() + b"\n")
+            stream.write(json.dumps(_answer(blob, request["file"])).encode() + b"\n")
             stream.flush()
 
 
 def _limit(nbytes: int) -> None:
-    """Set the limits for the next module; the kernel ends this process if it takes more time."""
+    """Set the limits for the next module. The kernel ends this process if the module exceeds the time."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_at_most(hard, _MEMORY + nbytes * _MEMORY_PER_BYTE), hard))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -226,8 +227,8 @@ def _limit(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, seconds), hard))
 
 
-def _at_most(hard: int, wanted: int) -> int:
-    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+def _at_most(hard: int, limit: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(hard, limit)
 
 
 def _answer(blob: bytes, file: str) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.spec import TensorSpec
 
-#: Letters for axes that the caller did not name: all but the batch's own, n and b.
+#: Letters for axes that the caller did not name: all except n and b, which mean the batch.
 LETTERS = "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
 
-#: (element type token, shape)
+#: Element type token and shape.
 Value = tuple[str, tuple[int, ...]]
-#: (variant, batch size) -> the outputs, by name, for these input shapes.
+#: Returns the outputs by name for the input shapes of a variant and a batch size.
 OutputsAt = Callable[[int, int], Mapping[str, Value]]
 
 
@@ -29,7 +29,7 @@ class InputPlan:
     """Executable inputs, and the sizes that they are compiled for."""
 
     specs: tuple[TensorSpec, ...]
-    #: as in the manifest, letter -> size; empty without variants
+    #: Sizes by letter for each variant, as in the manifest. Empty without variants.
     input_shapes: tuple[Mapping[str, int], ...]
     #: Ascending; empty without a batch axis.
     batch_sizes: tuple[int, ...]
@@ -39,13 +39,13 @@ class InputPlan:
         return any(spec.batch_axis is not None for spec in self.specs)
 
     def keys(self) -> Iterator[tuple[int, int]]:
-        """Yield every (variant, batch size) to compile; size 1 stands for no batch axis."""
+        """Yield every (variant, batch size) to compile. Without a batch axis, the size is 1."""
         for variant in range(max(1, len(self.input_shapes))):
             for size in self.batch_sizes or (1,):
                 yield variant, size
 
     def describe(self, variant: int, size: int) -> str:
-        """Return a module's sizes in words, such as `h=224, w=320, batch size 8`; empty if there is one module."""
+        """Return a module's sizes in words, such as `h=224, w=320, batch size 8`. Empty if there is only one module."""
         sizes = self.input_shapes[variant] if self.input_shapes else {}
         named = [f"{letter}={value}" for letter, value in sizes.items()]
         return ", ".join([*named, *([f"batch size {size}"] if self.batched else [])])
@@ -121,12 +121,12 @@ def plan_outputs(
     probes = dict(seen)
     if len(inputs.batch_sizes) == 1:
         # One size cannot distinguish a batch axis from a fixed one of the same length.
-        other = inputs.batch_sizes[0] + 1
+        larger = inputs.batch_sizes[0] + 1
         try:
-            probes.update({(variant, other): outputs_at(variant, other) for variant, _ in keys})
+            probes.update({(variant, larger): outputs_at(variant, larger) for variant, _ in keys})
         except Exception as e:
             raise BundleError(
-                f"batch_sizes: with one size the outputs' batch axes are found by tracing size {other}, which fails"
+                f"batch_sizes: with one size the outputs' batch axes are found by tracing size {larger}, which fails"
                 f" ({type(e).__name__}); give a second size"
             ) from e
     first = seen[keys[0]]

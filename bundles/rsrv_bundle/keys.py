@@ -28,7 +28,7 @@ _FORMAT_2: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "meta": ("calls", "external", "restartable"),
 }
-#: Section -> its keys. A section that ends with [] is each entry of a list; * is any key.
+#: Keys of each section. A section that ends with [] is each entry of a list; * is any key.
 _FORMAT_3: Final[Mapping[str, tuple[str, ...]]] = {
     **_FORMAT_2,
     "": (*_FORMAT_2[""], "numerics", "sha256", "state", "generate", "task", "pad"),
@@ -69,8 +69,8 @@ def _mappings(value: Any, steps: Sequence[str], where: str) -> Iterator[tuple[st
         if name == steps[0]:
             yield from _mappings(entry, steps[1:], place)
         elif isinstance(entry, list):
-            for i, one in enumerate(entry[:_MOST_ENTRIES]):
-                yield from _mappings(one, steps[1:], f"{place}[{i}]")
+            for i, item in enumerate(entry[:_MOST_ENTRIES]):
+                yield from _mappings(item, steps[1:], f"{place}[{i}]")
 
 
 def _inner(where: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Parser of `manifest.yaml`: every rule that the text alone can break.
+"""Parser of `manifest.yaml`. It checks every rule that the text alone can break.
 
 Format versions:
 
@@ -32,7 +32,7 @@ CURRENT = 3
 
 _VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3", "3.0": "3"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# More than any model needs, and few enough that comparing each with each costs nothing.
+# This is more than any model needs, and few enough for comparing each pair.
 _MAX_TENSORS = 1000
 _MAX_VARIANTS = 1000
 _MAX_SIZES = 1000
@@ -43,9 +43,9 @@ _MAX_SUMS = 1000
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
     """Parse a manifest. Every broken rule goes to `problems`.
 
-    `name` is the bundle's name and `has_hooks` whether a `model.py` lies beside the manifest, on which some rules
-    depend. Returns None when the text is no mapping or has no usable version; otherwise what could be read, which
-    is whole only if `problems` is empty.
+    `name` is the bundle's name and `has_hooks` whether a `model.py` lies beside the manifest, on which some rules depend.
+    Returns None if the text is no mapping or has no usable version. Otherwise, it returns the readable part, which is complete
+    only if `problems` is empty.
     """
     try:
         document = yaml12.load(data)
@@ -81,7 +81,7 @@ class _Parser:
         self.problems = problems
         self.document = known_keys(document, version, self.bad)
         self.version = version
-        #: False in format 2.0, whose keys may hold anything that the bundle's own reader does not look at
+        #: False in format 2.0, whose keys may have any value if the format's own reader ignores them.
         self.strict = version != "2.0"
         self.name = name
         self.has_hooks = has_hooks
@@ -122,7 +122,7 @@ class _Parser:
         return self.with_options(manifest)
 
     def features(self, manifest: Manifest) -> frozenset[Feature]:
-        """Return all features of the bundle, including features that it may not have together."""
+        """Return all features of the bundle, including combinations that are refused."""
         document, meta = self.document, manifest.kind == "meta"
         clients = (*(manifest.client_inputs or ()), *(manifest.client_outputs or ()))
         strings = any(spec.dtype == dtypes.BYTES for spec in clients)
@@ -196,15 +196,15 @@ class _Parser:
         return value
 
     def numerics(self) -> Mapping[str, float | Mapping[str, float]]:
-        found: dict[str, float | Mapping[str, float]] = {}
+        errors: dict[str, float | Mapping[str, float]] = {}
         for key, value in self.mapping("numerics", lenient=False).items():
             where = f"numerics.{key}"
             if isinstance(value, dict):
-                numbers = {inner: self.number(f"{where}.{inner}", one) for inner, one in value.items()}
-                found[key] = {inner: one for inner, one in numbers.items() if one is not None}
+                numbers = {inner: self.number(f"{where}.{inner}", number) for inner, number in value.items()}
+                errors[key] = {inner: number for inner, number in numbers.items() if number is not None}
             elif (number := self.number(where, value)) is not None:
-                found[key] = number
-        return found
+                errors[key] = number
+        return errors
 
     def number(self, key: str, value: Any) -> float | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -285,7 +285,7 @@ class _Parser:
         return value is True
 
     def model_names(self, key: str, value: Any) -> tuple[str, ...]:
-        """Parse names of other models, each once."""
+        """Parse names of other models. No name may occur twice."""
         if value is None:
             return ()
         if not isinstance(value, list):
@@ -306,7 +306,7 @@ class _Parser:
 
     def internal(self, kind: Kind) -> bool:
         value = self.document.get("internal")
-        # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
+        # In format 2.0, a key that the format's own reader does not know may have any value.
         if self.strict and value is not None and not isinstance(value, bool):
             self.bad("internal", f"must be true or false, not {value!r:.40}")
         return kind == "model" and value is True
@@ -404,11 +404,11 @@ class _Parser:
                     " others up",
                 )
         for section, specs in (("inputs", manifest.wire_inputs), ("outputs", manifest.wire_outputs)):
-            given = self.document.get(f"client_{section}") is not None
+            has_section = self.document.get(f"client_{section}") is not None
             for spec in specs:
                 if dtypes.kserve_name(spec.dtype) is None:
                     self.bad(
-                        f"{'client' if given else 'executable'}_{section}.{spec.name}",
+                        f"{'client' if has_section else 'executable'}_{section}.{spec.name}",
                         f"the element type {spec.dtype} cannot travel to clients; convert it in a hook"
                         " or in the model",
                     )

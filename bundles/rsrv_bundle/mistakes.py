@@ -1,4 +1,4 @@
-"""Paths that are given in place of bundles: what they are, and what to do."""
+"""Paths that are given by mistake in place of bundles, with the kind of path and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rsrv.text import nearest
 from rsrv_bundle import manifest, reader
 
 _EXPORT = "export the model to a bundle first, as docs/coming-from.md shows"
-#: suffix of a file -> its kind, and what to do
+#: Kind of file and remedy for each suffix.
 _KINDS = {
     **dict.fromkeys(
         (".pt", ".pth", ".ckpt"),
@@ -24,15 +24,14 @@ _KINDS = {
 
 
 def mistaken(path: Path, *, single: bool = False) -> str:
-    """Return why a path will never be a bundle or a directory of bundles, with the remedy; empty if it may be.
+    """Return why a path will never be a bundle or a directory of bundles, with the remedy. Empty if it may become one.
 
-    `single`: only a bundle is wanted.
-
-    A directory without a bundle may get one later, unless it holds something else. Raises OSError if it cannot be listed.
+    With `single`, only a bundle is accepted. A directory without a bundle may get one later, unless it holds something else.
+    Raises OSError if it cannot be listed.
     """
     if not path.exists():
-        others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = nearest(path.name, others)
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = nearest(path.name, siblings)
         return f"there is no such file or directory{hint if 'did you mean' in hint else ''}"
     if path.name == manifest.FILE:
         return "this is a bundle's manifest; name its directory"

@@ -1,10 +1,10 @@
 """Compiled modules: their signatures, and the check that these agree with the manifest.
 
-A module is a StableHLO portable artifact. This is the one file of the package that looks inside one; it imports
-jaxlib, and jax for running one, when a function needs it and not before.
+A module is a StableHLO portable artifact. Only this file of the package reads the content of modules. It imports jaxlib, and
+jax for running modules, only when a function needs them.
 
-A bundle is untrusted. A module is only taken apart here, never run, but it is taken apart by native code, which a
-damaged one can crash: `rsrv_bundle.inspection` does it in a process that may die.
+A bundle is untrusted. This file only parses modules and never runs them, but the parser is native code, which a damaged module
+can crash. `rsrv_bundle.inspection` therefore parses modules in a process that may die.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Value = tuple[str, tuple[int, ...]]
 
 MAX_MODULE_BYTES = 512 * 2**20
 
-# MLIR bytecode's magic number, then the producer's name as a string that ends in a zero byte.
+# MLIR bytecode's magic number, followed by the producer's name with a zero byte at its end.
 _ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+)\.(\d+)\.(\d+)\x00", re.DOTALL)
 
 
@@ -43,15 +43,15 @@ class Signature:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    #: SHA-256, hexadecimal, of the module it was read from
+    #: SHA-256, hexadecimal, of the module from which it was read.
     digest: str = field(default="", compare=False)
-    #: of the unchanged module's f32 products
+    #: Precision of the unchanged module's f32 products.
     precision: Precision = field(default_factory=Precision, compare=False)
-    #: number of the last arguments whose memory the last results take over: the pools of a bundle with state
+    #: Number of the last arguments whose memory the last results reuse. These are the pools of a bundle with state.
     donated: int = 0
 
 
-#: (a module's bytes, its file's name) -> its signature; raises BundleError
+#: Returns the signature of a module, from its bytes and its file's name. Raises BundleError.
 Look = Callable[[bytes, str], Signature]
 
 
@@ -110,10 +110,10 @@ def parsed(blob: bytes) -> Iterator[Any]:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import chlo, sdy, stablehlo
 
-    found = artifact_version(blob)
+    version = artifact_version(blob)
     known = stablehlo.get_current_version()
-    if found > tuple(int(part) for part in known.split(".")):
-        text = ".".join(map(str, found))
+    if version > tuple(int(part) for part in known.split(".")):
+        text = ".".join(map(str, version))
         raise ValueError(
             f"is StableHLO {text}, but this jaxlib reads up to {known}; update jax, or export for an older version"
         )
@@ -123,7 +123,7 @@ def parsed(blob: bytes) -> Iterator[Any]:
     diagnostics: list[str] = []
 
     def note(diagnostic: Any) -> bool:
-        with contextlib.suppress(Exception):  # a message that repeats what is no UTF-8
+        with contextlib.suppress(Exception):  # The message repeats bytes that are no UTF-8.
             diagnostics.append(diagnostic.message.partition("\n")[0])
         return True
 
@@ -207,9 +207,9 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
     for (variant, size), file in sorted(bundle.modules.items()):
         try:
             blob = _read(file)
-            # First: the parser would call a torn module no module.
-            found = hashlib.sha256(blob).hexdigest()
-            if bundle.manifest.sha256.get(file.name, found) != found:
+            # Compare checksums first, because the parser would report a torn module as no module.
+            digest = hashlib.sha256(blob).hexdigest()
+            if bundle.manifest.sha256.get(file.name, digest) != digest:
                 raise BundleError(mismatch(file.name))
             signature = look(blob, file.name)
         except BundleError as e:
@@ -256,9 +256,9 @@ def _check_arguments(
             f" {len(bundle.weights)} weights; export it so that no unused argument is dropped",
         )
         return
-    for i, ((key, wanted), found) in enumerate(zip(expected, signature.inputs, strict=True)):
-        if found != wanted:
-            problems.add(file, key, f"argument {i} of main is {_text(found)}, expected {_text(wanted)}")
+    for i, ((key, required), actual) in enumerate(zip(expected, signature.inputs, strict=True)):
+        if actual != required:
+            problems.add(file, key, f"argument {i} of main is {_text(actual)}, expected {_text(required)}")
 
 
 def _check_results(
@@ -279,16 +279,16 @@ def _check_results(
         problems.add(
             file, "", f"main returns {len(signature.outputs)} results, but the manifest lists {len(specs)}"
         )
-    for i, (spec, found) in enumerate(zip(specs, signature.outputs, strict=False)):
+    for i, (spec, actual) in enumerate(zip(specs, signature.outputs, strict=False)):
         padded = bundle.manifest.padded_axis(spec)
         if padded is not None:
             [length] = bundle.manifest.input_shapes[variant][:1]
             spec = dataclasses.replace(spec, dims=(*spec.dims[:padded], length, *spec.dims[padded + 1 :]))
-        if not _fits(spec, size, found):
+        if not _fits(spec, size, actual):
             dims = [size if axis == spec.batch_axis else d for axis, d in enumerate(spec.dims)]
-            wanted = f"{spec.dtype} [{', '.join('any' if d == -1 else str(d) for d in dims)}]"
+            required = f"{spec.dtype} [{', '.join('any' if d == -1 else str(d) for d in dims)}]"
             problems.add(
-                file, f"output '{spec.name}'", f"result {i} of main is {_text(found)}, expected {wanted}"
+                file, f"output '{spec.name}'", f"result {i} of main is {_text(actual)}, expected {required}"
             )
 
 
@@ -300,8 +300,8 @@ def _pools(bundle: Bundle) -> list[tuple[str, Value]]:
     return [(f"state '{t.name}'", (t.dtype, (state.slots, *t.dims))) for t in state.tensors]
 
 
-def _fits(spec: TensorSpec, size: int, found: Value) -> bool:
-    dtype, shape = found
+def _fits(spec: TensorSpec, size: int, actual: Value) -> bool:
+    dtype, shape = actual
     if dtype != spec.dtype or len(shape) != len(spec.dims):
         return False
     return all(
@@ -319,14 +319,14 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
     """Wrap a module so that jax runs it: `jax.jit(as_exported(blob, signature).call)(*inputs, *weights)`.
 
     The call returns a tuple of all results. It runs on jax's default platform, whichever the module was lowered
-    for. With 64-bit element types the call, too, must happen while `jax_enable_x64` is on.
+    for. With 64-bit element types, the call also needs `jax_enable_x64`.
     """
     import jax
     import jax.export
     import jax.numpy as jnp
 
     def structs(values: tuple[Value, ...]) -> list[jax.ShapeDtypeStruct]:
-        struct: Any = jax.ShapeDtypeStruct  # has no types
+        struct: Any = jax.ShapeDtypeStruct  # This package has no types.
         return [struct(shape, dtypes.numpy_dtype(token)) for token, shape in values]
 
     with jax.enable_x64(True):
@@ -351,8 +351,8 @@ class Stripped:
 def strip_locations(blob: bytes) -> Stripped:
     """Remove the debug locations of an artifact, at the version it was written for.
 
-    They hold the paths and line numbers of the exporting program, which are private and would give equal modules
-    different digests. Raises ValueError if `blob` is no artifact.
+    They contain paths and line numbers of the exporting program. These are private, and would give equal modules different
+    digests. Raises ValueError if `blob` is no artifact.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -391,7 +391,7 @@ def _is_splat(constant: Any) -> bool:
     return getattr(value, "is_splat", False)
 
 
-def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
+def _constant_bytes(kind: Any) -> int:  # It has a ranked tensor type.
     try:
         itemsize = dtypes.itemsize(dtypes.token_of_mlir(str(kind.element_type)))
     except KeyError:
@@ -401,38 +401,38 @@ def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
 
 
 def known_version(text: str | None) -> str:
-    """Return a version of StableHLO that this jaxlib writes: `text`, or jax.export's own if it is None.
+    """Return a version of StableHLO that this jaxlib writes: `text`, or jax.export's default if it is None.
 
     Raises ValueError if it does not write that version.
     """
     from jaxlib.mlir.dialects import stablehlo
 
     if text is None:
-        # The version of four weeks ago, so that readers of that age know it.
+        # Use the version of four weeks ago, so that readers of that age know it.
         four_weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_4
         return str(stablehlo.get_version_from_compatibility_requirement(four_weeks))
     oldest, newest = stablehlo.get_minimum_version(), stablehlo.get_current_version()
     if re.fullmatch(r"\d+\.\d+\.\d+", text, re.ASCII) is None:
         raise ValueError(f"'{text}' is no version; write one as {newest}")
-    wanted, least, most = ([int(part) for part in one.split(".")] for one in (text, oldest, newest))
-    if not least <= wanted <= most:
+    number, least, most = ([int(part) for part in version.split(".")] for version in (text, oldest, newest))
+    if not least <= number <= most:
         raise ValueError(f"this jaxlib writes {oldest} to {newest}, not {text}")
     return text
 
 
 def rewritten(blob: bytes, version: str) -> bytes:
-    """Rewrite an artifact for `version` of StableHLO; the same bytes if it has that version already.
+    """Rewrite an artifact for `version` of StableHLO. Return the same bytes if it already has that version.
 
     Raises ValueError if it is no artifact, or if that version lacks one of its operations.
     """
     from jaxlib.mlir.dialects import stablehlo
 
-    found = ".".join(map(str, artifact_version(blob)))
-    if found == version:
+    current = ".".join(map(str, artifact_version(blob)))
+    if current == version:
         return blob
     with parsed(blob) as module:
         try:
             return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
         except Exception as e:  # noqa: BLE001 - MLIR's own error derives from it
             why = str(e).partition("\n")[0]
-            raise ValueError(f"is StableHLO {found} and cannot be written as {version}: {why}") from None
+            raise ValueError(f"is StableHLO {current} and cannot be written as {version}: {why}") from None

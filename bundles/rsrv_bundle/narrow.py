@@ -40,7 +40,7 @@ from rsrv_bundle.spec import Bundle, WeightSpec
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import WeightsFile, as_array
 
-#: Figure of a task -> its words before the number.
+#: Words before the number of each figure of a task.
 _MEANING = {
     "cosine": "1 minus the smallest cosine of an embedding and its wide one is",
     "top1": "the share of samples with another best score is",
@@ -55,7 +55,7 @@ class NarrowedBundle:
     bundle: Bundle
     #: Bytes of the weights before.
     bytes_before: int
-    #: Weight's name -> why it keeps its type.
+    #: Reasons why weights keep their type, by name.
     kept: Mapping[str, str]
     #: Module's name -> error relative to the wide module.
     errors: Mapping[str, float]
@@ -175,9 +175,9 @@ def narrow_into(
 
 def rewritten(old: Bundle, file: Path, tensors: StoredTensors, compute: str | None) -> bytes:
     """Return a module of a bundle as it takes these tensors, and with its products computed in `compute`."""
-    blob, first, changes = file.read_bytes(), _first(old), [_change(one) for one in tensors.tensors]
+    blob, first, changes = file.read_bytes(), _first(old), [_change(tensor) for tensor in tensors.tensors]
     if compute == "f16":
-        # Products first: `narrowed` then knows which of them have results that overflow without the scale.
+        # Rewrite products first. `narrowed` then knows which of their results overflow without the scale.
         return narrowed(computed_in(blob, file.name, compute, first), file.name, first, changes)
     blob = narrowed(blob, file.name, first, changes)
     return blob if compute is None else computed_in(blob, file.name, compute, first)
@@ -208,7 +208,7 @@ class StoredTensors:
 
 
 def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
-    """Return the tensors, narrow where the rules say so. Only one wide tensor at a time is also in memory."""
+    """Return the tensors, narrowed by the rules. Only one wide tensor at a time is also in memory."""
     shared: dict[int, frozenset[int]] = {}
     for file in sorted(set(bundle.modules.values())):
         shared = shared_axes(file.read_bytes(), _first(bundle), len(bundle.weights)) | shared
@@ -218,7 +218,7 @@ def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
             weight = bundle.weights[index]
             array = as_array(raw, weight.dtype, weight.shape)
             kind, named = types.of(weight.name)
-            # A scale for each row suits every other use: the row is what a table or a matrix of PyTorch shares.
+            # A scale for each row suits every other use, because a table or a matrix of PyTorch shares it along a row.
             axes = shared.get(index, frozenset({len(weight.shape) - 1}))
             why = kept_because(weight, kind, named, axes)
             tensor = why or narrow(array, kind, axes)
@@ -230,9 +230,9 @@ def chosen(bundle: Bundle, types: WeightTypes) -> StoredTensors:
     return choice
 
 
-def _summary(kept: Mapping[str, str]) -> str:
+def _summary(reason_of: Mapping[str, str]) -> str:
     """Return why weights keep their type, each reason with the number of weights."""
-    reasons = list(kept.values())
+    reasons = list(reason_of.values())
     counts = (f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
     return f"Weights that keep their type: {', '.join(counts) or 'none'}"
 
@@ -288,8 +288,8 @@ def _compared(
             for spec, error in zip(bundle.manifest.outputs, worst, strict=True):
                 allowed = tolerance.get(spec.dtype, bound)
                 if not error <= allowed:
-                    what = "of its values" if is_whole(spec.dtype) else "of its largest magnitude"
-                    rule = f"differs from the wide model by {error:.3g} {what}; the bound is {allowed:g}"
+                    unit = "of its values" if is_whole(spec.dtype) else "of its largest magnitude"
+                    rule = f"differs from the wide model by {error:.3g} {unit}; the bound is {allowed:g}"
                     cure = f"{_CURE} {spec.dtype}={_above(error)}"
                     problems.add(module_file(bundle, key).name, f"output '{spec.name}'", f"{rule}. {cure}")
             progress.step(name)
@@ -321,9 +321,9 @@ def _answers(
     if key[0] in samples:
         yield False, answers(before, key, samples[key[0]]), answers(after, key, samples[key[0]])
         return
-    given = example_inputs(bundle, *key, examples)
-    inputs = random_inputs(bundle, *key, examples) if given is None else given
-    yield given is None, before(key, inputs), after(key, inputs)
+    chosen_inputs = example_inputs(bundle, *key, examples)
+    inputs = random_inputs(bundle, *key, examples) if chosen_inputs is None else chosen_inputs
+    yield chosen_inputs is None, before(key, inputs), after(key, inputs)
 
 
 def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) -> dict[str, float]:
@@ -335,13 +335,13 @@ def task_figures(bundle: Bundle, got: Sequence[Array], want: Sequence[Array]) ->
         name = task.outputs.get(role) if task else None
         if name not in names or want[names.index(name)].ndim != 2:
             continue
-        one, other = (arrays[names.index(name)].astype(np.float64) for arrays in (got, want))
+        narrow_array, wide_array = (arrays[names.index(name)].astype(np.float64) for arrays in (got, want))
         if role == "embedding":
-            lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-            cosines = (one * other).sum(1) / np.maximum(lengths, np.finfo(np.float64).tiny)
+            lengths = np.linalg.norm(narrow_array, axis=1) * np.linalg.norm(wide_array, axis=1)
+            cosines = (narrow_array * wide_array).sum(1) / np.maximum(lengths, np.finfo(np.float64).tiny)
             figures["cosine"] = 1.0 - float(cosines.min())
-        elif one.shape[1] > 1:
-            figures["top1"] = float(np.mean(one.argmax(1) != other.argmax(1)))
+        elif narrow_array.shape[1] > 1:
+            figures["top1"] = float(np.mean(narrow_array.argmax(1) != wide_array.argmax(1)))
     return figures
 
 

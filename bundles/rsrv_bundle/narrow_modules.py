@@ -1,8 +1,8 @@
 """Rewrite of a module so that it takes narrow weights and widens them where it uses them.
 
-The compiler fuses a widening into the operation that reads it. So the narrow tensor goes through transpositions, table
-lookups and loops as it is, and a product gets it without its scale: the product of a column with a scale is the scaled
-product, and its result is smaller than the weight. Products in f16 get the scaled weight, because they would overflow.
+The compiler fuses a widening into the operation that reads it. So the narrow tensor passes unchanged through transpositions,
+table lookups and loops. A product also gets it without its scale. The scale is applied to the product's result, which is
+smaller than the weight and has the same value then. Products in f16 get the scaled weight, because they would overflow.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:
     attributes = list(main.arg_attrs) if "arg_attrs" in main.attributes else [ir.DictAttr.get({})] * len(old)
     last = first + len(changes)
     types = [argument.type for argument in old[:last]]
-    kept = attributes[:last]
+    remaining = attributes[:last]
     scaled = []
     for index, change in enumerate(changes):
         if change is not None:
@@ -110,9 +110,9 @@ def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:
             if change.scale is not None:
                 scaled.append(index)
                 types.append(ir.RankedTensorType.get(change.scale, ir.F32Type.get()))
-                kept.append(ir.DictAttr.get({}))
+                remaining.append(ir.DictAttr.get({}))
     types += [argument.type for argument in old[last:]]
-    kept += attributes[last:]
+    remaining += attributes[last:]
     new = [block.add_argument(kind, ir.Location.unknown()) for kind in types]
     scales = dict(zip(scaled, new[last:], strict=False))
     for index, argument in enumerate(old):
@@ -125,7 +125,7 @@ def _rewrite(main: Any, first: int, changes: Sequence[Change | None]) -> None:
         block.erase_argument(0)
     kind = main.function_type.value
     main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(types, kind.results))
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(remaining)
 
 
 def element(token: str) -> Any:
@@ -136,7 +136,7 @@ def element(token: str) -> Any:
 
 
 def _place(value: Any, kind: Any, narrow: Any, scale: Any, *, but: Any = None) -> None:
-    """Replace `value`, whose wide type is `kind`, by `narrow` and `scale` in all its users except `but`."""
+    """Replace `value` by `narrow` and `scale` in all its users except `but`. `kind` is the wide type of the value."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -233,7 +233,7 @@ def _scale_result(operation: Any, scale: Any, axes: Mapping[int, int]) -> None:
 
 
 def _multiplied(value: Any, scale: Any, axes: Sequence[int]) -> Any:
-    """Return `value` times `scale`, whose axes are these axes of `value`. None: the value itself."""
+    """Return `value` times `scale`, whose axes are these axes of `value`. If `scale` is None, return `value`."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 

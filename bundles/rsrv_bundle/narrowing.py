@@ -48,9 +48,9 @@ class WeightTypes:
     @classmethod
     def parse(cls, text: str) -> WeightTypes:
         """Parse `TYPE,PATTERN=TYPE,...`. Raises ValueError naming the wrong part."""
-        default, *rest = (part.strip() for part in text.split(","))
+        default, *rules = (part.strip() for part in text.split(","))
         patterns = []
-        for part in rest:
+        for part in rules:
             pattern, equals, kind = part.rpartition("=")
             if not equals or not pattern:
                 raise ValueError(f"'{part}': write PATTERN=TYPE, such as *.norm*=keep")

@@ -29,12 +29,12 @@ from rsrv_bundle.spec import Bundle, TensorSpec
 from rsrv_bundle.weights import load_weights
 
 Array = np.ndarray[Any, Any]
-#: (variant, batch size)
+#: Variant and batch size.
 Key = tuple[int, int]
 #: One array per input or output, of any number of rows; the first axis counts them, wherever the tensor has its batch
 #: axis. Without a batch axis each row is a request of its own.
 Rows = Sequence[Array]
-#: module, by its file's name without ".mlir" -> the largest relative error found there
+#: Largest relative error of each module, by its file's name without ".mlir".
 Errors = dict[str, float]
 
 #: Largest error allowed, relative to the largest magnitude of an output. Other element types must be equal, unless the
@@ -76,13 +76,13 @@ class ModuleRunner:
         if self.bundle.manifest.state is None:
             return self._run(key, inputs, ())[0]
         pools = self.pools(0) if self._pools is None else self._pools
-        # Lost if this fails: the execution takes them.
+        # The execution consumes the pools, so they are lost if it fails.
         self._pools = None
         outputs, self._pools = self.step(key, inputs, ~np.arange(key[1]), pools)
         return outputs
 
     def pools(self, value: int, nan: Sequence[int] = ()) -> list[Any]:
-        """Return pools that hold this value everywhere, except that floats of the slots `nan` are not a number."""
+        """Return pools that hold this value everywhere. Only floats in the slots `nan` are NaN."""
         import jax
         import jax.numpy as jnp
 
@@ -102,7 +102,7 @@ class ModuleRunner:
     def step(
         self, key: Key, inputs: Sequence[Array], slots: Array, pools: Sequence[Any]
     ) -> tuple[list[Array], list[Any]]:
-        """Run a module of a bundle with state; return its outputs and the new pools. The old ones are gone."""
+        """Run a module of a bundle with state. Return its outputs and the new pools. The old pools cannot be used afterwards."""
         return self._run(key, [*inputs, slots.astype(np.int32)], pools)
 
     def _run(self, key: Key, inputs: Sequence[Array], pools: Sequence[Any]) -> tuple[list[Array], list[Any]]:
@@ -112,8 +112,8 @@ class ModuleRunner:
             self._compiled[key] = compiled(self.bundle, key, self.signatures[key])
         count = len(self.bundle.manifest.outputs)
         with jax.enable_x64(True):
-            found = self._compiled[key](*inputs, *self._weights, *pools)
-            return [np.asarray(value) for value in found[:count]], list(found[count:])
+            results = self._compiled[key](*inputs, *self._weights, *pools)
+            return [np.asarray(value) for value in results[:count]], list(results[count:])
 
     def keys(self) -> list[Key]:
         """Return the keys by variant, then by size."""
@@ -121,7 +121,7 @@ class ModuleRunner:
 
     def sizes(self, variant: int) -> list[int]:
         """Return the batch sizes of a variant, ascending."""
-        return [size for other, size in self.keys() if other == variant]
+        return [size for key_variant, size in self.keys() if key_variant == variant]
 
 
 def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
@@ -134,15 +134,15 @@ def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
         state = bundle.manifest.state
         first = len(structs) - (len(state.tensors) if state else 0)
-        # Donated as in the runtime, so that no step copies a pool.
+        # Donate the pools as the runtime does, so that no step copies a pool.
         return jax.jit(exported.call, donate_argnums=range(first, len(structs))).lower(*structs)
 
 
 def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
     """Return the jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if compiling fails."""
-    found = lowered(bundle, key, signature)
+    stage = lowered(bundle, key, signature)
     with _as_problem(bundle, key):
-        return found.compile()
+        return stage.compile()
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _as_problem(bundle: Bundle, key: Key) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        # The compiler's text is long, and its first line says the most.
+        # The compiler's text is long. Its first line is the most useful one.
         why = str(e).partition("\n")[0]
         raise BundleError(
             f"{module_file(bundle, key).name}: cannot be compiled for this machine: {why}"
@@ -229,40 +229,40 @@ class Judge:
         self.called = source
         self.magnitudes = magnitudes
         self._absolute = self._relative = 0.0
-        #: kind of comparison -> errors
+        #: Errors by kind of comparison.
         self.errors: dict[str, Errors] = {}
-        #: (variant, output) without a finite value so far -> the first such module
+        #: First module without a finite value, by variant and output. Outputs with finite values are left out.
         self._hollow: dict[tuple[int, str], Key | None] = {}
 
-    def source(self, key: Key, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    def source(self, key: Key, actual: Sequence[Any], expected: Sequence[Any]) -> None:
         """Compare a module's outputs with the original model's."""
         for absolute, relative in self._compare(
-            "source", key, found, expected, f"differs from {self.called} by"
+            "source", key, actual, expected, f"differs from {self.called} by"
         ):
             self._absolute, self._relative = max(self._absolute, absolute), max(self._relative, relative)
 
-    def bucket(self, key: Key, found: Rows, expected: Rows, smallest: int) -> None:
+    def bucket(self, key: Key, actual: Rows, expected: Rows, smallest: int) -> None:
         """Compare the same rows at two batch sizes."""
-        self._compare("buckets", key, found, expected, f"differs from that of batch size {smallest} by")
+        self._compare("buckets", key, actual, expected, f"differs from that of batch size {smallest} by")
 
-    def neighbours(self, key: Key, found: Rows, expected: Rows) -> None:
-        """Compare rows beside zeros with the same rows beside others."""
+    def neighbours(self, key: Key, actual: Rows, expected: Rows) -> None:
+        """Compare rows among zeros with the same rows among other rows."""
         because = "the rows of a batch are different requests, so the model must compute each row from that row alone"
         self._compare(
-            "rows", key, found, expected, "its first row changes when the other rows do, by", because
+            "rows", key, actual, expected, "its first row changes when the other rows do, by", because
         )
 
-    def places(self, key: Key, found: Rows, expected: Rows) -> None:
+    def places(self, key: Key, actual: Rows, expected: Rows) -> None:
         """Compare the same rows in another order."""
-        self._compare("rows", key, found, expected, "a row changes with its place in the batch, by")
+        self._compare("rows", key, actual, expected, "a row changes with its place in the batch, by")
 
-    def whole(self, key: Key, found: Rows, expected: Rows) -> None:
-        """Compare a sequence in chunks with all of it at once."""
+    def whole(self, key: Key, actual: Rows, expected: Rows) -> None:
+        """Compare a sequence in chunks with the whole sequence."""
         self._compare(
-            "chunks", key, found, expected, f"in chunks differs from {self.called} for the whole by"
+            "chunks", key, actual, expected, f"in chunks differs from {self.called} for the whole by"
         )
 
-    def padding(self, key: Key, found: Rows, expected: Rows, length: str, *, noise: bool) -> None:
+    def padding(self, key: Key, actual: Rows, expected: Rows, length: str, *, noise: bool) -> None:
         """Compare a padded row with the same row alone. `noise`: the padding is random, and the mask must hide it."""
         because = (
             "the mask must hide it"
@@ -271,7 +271,12 @@ class Judge:
         )
         filled = "random values" if noise else "padding"
         self._compare(
-            "padding", key, found, expected, f"a row of {length} changes with {filled} behind it, by", because
+            "padding",
+            key,
+            actual,
+            expected,
+            f"a row of {length} changes with {filled} behind it, by",
+            because,
         )
 
     def raise_if_any(self) -> None:
@@ -288,16 +293,16 @@ class Judge:
 
     def numerics(self) -> dict[str, Any]:
         """Return the errors as the manifest stores them."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         if "source" in self.errors:
-            found = {"max_abs_error": self._absolute, "max_rel_error": self._relative}
-        return {**found, **{kind: dict(errors) for kind, errors in self.errors.items()}}
+            entries = {"max_abs_error": self._absolute, "max_rel_error": self._relative}
+        return {**entries, **{kind: dict(errors) for kind, errors in self.errors.items()}}
 
     def _compare(
         self,
         kind: str,
         key: Key,
-        found: Sequence[Any],
+        actual: Sequence[Any],
         expected: Sequence[Any],
         verb: str,
         because: str = "",
@@ -305,9 +310,9 @@ class Judge:
         errors = self.errors.setdefault(kind, {})
         name = label(self.bundle, key)
         both = []
-        for spec, got, want in zip(self.bundle.manifest.outputs, found, expected, strict=True):
-            got, want = np.asarray(got), np.asarray(want)
-            absolute, relative = difference(got, want, self.magnitudes.get(spec.name, 0.0))
+        for spec, actual_output, want in zip(self.bundle.manifest.outputs, actual, expected, strict=True):
+            actual_output, want = np.asarray(actual_output), np.asarray(want)
+            absolute, relative = difference(actual_output, want, self.magnitudes.get(spec.name, 0.0))
             place = (key[0], spec.name)
             if relative or not want.size or np.isfinite(want.astype(np.float64)).any():
                 self._hollow[place] = None
@@ -340,7 +345,7 @@ def _silent(_: str) -> None:
 def check_buckets(
     run: ModuleRunner, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
 ) -> None:
-    """Run the same rows at every batch size, and at one size in another order and beside zeros.
+    """Run the same rows at every batch size, and at one size also in another order and among zeros.
 
     done: is called with a module's name after its runs.
     pools: variant -> rows. On a server, other requests decide a row's neighbours, its place in the batch and the batch
@@ -401,8 +406,8 @@ def in_batches(bundle: Bundle, size: int, rows: Rows, ask: Callable[[list[Array]
     parts: list[list[Array]] = [[] for _ in outputs]
     for start in range(0, count, step):
         chunk = [array[start : start + step] for array in rows]
-        found = ask([_batch(spec, array, step) for spec, array in zip(inputs, chunk, strict=True)])
-        for part, spec, value in zip(parts, outputs, found, strict=True):
+        results = ask([_batch(spec, array, step) for spec, array in zip(inputs, chunk, strict=True)])
+        for part, spec, value in zip(parts, outputs, results, strict=True):
             part.append(rows_of_output(spec, np.asarray(value), min(step, count - start)))
     return [np.concatenate(part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Limits on a module's operations: a few kilobytes can keep a compiler busy for ever."""
+"""Limits on a module's operations, because a few kilobytes can keep a compiler busy for ever."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from rsrv_bundle.errors import Problems
 
-# Functions that a module may call. All others, above all a callback into the exporting process, read memory that no
-# check here can see.
+# Functions that a module may call. Any other function may read memory that no check here can see, above all a callback into the
+# exporting process.
 _CUSTOM_CALLS = re.compile(
     r"(lapack|cusolver|cublas|cuhybrid|hipsolver|hipblas|hiphybrid)_\w+|(cu|hip)_(threefry2x32|lu_pivots_to_permutation)\w*"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer"
     r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
-# A few kilobytes can describe huge modules: nested calls of functions are inlined, and a large tensor takes no more
+# A few kilobytes can describe a huge module, because nested calls of functions are inlined, and a large tensor takes no more
 # text than a small one.
 _MAX_OPERATIONS = 1_000_000
 _MAX_DEPTH = 100
 _MAX_ELEMENTS = 2**40
-# operation -> its attribute that names a function
+# Attribute that names a function, for each operation.
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 def check_operations(module: Any, file: str, problems: Problems) -> None:
-    """Report operations that are not allowed, and more of them than a compiler can handle."""
-    #: function -> its number of operations, and of calls by callee
+    """Report operations that are not allowed, and modules with more operations than a compiler can handle."""
+    #: Number of operations of each function, and its number of calls by callee.
     functions: dict[str, tuple[int, Counter[str]]] = {}
     for function in module.body.operations:
         calls: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def _depth(operation: Any) -> int:
 def _inlined(name: str, functions: Mapping[str, tuple[int, Mapping[str, int]]], known: dict[str, int]) -> int:
     """Return the number of operations of a function after inlining, as the compiler does it."""
     if name not in known:
-        known[name] = _MAX_OPERATIONS + 1  # until it is counted: a recursive function is endless
+        known[name] = _MAX_OPERATIONS + 1  # A recursive function counts as endless.
         count, calls = functions.get(name, (0, {}))
         known[name] = count + sum(
             times * _inlined(callee, functions, known) for callee, times in calls.items()

@@ -29,7 +29,7 @@ def section_of(pad: PadSpec | None) -> dict[str, Any]:
 
 
 def parse_pad(section: Any, manifest: Manifest, bad: Report) -> PadSpec | None:
-    """Parse the section `pad` of a manifest that is otherwise whole, and report what such a model may not have."""
+    """Parse the section `pad` of a manifest that is otherwise complete. Report features that such a model may not have."""
     if (
         not isinstance(section, dict)
         or len(section) != 1
@@ -71,7 +71,7 @@ def parse_pad(section: Any, manifest: Manifest, bad: Report) -> PadSpec | None:
 
 
 def _problem(value: Any, dtype: str) -> str | None:
-    """Return why a value cannot fill a tensor; None: it can."""
+    """Return why a value cannot fill a tensor, or None if it can."""
     if not isinstance(value, bool | int | float):
         return f"must be a number, not {value!r:.40}"
     if dtype == "bool":
@@ -132,8 +132,8 @@ def plan_pad(text: str, inputs: InputPlan) -> PadSpec | None:
 
 
 def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Array]]:
-    """Return the variant of executable inputs, and the inputs padded to it as a server pads them; None: no variant fits."""
-    manifest, found = bundle.manifest, list(arrays)
+    """Return the variant of executable inputs, and the inputs padded to it as a server pads them. None if no variant fits."""
+    manifest, padded = bundle.manifest, list(arrays)
     own = length_of(manifest, arrays)
     if manifest.pad is not None and own is not None:
         longest = next((sizes[0] for sizes in manifest.input_shapes if sizes[0] >= own), own)
@@ -141,8 +141,8 @@ def fitted(bundle: Bundle, arrays: Sequence[Array]) -> tuple[int | None, list[Ar
             if (axis := manifest.padded_axis(spec)) is not None:
                 widths = [(0, longest - own if at == axis else 0) for at in range(len(spec.dims))]
                 value = manifest.pad.values[spec.name]
-                found[index] = np.pad(found[index], widths, constant_values=value)
-    return bundle.variant_of([array.shape for array in found]), found
+                padded[index] = np.pad(padded[index], widths, constant_values=value)
+    return bundle.variant_of([array.shape for array in padded]), padded
 
 
 def length_of(manifest: Manifest, arrays: Sequence[Array]) -> int | None:

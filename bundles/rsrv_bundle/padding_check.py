@@ -1,4 +1,4 @@
-"""Proof that padding changes no answer: rows of many lengths are padded to every variant and executed together. Needs jax."""
+"""Proof that padding changes no answer. It pads rows of many lengths to every variant, and executes them together. Needs jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rsrv_bundle.numerics import Array, Judge, ModuleRunner, Rows, answers, rows
 from rsrv_bundle.padding import cut
 from rsrv_bundle.spec import PadSpec
 
-#: inputs of any length -> outputs of this length
+#: Returns outputs for inputs of any length.
 Direct = Callable[..., Sequence[Any]]
 
 
@@ -53,12 +53,12 @@ class _Check:
         self.examples = examples
         self.pad = pad
         self.manifest = run.bundle.manifest
-        #: by variant
+        #: Smallest compiled size, by variant.
         self.compiled = [sizes[0] for sizes in self.manifest.input_shapes]
         between = [(shorter + longer + 1) // 2 for shorter, longer in pairwise([0, *self.compiled])]
         self.lengths = sorted({1, *self.compiled, *between})
         rows = self._random(len(self.compiled) - 1, len(self.lengths), first=0)
-        #: length -> the inputs of its row
+        #: Inputs of the row of each length.
         self.own = {
             length: [
                 cut(self.manifest, spec, array[at : at + 1], length)
@@ -81,12 +81,12 @@ class _Check:
                 for key in ((variant, size) for size in self.run.sizes(variant)):
                     arrays = answers(self.run, key, rows)
                     for at, length in enumerate(lengths):
-                        one = [
+                        row = [
                             cut(self.manifest, spec, array[at : at + 1], length)
                             for spec, array in zip(outputs, arrays, strict=True)
                         ]
                         self.judge.padding(
-                            key, one, expected[length], f"{self.pad.axis}={length}", noise=noise
+                            key, row, expected[length], f"{self.pad.axis}={length}", noise=noise
                         )
                     self.judge.raise_if_any()
 

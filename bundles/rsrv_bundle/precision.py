@@ -10,15 +10,16 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, parsed, signature_of
 from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, products
 
-#: keep: as exported; strip: TF32 algorithms removed, so that hardware without TF32 runs the module; pin: all in f32
+#: Treatments of a module. keep: no change. strip: remove TF32 algorithms, so that hardware without TF32 runs the module. pin:
+#: compute all products in f32.
 Treatment = Literal["keep", "strip", "pin"]
 
 
 def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
-    """Return the module to compile, and its products; the same bytes, unparsed, if there is nothing to change.
+    """Return the module to compile, and its products.
 
-    `blob` is a module whose products `signature_of` has `seen`, and `file` the name of its file. Raises BundleError if
-    `pin` leaves a product of f32 that is not in f32.
+    If there is nothing to change, return the same bytes without parsing them. `blob` is a module whose products `signature_of`
+    has `seen`, and `file` the name of its file. Raises BundleError if `pin` leaves a product of f32 that is not in f32.
     """
     if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
         return blob, seen
@@ -30,7 +31,7 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
                 if not repeats:
                     changed.update(done)
             blob = _written(module)
-        # Read back: the compiler's input counts.
+        # Read the result back, because only the compiler's input counts.
         with parsed(blob) as module:
             precision = precision_of(module)
             left = _not_in_f32(module) if treatment == "pin" else ""
@@ -56,7 +57,7 @@ def product(n: int) -> tuple[bytes, Signature]:
     import jax.numpy as jnp
 
     square: Any = jax.ShapeDtypeStruct  # has no types
-    # Given explicitly: the process may have another default.
+    # Set the precision explicitly, because the process may have another default.
     default = jax.lax.Precision.DEFAULT
     exported = jax.export.export(jax.jit(lambda x, y: jnp.matmul(x, y, precision=default)))(
         *[square((n, n), jnp.float32)] * 2
@@ -111,9 +112,9 @@ def _pin(operation: Any) -> None:
 
     if operation.name == COMPOSITE:
         highest: Any = ir.StringAttr.get("HIGHEST")
-        kept = {one.name: one.attr for one in holder(operation)}
-        kept["precision_config"] = ir.ArrayAttr.get([highest, highest])
-        operation.attributes["composite_attributes"] = ir.DictAttr.get(kept)
+        attributes = {attribute.name: attribute.attr for attribute in holder(operation)}
+        attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])
+        operation.attributes["composite_attributes"] = ir.DictAttr.get(attributes)
         return
     dialect = chlo if operation.name == RAGGED else stablehlo
     highest = dialect.PrecisionAttr.get("HIGHEST")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-#: operations that multiply their first two operands, with the precision in an attribute, or, the einsum, nowhere
+#: Operations that multiply their first two operands. An attribute has the precision, except for the einsum.
 _PRODUCTS = frozenset(
     {
         "stablehlo.dot_general",
@@ -23,18 +23,18 @@ _PRODUCTS = frozenset(
         "chlo.ragged_dot",
     }
 )
-#: composite that jax exports for a chlo.ragged_dot, and that the compiler turns back into it
+#: Composite that jax exports for a chlo.ragged_dot. The compiler turns it back into the ragged dot.
 COMPOSITE = "stablehlo.composite"
 RAGGED = "chlo.ragged_dot"
-#: operations that multiply in a library, with a precision that nothing in a module sets
+#: Operations that multiply in a library. Nothing in a module sets their precision.
 _UNGOVERNABLE = frozenset({"stablehlo.custom_call", "stablehlo.cholesky", "stablehlo.triangular_solve"})
-#: custom calls that place tensors or work element by element, and multiply nothing
+#: Custom calls that place tensors or work element by element, and multiply nothing.
 _HARMLESS = re.compile(
     r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer|ApproxTopK"
     r"|mhlo\.(erf|topk)"
 )
 _SEEN = _PRODUCTS | _UNGOVERNABLE | {COMPOSITE}
-#: complex numbers are multiplied as products of their parts
+#: Element types that are multiplied in f32. Complex numbers are multiplied as products of their parts.
 _F32 = frozenset({"f32", "complex<f32>"})
 
 Kind = Literal["f32", "tf32", "hardware", "algorithm"]
@@ -44,21 +44,21 @@ Kind = Literal["f32", "tf32", "hardware", "algorithm"]
 class Precision:
     """Numbers of a compiled module's operations that multiply f32, by precision, and of changed operations."""
 
-    #: in f32 on all hardware
+    #: Products in f32 on all hardware.
     f32: int = 0
-    #: in TF32, by an algorithm
+    #: Products in TF32 because of an algorithm.
     tf32: int = 0
-    #: in the hardware's default precision
+    #: Products in the hardware's default precision.
     hardware: int = 0
-    #: by another algorithm, which the exporter chose
+    #: Products with another algorithm, which the exporter chose.
     algorithm: int = 0
-    #: given the highest precision here
+    #: Products that got the highest precision here.
     pinned: int = 0
-    #: given an f32 algorithm for a TF32 one
+    #: Products whose TF32 algorithm was replaced by an f32 algorithm.
     rewritten: int = 0
-    #: with a TF32 algorithm removed
+    #: Products whose TF32 algorithm was removed.
     stripped: int = 0
-    #: operations on f32 in a library, by name and target: the module does not set their precision
+    #: Operations on f32 in a library, by name and target. The module does not set their precision.
     ungovernable: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -88,27 +88,27 @@ def precision_of(module: Any) -> Precision:
 def products(module: Any) -> Iterator[tuple[Any, bool]]:
     """Yield every operation, in all functions and regions, that may multiply f32, and whether it repeats another one.
 
-    A ragged product's decomposition repeats it: it is in the module beside the product.
+    A ragged product is repeated by its decomposition, which is also in the module.
     """
     from jaxlib.mlir import ir
 
-    found: list[tuple[Any, Any]] = []
+    operations: list[tuple[Any, Any]] = []
     repetitions: set[str] = set()
     for function in module.body.operations:
 
         def look(operation: Any, function: Any = function) -> Any:
             if operation.name in _SEEN:
-                found.append((operation, function.attributes.get("sym_name")))
+                operations.append((operation, function.attributes.get("sym_name")))
                 if operation.name == COMPOSITE and operation.attributes["name"].value == RAGGED:
                     repetitions.add(operation.attributes["decomposition"].value)
             return ir.WalkResult.ADVANCE
 
         function.operation.walk(look, ir.WalkOrder.PRE_ORDER)
-    return ((operation, name is not None and name.value in repetitions) for operation, name in found)
+    return ((operation, name is not None and name.value in repetitions) for operation, name in operations)
 
 
 def kind_of(operation: Any) -> Kind | None:
-    """Return the precision in which the operation multiplies f32; None if it does not multiply f32, nor in TF32."""
+    """Return the precision in which the operation multiplies f32, or None if it multiplies neither f32 nor in TF32."""
     if operation.name in _UNGOVERNABLE:
         return None
     if operation.name == COMPOSITE and operation.attributes["name"].value != RAGGED:
@@ -154,7 +154,7 @@ def _precisions(operation: Any) -> list[str]:
     dialect: Any = {RAGGED: chlo.PrecisionAttr, COMPOSITE: lambda text: text}.get(
         operation.name, stablehlo.PrecisionAttr
     )
-    return [str(dialect(one).value) for one in attributes["precision_config"]]
+    return [str(dialect(value).value) for value in attributes["precision_config"]]
 
 
 def holder(operation: Any) -> Any:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: file with the patch, beside the manifest
+#: File with the patch, next to the manifest.
 PATCH_FILE = "working_tree.patch"
 MAX_PATCH_BYTES = 20 * 2**20
 _TIMEOUT_SECONDS = 30
@@ -21,7 +21,7 @@ def collect(
 ) -> dict[str, Any]:
     """Return the provenance of an export of `code`, a function or class. Never raises; unknown facts are left out.
 
-    The same program in the same environment gives the same result: there is a date only if it is given.
+    The same program in the same environment gives the same result: a date is included only if it is given.
     """
     facts: dict[str, Any] = {"exporter": "rsrv_bundle.export", "platform": platform, "stablehlo": stablehlo}
     for package in ("rsrv", "jax", "jaxlib", "numpy", *packages):
@@ -44,7 +44,7 @@ def working_tree_patch(code: Any) -> bytes | None:
     if source is None:
         return None
     try:
-        # Into a file: its size is unknown.
+        # Write it to a file, because its size is unknown.
         with tempfile.TemporaryFile() as patch:
             command = [
                 "git",
@@ -74,7 +74,7 @@ def _git(code: Any) -> dict[str, Any]:
         commit = _run(source, "rev-parse", "HEAD")
         return {
             "git_commit": commit,
-            # The whole repository, as in working_tree_patch: the file's imports are part of the model, too.
+            # Use the whole repository, as in working_tree_patch, because the file's imports are also part of the model.
             "git_dirty": bool(_run(source, "status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.SubprocessError):
@@ -82,7 +82,7 @@ def _git(code: Any) -> dict[str, Any]:
 
 
 def _tracked(code: Any) -> Path | None:
-    """Return the file of a function or class if git tracks it; otherwise the repository's commit means nothing."""
+    """Return the file of a function or class if git tracks it. Otherwise the repository's commit would mean nothing."""
     try:
         name = inspect.getsourcefile(inspect.unwrap(code))
         source = None if name is None else Path(name).resolve()

@@ -1,6 +1,6 @@
 """Reader of bundles: find their files, and check that they agree with the manifest.
 
-Everything is checked that needs no compiler; `rsrv_bundle.modules` looks inside the modules.
+It checks everything that needs no compiler. `rsrv_bundle.modules` reads the content of the modules.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _MAX_HOLES = 2**30
 
 
 def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
-    """Return the bundles right below `root`, by name: its directories that hold a manifest.yaml.
+    """Return the bundles directly below `root`, by name.
 
-    An unreadable directory counts: reading it reports the reason. Raises OSError if `root` cannot be listed.
+    They are its directories with a manifest.yaml. An unreadable directory counts too, because reading it reports the reason.
+    Raises OSError if `root` cannot be listed.
     """
     return sorted(
         entry for entry in Path(root).iterdir() if may_be_bundle(entry.name) and _has_manifest(entry)
@@ -47,7 +48,7 @@ def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
 def may_be_bundle(name: str) -> bool:
     """Return whether a directory of this name may be a bundle.
 
-    Hidden ones are not, since unfinished copies are made there, nor is a file system's lost+found.
+    Hidden directories are not bundles, because they hold unfinished copies. Neither is a file system's lost+found.
     """
     return not name.startswith(".") and name != "lost+found"
 
@@ -67,12 +68,12 @@ def _has_manifest(entry: Path) -> bool:
 def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bool = True) -> Bundle:
     """Read and check the bundle in the directory `path`.
 
-    Needs neither jax nor a device, maps nothing and runs nothing. `digest=False` skips reading every byte and
+    This needs neither jax nor a device. It maps nothing and runs nothing. `digest=False` skips reading every byte and
     leaves `Bundle.digest` empty. `verify=False` takes the manifest's checksums for those of the files, without reading
     them; `WeightsFile.read_all` and `check_signatures` compare them then. Raises BundleError with all the problems that
     were found.
     """
-    # Not resolved: the name is the given one, even if it is a link to a versioned directory.
+    # Do not resolve links: the name is the given one, even if it is a link to a versioned directory.
     directory = Path(os.path.abspath(path))
     name = directory.name
     problems = Problems()
@@ -111,13 +112,13 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
         file = files.get(weights_file.FILE)
         if file is not None:
             reverse = manifest.format_version == "2.0"
-            # Before the header is read: a change in between shows when the file is opened.
+            # Take the stamp before reading the header. A change in between is detected when the file is opened.
             stamp = weights_file.stamp(file.stat())
             own = Problems()
             weights = weights_file.read_weights(file, reverse=reverse, problems=own)
             listed = manifest.sha256.get(file.name)
             if own.lines and listed is not None and _sha256(file, file.name) != listed:
-                # The rules that a torn file breaks would not help its author.
+                # Do not report the rules that a torn file breaks, because they would not help its author.
                 own.lines = [mismatch(file.name)]
             problems.lines += own.lines
         elif manifest.format_version == "2.0":
@@ -153,7 +154,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bo
 
 
 def _check_strings(manifest: Manifest, hooks: Path, problems: Problems) -> None:
-    """Report strings of clients that no hook would turn into the module's tensors, or make of them."""
+    """Report client tensors of strings that no hook converts to or from the module's tensors."""
     sides = (
         ("client_inputs", manifest.client_inputs, "preprocess"),
         ("client_outputs", manifest.client_outputs, "postprocess"),
@@ -170,11 +171,11 @@ def checksums(bundle: Bundle) -> dict[str, str]:
 
     Raises BundleError if a file is gone, or if the manifest has another checksum of it.
     """
-    found = sha256_of(bundle.summed_files)
+    digests = sha256_of(bundle.summed_files)
     listed = bundle.manifest.sha256
-    if torn := [name for name in found if listed.get(name, found[name]) != found[name]]:
+    if torn := [name for name in digests if listed.get(name, digests[name]) != digests[name]]:
         raise BundleError(map(mismatch, torn))
-    return found
+    return digests
 
 
 def sha256_of(files: Iterable[Path]) -> dict[str, str]:
@@ -194,9 +195,9 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     while folders:
         folder = folders.pop()
         try:
-            with os.scandir(directory / folder) as found:
-                # One more than allowed is too many: no need to count the others.
-                entries = [*islice(found, _MAX_ENTRIES - count + 1)]
+            with os.scandir(directory / folder) as listing:
+                # One file more than allowed is too many, so the others need not be counted.
+                entries = [*islice(listing, _MAX_ENTRIES - count + 1)]
         except OSError as e:
             problems.add(folder or ".", "", f"cannot be listed: {e.strerror}")
             continue
@@ -217,36 +218,36 @@ def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
 
 
 def _wrong_file(entry: os.DirEntry[str], relative: str, root: Path) -> tuple[str, int]:
-    """Return the rule that a directory entry breaks, empty if none; and its mode."""
+    """Return the rule that a directory entry breaks (empty if none), and its mode."""
     if not relative.isprintable():
         return "has a name that cannot be printed; rename it", 0
     if relative.count("/") > _MAX_DEPTH:
         return f"lies more than {_MAX_DEPTH} directories deep", 0
     try:
-        found = entry.stat()
+        status = entry.stat()
         if entry.is_symlink():
             if not Path(entry.path).resolve(strict=True).is_relative_to(root.resolve()):
                 return "is a link that leaves the bundle; put the file itself here", 0
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(status.st_mode):
                 return "is a link to a directory; put the directory itself here", 0
-        if not stat.S_ISREG(found.st_mode):
-            if stat.S_ISDIR(found.st_mode):
-                return "", found.st_mode
+        if not stat.S_ISREG(status.st_mode):
+            if stat.S_ISDIR(status.st_mode):
+                return "", status.st_mode
             return "is neither a file nor a directory; remove it", 0
-        if found.st_size > _MAX_HOLES and _holes(entry.path, found.st_size) > _MAX_HOLES:
+        if status.st_size > _MAX_HOLES and _holes(entry.path, status.st_size) > _MAX_HOLES:
             return (
                 f"is a sparse file with more than {_MAX_HOLES} bytes of holes; copy it with --sparse=never",
                 0,
             )
     except (OSError, RuntimeError):
         return "cannot be read, or is a link to nothing", 0
-    return "", found.st_mode
+    return "", status.st_mode
 
 
 def _holes(path: str, size: int) -> int:
     """Return the bytes of holes in a file, counted up to the limit.
 
-    A hole costs its writer nothing, and its reader as much as other bytes.
+    A hole costs its writer nothing, but costs its reader as much as other bytes.
     """
     holes = at = 0
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -255,7 +256,7 @@ def _holes(path: str, size: int) -> int:
             start = os.lseek(fd, at, os.SEEK_HOLE)
             try:
                 at = os.lseek(fd, start, os.SEEK_DATA)
-            except OSError:  # no more data
+            except OSError:  # There is no more data.
                 at = size
             holes += max(0, at - start)
     finally:
@@ -266,7 +267,7 @@ def _holes(path: str, size: int) -> int:
 def _read_manifest(path: Path, problems: Problems) -> bytes:
     try:
         with path.open("rb") as file:
-            # One byte more than allowed, so that the parser sees that it is too long.
+            # Read one byte more than allowed, so that the parser notices that it is too long.
             return file.read(yaml12.MAX_BYTES + 1)
     except OSError as e:
         problems.add(manifest_file.FILE, "", f"cannot be read: {e.strerror}")
@@ -298,9 +299,9 @@ def _find_modules(
     variants = range(len(manifest.input_shapes)) if manifest.input_shapes else [None]
     for variant in variants:
         prefix = "model" if variant is None else f"model.v{variant}"
-        found = by_prefix.get(prefix, {})
-        sized = {size: path for size, path in found.items() if size}
-        if not found:
+        by_size = by_prefix.get(prefix, {})
+        sized = {size: path for size, path in by_size.items() if size}
+        if not by_size:
             rule = "is missing, and there is no file for any batch size either"
             problems.add(f"{prefix}.mlir", "", rule)
         for size in manifest.compiled_batch_sizes if sized else ():
@@ -313,7 +314,7 @@ def _find_modules(
             problems.add(f"{prefix}.b*.mlir", "", rule)
         if any(size > MAX_EXTENT for size in sized):
             problems.add(f"{prefix}.b{max(sized)}.mlir", "", f"batch sizes end at {MAX_EXTENT}")
-        for size, path in sorted((sized or found).items()):
+        for size, path in sorted((sized or by_size).items()):
             modules[variant or 0, size] = path
     return modules
 

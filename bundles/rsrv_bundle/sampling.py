@@ -7,26 +7,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-#: likeliest tokens, of which most draws need no others
+#: Number of the likeliest tokens. Most draws need no other tokens.
 _CANDIDATES = 256
-#: tokens of a block, in a draw from the whole vocabulary
+#: Tokens of a block in a draw from the whole vocabulary.
 _BLOCK = 128
 
 
 def sample(logits: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.Array:
     """Return the next token of each row, i32 [n]; -1 where the largest logit is not finite.
 
-    logits: [n, vocabulary]; -infinity forbids a token.
-    sampling: f32 [n, 4], of each row: temperature (0: greedy), top_k (0: off), top_p (1: off), seed.
-    position: i32 [n], of the token to choose. Row, batch size and neighbours change nothing: the same seed gives the same
-        token at the same position.
-
-    Draws are computed only if a row wants one.
+    logits: [n, vocabulary]; -infinity forbids a token. sampling: f32 [n, 4], of each row: temperature (0: greedy), top_k (0:
+    off), top_p (1: off), seed. position: i32 [n], of the token to choose. The same seed gives the same token at the same
+    position, whatever the row, the batch size and the other rows are. Draws are computed only if a row needs one.
     """
     logits = logits.astype(jnp.float32)
     vocabulary = logits.shape[-1]
     best = logits.max(-1)
-    # A fifth of the time that argmax takes on a CPU.
+    # This takes a fifth of the time of argmax on a CPU.
     greedy = jnp.where(logits == best[:, None], jnp.arange(vocabulary), vocabulary).min(-1)
     hot = sampling[:, 0] > 0
     drawn = jax.lax.cond(
@@ -39,28 +36,28 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
     """Draw a token of each row, from the likeliest alone if top-k and top-p leave no others."""
     temperature, top_k, top_p, seed = sampling.T
     vocabulary = logits.shape[-1]
-    # From 0 down, so that no temperature makes the largest ones infinite.
+    # Shift the largest score to 0, so that no temperature makes it infinite.
     scaled = (logits - best[:, None]) / jnp.maximum(temperature, 1e-6)[:, None]
-    kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
+    limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), at))(
         seed.astype(jnp.uint32), position
     )
 
     count = min(_CANDIDATES, vocabulary)
     scores, tokens = jax.lax.top_k(scaled, count)
-    masses = jnp.where(jnp.arange(count) < kept[:, None], jnp.exp(scores), 0)
-    goal = top_p * jnp.where(kept <= count, masses.sum(-1), _sum(jnp.exp(scaled)))
+    masses = jnp.where(jnp.arange(count) < limit[:, None], jnp.exp(scores), 0)
+    goal = top_p * jnp.where(limit <= count, masses.sum(-1), _sum(jnp.exp(scaled)))
     up_to = jnp.cumsum(masses, axis=-1)
     scores = jnp.where((masses > 0) & (up_to - masses < goal[:, None]), scores, -jnp.inf)
     likely = jnp.take_along_axis(tokens, _choice(keys, scores)[:, None], axis=1)[:, 0]
-    # A row decides this by itself: its neighbours must not change its token.
-    enough = (temperature <= 0) | (kept <= count) | (top_p < 1) & (up_to[:, -1] >= goal)
+    # Decide this for each row separately, because other rows must not change its token.
+    enough = (temperature <= 0) | (limit <= count) | (top_p < 1) & (up_to[:, -1] >= goal)
 
     def whole() -> jax.Array:
-        few, part = ~enough & (kept < vocabulary), ~enough & (top_p < 1)
+        few, part = ~enough & (limit < vocabulary), ~enough & (top_p < 1)
         left = jax.lax.cond(
             few.any(),
-            lambda: _most(scaled, jnp.ones_like(scaled), jnp.where(few, kept, jnp.inf)),
+            lambda: _most(scaled, jnp.ones_like(scaled), jnp.where(few, limit, jnp.inf)),
             lambda: scaled,
         )
         masses = jnp.exp(left)
@@ -71,8 +68,8 @@ def _drawn(logits: jax.Array, best: jax.Array, sampling: jax.Array, position: ja
         )
         return jnp.where(enough, likely, _choice_of_block(keys, left))
 
-    found: jax.Array = jax.lax.cond(enough.all(), lambda: likely, whole)
-    return found
+    drawn: jax.Array = jax.lax.cond(enough.all(), lambda: likely, whole)
+    return drawn
 
 
 def _choice(keys: jax.Array, scores: jax.Array) -> jax.Array:
@@ -82,7 +79,7 @@ def _choice(keys: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _choice_of_block(keys: jax.Array, scores: jax.Array) -> jax.Array:
-    """Draw a block, then one of its tokens: a random number for each of all tokens would take most of the time."""
+    """Draw a block, then one of its tokens. A random number for each token would take most of the time."""
     blocks = _blocks(scores, -jnp.inf)
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     block = _choice(first, jnp.log(jnp.exp(blocks).sum(1)))
@@ -92,7 +89,7 @@ def _choice_of_block(keys: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _blocks(values: jax.Array, fill: float) -> jax.Array:
-    """[n, vocabulary] -> [n, tokens of a block, blocks]: a CPU adds up such blocks side by side."""
+    """Reshape [n, vocabulary] to [n, tokens of a block, blocks], so that a CPU adds up blocks in parallel."""
     padding = -values.shape[-1] % _BLOCK
     return jnp.pad(values, ((0, 0), (0, padding)), constant_values=fill).reshape(len(values), _BLOCK, -1)
 
@@ -101,10 +98,10 @@ def _sum(values: jax.Array) -> jax.Array:
     return _blocks(values, 0).sum(1).sum(-1)
 
 
-def _most(scores: jax.Array, masses: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Keep each row's largest scores, as few as have the wanted mass together; the others become -infinity.
+def _most(scores: jax.Array, masses: jax.Array, least: jax.Array) -> jax.Array:
+    """Keep the fewest largest scores of each row whose masses reach `least`. The other scores become -infinity.
 
-    The threshold is found bit by bit, in 32 passes: sorting a vocabulary takes ten times as long on a CPU.
+    The threshold is found bit by bit, in 32 passes, because sorting a vocabulary takes ten times as long on a CPU.
     """
     bits: Any = jax.lax.bitcast_convert_type(scores, jnp.uint32)
     # Unsigned integers in the order of the floats.
@@ -112,7 +109,7 @@ def _most(scores: jax.Array, masses: jax.Array, wanted: jax.Array) -> jax.Array:
 
     def narrow(step: Any, threshold: jax.Array) -> jax.Array:
         higher = threshold | (jnp.uint32(1 << 31) >> step)
-        enough = _sum(jnp.where(keys >= higher[:, None], masses, 0)) >= wanted
+        enough = _sum(jnp.where(keys >= higher[:, None], masses, 0)) >= least
         return jnp.where(enough, higher, threshold)
 
     threshold = jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), narrow, jnp.zeros(len(keys), jnp.uint32))

@@ -1,7 +1,4 @@
-"""Comparison of modules with state: sequences in random slots beside others, chunks beside the whole, and answers.
-
-Needs jax.
-"""
+"""Comparison of modules with state: sequences in random slots among others, sequences in chunks, and answers. Needs jax."""
 
 from __future__ import annotations
 
@@ -15,22 +12,22 @@ from rsrv_bundle.inputs import Array, random_inputs
 from rsrv_bundle.numerics import Judge, Key, ModuleRunner, compare, label
 from rsrv_bundle.spec import Bundle
 
-#: state of the rows, None for sequences that begin, and inputs by name -> outputs by name, and the state
+#: Takes the state of the rows (None for new sequences) and inputs by name. Returns outputs by name, and the new state.
 Reference = Callable[..., tuple[Mapping[str, Any], Any]]
-#: axis letter of the time
+#: Letter of the time axis.
 TIME = "t"
-#: content of slots whose sequences a module may not see; floats may also be NaN, which masks by a product let through
+#: Content of slots that a module must not read. Floats may also be NaN, because a NaN passes through a mask that multiplies.
 _STALE = 3
 _STEPS = 3
-#: sequences of a generation
+#: Number of sequences of a generation.
 _PROMPTS = 2
 
 
 class Sequences:
-    """Sequences that a module continues, in random slots; before, all slots hold stale values.
+    """Sequences that a module continues in random slots.
 
-    The sequences' own slots hold NaN, as does every other one of those that no sequence has. The rest is finite, which
-    shows whether a step changes it.
+    At first, all slots hold stale values. The sequences' slots hold NaN, and so does every second free slot. The remaining
+    slots are finite, which shows whether a step changes them.
     """
 
     def __init__(self, run: ModuleRunner, count: int, seed: int) -> None:
@@ -44,7 +41,7 @@ class Sequences:
         self.begun = False
 
     def step(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
-        """Run a module, of at least as many rows as there are sequences; return the outputs of their rows."""
+        """Run a module with at least as many rows as there are sequences. Return the outputs of the sequences' rows."""
         count = len(self.slots)
         slots = np.full(key[1], self.padding, np.int32)
         slots[:count] = self.slots if self.begun else ~self.slots
@@ -54,7 +51,7 @@ class Sequences:
         return [output[:count] for output in outputs]
 
     def strayed(self) -> list[str]:
-        """Return the names of the state tensors of which a step wrote another slot."""
+        """Return the names of the state tensors where a step wrote the slot of another sequence."""
         import jax
         import jax.numpy as jnp
 
@@ -91,7 +88,7 @@ def compare_sequences(
 
     def further(judge: Judge) -> None:
         for key in run.keys():  # noqa: SIM118 - not a mapping
-            # A row less than there is room for, so that padding is seen, too.
+            # Use one row less than possible, so that padding is also tested.
             count = max(1, key[1] - 1)
             sequences = Sequences(run, count, seed=key[1])
             state = None
@@ -134,7 +131,7 @@ def _compare_whole(
     judge: Judge,
     examples: Mapping[str, Array],
 ) -> None:
-    """Compare a sequence in chunks, the longest first, with all of it at once."""
+    """Compare a sequence in chunks, the longest first, with the whole sequence."""
     manifest = run.bundle.manifest
     chunks = sorted(
         range(run.bundle.variants), key=lambda variant: manifest.input_shapes[variant], reverse=True
@@ -147,17 +144,17 @@ def _compare_whole(
         np.concatenate(arrays, spec.variable_axes[0]) if spec.variable_axes else arrays[0]
         for spec, arrays in zip(manifest.inputs, zip(*parts, strict=True), strict=True)
     ]
-    # What has no time is the same in all chunks.
+    # Inputs without a time axis are the same in all chunks.
     for part in parts:
         part[:] = [
             array if spec.variable_axes else first
             for spec, array, first in zip(manifest.inputs, part, joined, strict=True)
         ]
     sequences = Sequences(run, size, seed=0)
-    found = [sequences.step((variant, size), part) for variant, part in zip(chunks, parts, strict=True)]
+    results = [sequences.step((variant, size), part) for variant, part in zip(chunks, parts, strict=True)]
     together = [
         np.concatenate(outputs, spec.variable_axes[0]) if spec.variable_axes else outputs[-1]
-        for spec, outputs in zip(manifest.outputs, zip(*found, strict=True), strict=True)
+        for spec, outputs in zip(manifest.outputs, zip(*results, strict=True), strict=True)
     ]
     judge.whole((chunks[0], size), together, whole(joined))
 
@@ -170,8 +167,8 @@ def compare_answers(
 ) -> dict[str, Any]:
     """Compare the tokens of a generation, greedy and in chunks, with the logits of whole prompts.
 
-    logits: tokens and lengths -> logits behind the last token. A token may be another than the likeliest one if its logit
-        is nearly as large: by the tolerance for f32, relative to the largest magnitude.
+    logits: tokens and lengths -> logits behind the last token. A token may differ from the likeliest one if its logit is nearly
+    as large: within the tolerance for f32, relative to the largest magnitude.
 
     Returns the manifest's `numerics`: these gaps. Raises BundleError.
     """

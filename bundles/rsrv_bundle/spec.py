@@ -16,7 +16,7 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.compatibility import Feature
 
 Kind = Literal["model", "meta"]
-#: fate of a further sequence while every slot is taken
+#: What happens to another sequence while every slot is taken.
 WhenFull = Literal["wait", "refuse", "host"]
 
 
@@ -59,7 +59,7 @@ class StateTensor:
 
     name: str
     dtype: str
-    #: fixed sizes; the pool of all slots has the shape (slots, *dims)
+    #: Fixed sizes. The pool of all slots has the shape (slots, *dims).
     dims: tuple[int, ...]
 
     @property
@@ -77,11 +77,11 @@ class StateSpec:
     there, and row `slots` is padding: the module reads zeros for it, and writes nothing.
     """
 
-    #: sequences on the device at once
+    #: Maximum number of sequences on the device at the same time.
     slots: int
-    #: in the order of the modules' arguments
+    #: State tensors in the order of the modules' arguments.
     tensors: tuple[StateTensor, ...]
-    #: a sequence without a request for so long is dropped
+    #: A sequence without a request for this many seconds is dropped.
     idle_timeout_s: float
     when_full: WhenFull
 
@@ -105,17 +105,17 @@ class GenerateSpec:
     tokens: str
     lengths: str
     sampling: str
-    #: name of the output i32 [n]: the next token, or -1 if the logits were not finite
+    #: Name of the output i32 [n] with the next token, or -1 if the logits were not finite.
     token: str
-    #: most tokens of a sequence, prompt and answer together
+    #: Maximum number of tokens of a sequence, prompt and answer together.
     context: int
-    #: token ids that end an answer
+    #: Token ids that end an answer.
     stop: tuple[int, ...]
-    #: limit of an answer's tokens if the client gives none
+    #: Maximum number of an answer's tokens if the client gives none.
     max_tokens: int
-    #: file of the bundle, relative; None if clients send and get tokens, not text
+    #: Relative path of a file of the bundle, or None if clients send and get tokens instead of text.
     tokenizer: str | None
-    #: text around the client's, which stands for {text}
+    #: Text around the client's text, whose place is {text}.
     template: str
     #: The chat template as Jinja under `template`, and texts that it uses, such as `bos_token`; empty if there is none.
     chat: Mapping[str, str] = field(default_factory=dict)
@@ -184,10 +184,10 @@ class Manifest:
     format_version: str
     description: str
     kind: Kind
-    #: tensors of the modules; may be empty for a meta model
+    #: Tensors of the modules. May be empty for a meta model.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    #: tensors of the clients if the hooks change them; None if they are those of the modules
+    #: Tensors of the clients if the hooks change them, or None if clients use those of the modules.
     client_inputs: tuple[TensorSpec, ...] | None
     client_outputs: tuple[TensorSpec, ...] | None
     #: Rows, ascending, no duplicates; may be empty (one module of a fixed size).
@@ -196,7 +196,7 @@ class Manifest:
     input_shapes: tuple[tuple[int, ...], ...]
     #: Names of the bundles that a meta model may call, in the manifest's order.
     meta_calls: tuple[str, ...]
-    #: free form
+    #: Facts in free form.
     provenance: Mapping[str, Any]
     #: Measurements of the written bundle: max_abs_error and the like, or such numbers by module. Format 2.0 has none.
     numerics: Mapping[str, float | Mapping[str, float]]
@@ -204,9 +204,9 @@ class Manifest:
     sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
-    #: a meta model's `run` may begin again if a runtime dies
+    #: True if a meta model's `run` may begin again after a runtime dies.
     meta_restartable: bool = False
-    #: only meta models may call it; clients may not
+    #: True if only meta models may call the model.
     internal: bool = False
     state: StateSpec | None = None
     #: Only with `state`.
@@ -221,7 +221,7 @@ class Manifest:
         return tuple(sizes[0] for sizes in self.input_shapes if sizes)
 
     def padded_axis(self, spec: TensorSpec) -> int | None:
-        """Return the axis of an executable tensor that a server pads, or cuts back; None: it has none."""
+        """Return the axis of an executable tensor that a server pads or cuts, or None if it has none."""
         return spec.variable_axes[0] if self.pad is not None and spec.variable_axes else None
 
     @property
@@ -236,12 +236,12 @@ class Manifest:
 
     @property
     def rows_first(self) -> bool:
-        """True if every client tensor has its batch axis first: then Triton can gather requests."""
+        """True if every client tensor has its batch axis first, so that Triton can batch requests."""
         return all(spec.batch_axis == 0 for spec in (*self.wire_inputs, *self.wire_outputs))
 
     @property
     def coalesces(self) -> bool:
-        """True if every tensor of the modules has rows, so that requests may share an execution, or have several."""
+        """True if every tensor of the modules has rows. Requests may then share an execution, or take several."""
         return bool(self.inputs) and all(
             spec.batch_axis is not None for spec in (*self.inputs, *self.outputs)
         )
@@ -268,14 +268,14 @@ class Bundle:
     manifest: Manifest
     #: `model.py`, or None.
     hooks: Path | None
-    #: (variant, batch size) -> file. Size 0 marks an unsuffixed file, whose batch size only the module knows.
+    #: Files by variant and batch size. Size 0 marks a file without a suffix, whose batch size only the module contains.
     modules: Mapping[tuple[int, int], Path]
     weights_file: Path | None
     #: In argument order.
     weights: tuple[WeightSpec, ...]
     #: SHA-256, hexadecimal, over every file's relative name and content; empty if it was not asked for.
     digest: str
-    #: `rsrv_bundle.weights.stamp` of the file that `weights` describes; empty if there is none
+    #: `rsrv_bundle.weights.stamp` of the file that `weights` describes. Empty if there is none.
     weights_stamp: tuple[int, ...] = ()
 
     @property

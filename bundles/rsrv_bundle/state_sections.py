@@ -1,4 +1,4 @@
-"""Sections `state` and `generate` of a manifest: every rule that their text can break."""
+"""Sections `state` and `generate` of a manifest, with every rule that their text can break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsrv_bundle.keys import GENERATE
 from rsrv_bundle.spec import GenerateSpec, Manifest, StateSpec, StateTensor, WhenFull
 from rsrv_bundle.tensors import MAX_EXTENT, MAX_NAME, Report, is_positive
 
-#: tensors of a generation -> element type, sizes behind the batch axis, and both in words
+#: Element type and sizes behind the batch axis, and both in words, for each tensor of a generation.
 _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
     "tokens": ("i32", (-1,), "an executable input, i32 [n, t] with t of size -1"),
     "lengths": ("i32", (), "an executable input, i32 [n]"),
@@ -22,7 +22,7 @@ _ROLES: Final[Mapping[str, tuple[str, tuple[int, ...], str]]] = {
 MAX_SLOTS = 65_536
 _IDLE_TIMEOUT_S = 60.0
 _MAX_IDLE_TIMEOUT_S = 7 * 86_400.0
-# More than any model needs; numpy's arrays end at 64 axes, and the slots are one.
+# This is more than any model needs. numpy's arrays have at most 64 axes, and the slots are one of them.
 _MAX_TENSORS, _MAX_AXES, _MAX_STOPS = 1000, 32, 1000
 _MAX_TEMPLATE = 16_384
 
@@ -66,8 +66,8 @@ def _tensor(entry: Any, key: str, slots: int, bad: Report) -> StateTensor | None
         return None
     key = f"state.tensors.{name}"
     if not isinstance(dtype, str) or dtype not in dtypes.TOKENS:
-        found = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
-        bad(key, f"{found}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
+        problem = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
+        bad(key, f"{problem}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
         return None
     if not isinstance(dims, list) or len(dims) > _MAX_AXES or not all(map(is_positive, dims)):
         bad(
@@ -82,7 +82,7 @@ def _tensor(entry: Any, key: str, slots: int, bad: Report) -> StateTensor | None
 
 
 def check_state(manifest: Manifest, bad: Report) -> None:
-    """Report what a manifest with state may not have."""
+    """Report features that a manifest with state may not have."""
     if manifest.kind == "meta":
         return
     if not manifest.inputs:
@@ -100,16 +100,16 @@ def check_state(manifest: Manifest, bad: Report) -> None:
 
 
 def parse_generate(section: Any, manifest: Manifest, bad: Report) -> GenerateSpec | None:
-    """Parse the section `generate` of a manifest that is otherwise whole, `generate` aside."""
+    """Parse the section `generate` of a manifest that is otherwise complete."""
     if not isinstance(section, dict):
         bad("generate", "must be a mapping with context and max_tokens")
         return None
     names = {role: _role(role, section.get(role, role), manifest, bad) for role in _ROLES}
-    others = {spec.name for spec in manifest.inputs} - set(names.values())
-    if others:
+    unnamed = {spec.name for spec in manifest.inputs} - set(names.values())
+    if unnamed:
         bad(
             "generate",
-            f"there are no values for the inputs {', '.join(sorted(others))}; a step has three inputs",
+            f"there are no values for the inputs {', '.join(sorted(unnamed))}; a step has three inputs",
         )
     chunks = manifest.chunks
     if chunks and 1 not in chunks:
@@ -137,7 +137,7 @@ def parse_generate(section: Any, manifest: Manifest, bad: Report) -> GenerateSpe
 
 
 def _role(role: str, name: Any, manifest: Manifest, bad: Report) -> str:
-    """Check that a generation's tensor exists as its role wants it; return its name."""
+    """Check that a generation's tensor exists and fits its role. Return its name."""
     specs = manifest.outputs if role == "token" else manifest.inputs
     spec = next((spec for spec in specs if spec.name == name), None)
     dtype, behind_batch, rule = _ROLES[role]
@@ -184,7 +184,7 @@ def _chat(chat: Any, tokenizer: str | None, bad: Report) -> dict[str, str]:
 
 
 def sections_of(state: StateSpec | None, generate: GenerateSpec | None) -> dict[str, dict[str, Any]]:
-    """Return the sections `state` and `generate`, where there are such, as a manifest writes them."""
+    """Return the sections `state` and `generate`, if they exist, as a manifest writes them."""
     sections: dict[str, dict[str, Any]] = {}
     if state is not None:
         sections["state"] = {

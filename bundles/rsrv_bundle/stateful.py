@@ -21,9 +21,9 @@ from rsrv_bundle.sequence_check import compare_answers, compare_sequences
 from rsrv_bundle.spec import Bundle, GenerateSpec, StateSpec, StateTensor, WhenFull
 from rsrv_bundle.state_sections import MAX_SLOTS
 
-#: state of one slot: a function of the weights, or, if a sequence begins with zeros, a pytree of jax.ShapeDtypeStruct
+#: Initial state of one slot: a function of the weights, or a pytree of jax.ShapeDtypeStruct if sequences begin with zeros.
 Init = Callable[[Any], Any] | Any
-#: name of the state tensor that counts the tokens of a sequence
+#: Name of the state tensor that counts the tokens of a sequence.
 POSITION = "position"
 
 
@@ -198,8 +198,8 @@ class _Pooled:
         index = jnp.where(begins, ~slots, slots)
         whole = jax.tree.unflatten(self.tree, pools)
         if self.in_place:
-            found = self.step(params, whole, index, begins, **inputs)
-            outputs, after = self._checked(found, self.slots)
+            result = self.step(params, whole, index, begins, **inputs)
+            outputs, after = self._checked(result, self.slots)
             return outputs, jax.tree.leaves(after)
 
         count = len(slots)
@@ -208,8 +208,8 @@ class _Pooled:
         places = index if count > 1 else jnp.append(index, self.slots)
 
         def read(pool: Any, first: Any) -> Any:
-            kept = pool.at[places].get(mode="fill", fill_value=0)[:count]
-            return jnp.where(begins.reshape(-1, *[1] * (pool.ndim - 1)), first, kept)
+            stored = pool.at[places].get(mode="fill", fill_value=0)[:count]
+            return jnp.where(begins.reshape(-1, *[1] * (pool.ndim - 1)), first, stored)
 
         state = jax.tree.map(read, whole, self.first(params, count))
         outputs, after = self._checked(self.step(params, state, **inputs), count)

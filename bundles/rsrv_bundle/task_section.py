@@ -114,13 +114,13 @@ def _tensors(
 ) -> Mapping[str, str]:
     """Parse the roles of the inputs or of the outputs: role -> name of a client's tensor."""
     key = f"task.{side}"
-    given = section.get(side)
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given.values()):
+    names = section.get(side)
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         bad(key, "must be a mapping from role to the name of a tensor that clients see")
         return {}
     known = [role for alternatives in required for role in alternatives] + list(optional)
     by_name = {spec.name: spec for spec in specs}
-    for role, name in list(given.items())[: len(KINDS)]:
+    for role, name in list(names.items())[: len(KINDS)]:
         if role not in known:
             bad(f"{key}.{role}", f"unknown role; the kind has {', '.join(dict.fromkeys(known))}")
         elif name not in by_name:
@@ -128,9 +128,9 @@ def _tensors(
         elif rule := _wrong_type(role, by_name[name]):
             bad(f"{key}.{role}", f"{name}: {rule}")
     for alternatives in required:
-        if not any(role in given for role in alternatives):
+        if not any(role in names for role in alternatives):
             bad(key, f"needs the role {' or '.join(alternatives)}")
-    return {role: name for role, name in given.items() if role in known and name in by_name}
+    return {role: name for role, name in names.items() if role in known and name in by_name}
 
 
 def _wrong_type(role: str, spec: TensorSpec) -> str:

@@ -52,8 +52,8 @@ def _parse_tensor(entry: Any, place: str, section: str, bad: Report, reverse: bo
     dtype = entry.get("dtype")
     tokens = (*dtypes.TOKENS, *([dtypes.BYTES] if section in _CLIENT_SECTIONS else []))
     if not isinstance(dtype, str) or dtype not in tokens:
-        found = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
-        bad(key, f"{found}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
+        problem = "dtype is missing" if dtype is None else f"unknown dtype {dtype!r:.40}"
+        bad(key, f"{problem}; {dtypes.unknown(dtype if isinstance(dtype, str) else '')}")
         # Any token: without this tensor, the rules over all tensors would report what is not wrong.
         dtype = "f32"
     shape = _parse_shape(entry, key, bad)

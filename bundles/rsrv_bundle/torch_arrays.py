@@ -21,9 +21,9 @@ _NAMES = {"bool_": "bool"}
 def dtype_of(dtype: Any) -> torch.dtype:
     """Return PyTorch's name for an element type of the format."""
     name = np.dtype(dtype).name
-    found = getattr(torch, _NAMES.get(name, name))
-    assert isinstance(found, torch.dtype)
-    return found
+    value = getattr(torch, _NAMES.get(name, name))
+    assert isinstance(value, torch.dtype)
+    return value
 
 
 def to_torch(array: Array) -> torch.Tensor:

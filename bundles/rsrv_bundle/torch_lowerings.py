@@ -44,12 +44,12 @@ def _embedding_bag(
     rows = table[indices] if weights is None else table[indices] * weights[:, None]
     sizes = jax.ops.segment_sum(counted[:, 0].astype(indices.dtype), bags, count)
     if mode == 2:
-        found = jax.ops.segment_max(jnp.where(counted, rows, -jnp.inf), bags, count)
-        found = jnp.where(sizes[:, None] > 0, found, 0)
+        reduced = jax.ops.segment_max(jnp.where(counted, rows, -jnp.inf), bags, count)
+        reduced = jnp.where(sizes[:, None] > 0, reduced, 0)
     else:
-        found = jax.ops.segment_sum(jnp.where(counted, rows, 0), bags, count)
-        found = found / jnp.maximum(sizes, 1)[:, None] if mode == 1 else found
-    return found, bags, sizes, sizes
+        reduced = jax.ops.segment_sum(jnp.where(counted, rows, 0), bags, count)
+        reduced = reduced / jnp.maximum(sizes, 1)[:, None] if mode == 1 else reduced
+    return reduced, bags, sizes, sizes
 
 
 def _nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:

@@ -17,24 +17,24 @@ def nms(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float, count: 
     The result is [..., count], in int64. A compiled model cannot return a variable number of indices, as torchvision's
     nms does.
     """
-    found: torch.Tensor = torch.ops.rsrv.nms(boxes, scores, iou_threshold, count)
-    return found
+    kept_boxes: torch.Tensor = torch.ops.rsrv.nms(boxes, scores, iou_threshold, count)
+    return kept_boxes
 
 
 @torch.library.custom_op("rsrv::nms", mutates_args=())
 def _nms(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float, count: int) -> torch.Tensor:
     areas = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
     left = scores.clone()
-    found = []
+    selected = []
     for _ in range(count):
         best = left.argmax(-1, keepdim=True)
-        found.append(torch.where(left.gather(-1, best) > -torch.inf, best, -1))
+        selected.append(torch.where(left.gather(-1, best) > -torch.inf, best, -1))
         corners = boxes.take_along_dim(best[..., None], -2)
         low, high = torch.maximum(boxes, corners)[..., :2], torch.minimum(boxes, corners)[..., 2:]
         common = (high - low).clamp(min=0).prod(-1)
         overlap = common / (areas + areas.gather(-1, best) - common)
         left = left.masked_fill(overlap > iou_threshold, -torch.inf).scatter(-1, best, -torch.inf)
-    return torch.cat(found, -1)
+    return torch.cat(selected, -1)
 
 
 @_nms.register_fake
@@ -48,8 +48,8 @@ def lowered_nms(boxes: Any, scores: Any, iou_threshold: float, count: int) -> An
     import jax.numpy as jnp
 
     rows = jax.vmap(partial(_row, iou_threshold=iou_threshold, count=count))
-    found = rows(boxes.reshape(-1, *boxes.shape[-2:]), scores.reshape(-1, scores.shape[-1]))
-    return found.reshape(*scores.shape[:-1], count).astype(jnp.int64)
+    selected = rows(boxes.reshape(-1, *boxes.shape[-2:]), scores.reshape(-1, scores.shape[-1]))
+    return selected.reshape(*scores.shape[:-1], count).astype(jnp.int64)
 
 
 def _row(boxes: Any, scores: Any, iou_threshold: float, count: int) -> Any:

@@ -82,10 +82,10 @@ class TracedModule:
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
         values = [_value(each, weights, inputs) for each in self.arguments]
         # Tokens come first.
-        found = _Interpreter(self.graph, self.lowerings).run(*values, enable_io_processing=False)[
+        results = _Interpreter(self.graph, self.lowerings).run(*values, enable_io_processing=False)[
             -len(self.results.values) :
         ]
-        arrays = iter(found)
+        arrays = iter(results)
         return self.results.convert(lambda *_: next(arrays))
 
 
@@ -257,9 +257,9 @@ class _Served(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for part, name, value, dtype in self.integers:
             part._buffers[name] = torch.tensor(value, dtype=dtype)
-        found = tensors_of(self.call(dict(zip(self.names, tensors, strict=True))))
-        self.note(found.convert(lambda *_: None))
-        return found.values
+        results = tensors_of(self.call(dict(zip(self.names, tensors, strict=True))))
+        self.note(results.convert(lambda *_: None))
+        return results.values
 
 
 class _Interpreter(JaxInterpreter):  # type: ignore[misc]
@@ -290,8 +290,8 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         meta = node.meta.get("val")
         if isinstance(meta, torch.Tensor) and hasattr(value, "dtype"):
             # jax's constants may be wider than PyTorch's.
-            wanted = jnp.dtype(str(meta.dtype).removeprefix("torch."))
-            return value if value.dtype == wanted else jnp.asarray(value).astype(wanted)
+            dtype = jnp.dtype(str(meta.dtype).removeprefix("torch."))
+            return value if value.dtype == dtype else jnp.asarray(value).astype(dtype)
         return value
 
 
@@ -364,8 +364,8 @@ def _known(target: Any, lowerings: Mapping[str, Callable[..., Any]]) -> bool:
         # Python's own arithmetic works; the others take functions, and jax has its own versions.
         return not isinstance(target, torch._ops.HigherOrderOperator)
     registry = ops_registry.all_aten_ops
-    found = registry.get(target) or registry.get(target.overloadpacket)
-    return found is not None and found.is_jax_function
+    operator = registry.get(target) or registry.get(target.overloadpacket)
+    return operator is not None and operator.is_jax_function
 
 
 def _where(node: Any) -> str:

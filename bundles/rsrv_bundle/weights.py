@@ -99,10 +99,18 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
     own.lines += order.lines
     weights = []
     for name in names:
-        found = stored.get(name)
-        if found is not None:
-            shape = found.shape[::-1] if reverse else found.shape
-            weights.append(WeightSpec(name, found.dtype, shape, found.end - found.begin, start + found.begin))
+        stored_entry = stored.get(name)
+        if stored_entry is not None:
+            shape = stored_entry.shape[::-1] if reverse else stored_entry.shape
+            weights.append(
+                WeightSpec(
+                    name,
+                    stored_entry.dtype,
+                    shape,
+                    stored_entry.end - stored_entry.begin,
+                    start + stored_entry.begin,
+                )
+            )
         elif name not in header:
             own.add(FILE, name, f"weight '{name}' missing from safetensors; argument_order lists it")
     for line in own.lines:
@@ -252,15 +260,15 @@ def _argument_order(
     return tuple(dict.fromkeys(names))
 
 
-def stamp(found: os.stat_result) -> tuple[int, ...]:
+def stamp(status: os.stat_result) -> tuple[int, ...]:
     """Return a value that differs for another file of the same name, and after each write."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _version(found: os.stat_result) -> str | None:
-    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+def _version(status: os.stat_result) -> str | None:
+    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
         return None
-    text = "-".join(map(str, (*stamp(found), found.st_ctime_ns)))
+    text = "-".join(map(str, (*stamp(status), status.st_ctime_ns)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -379,15 +387,15 @@ class WeightsFile:
 
     def _fill(self, out: Bytes, offset: int) -> bool:
         """Read bytes of the file. Returns whether the file is unchanged since it was opened."""
-        rest = out.data
+        remaining = out.data
         try:
-            while rest and (count := os.preadv(self._fd, [rest], offset)):
-                rest, offset = rest[count:], offset + count
+            while remaining and (count := os.preadv(self._fd, [remaining], offset)):
+                remaining, offset = remaining[count:], offset + count
             now = os.fstat(self._fd)
         except OSError as e:
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
         # Checked after the reading: earlier and concurrent writes show.
-        if rest:
+        if remaining:
             raise changed_since_loaded()
         return stamp(now) == self._stamp
 
@@ -436,5 +444,7 @@ def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
     Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """
     with closing(WeightsFile(bundle)) as file:
-        found = dict(file.read_all())
-    return [as_array(found[index], weight.dtype, weight.shape) for index, weight in enumerate(bundle.weights)]
+        arrays = dict(file.read_all())
+    return [
+        as_array(arrays[index], weight.dtype, weight.shape) for index, weight in enumerate(bundle.weights)
+    ]

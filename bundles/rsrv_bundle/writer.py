@@ -98,8 +98,8 @@ def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
     document = yaml12.parse(old)
     document["numerics"] = {**(document.get("numerics") or {}), **numerics}
     # The key's line, and those that are indented more.
-    others = re.sub(r"^numerics *:.*\n?(?: .*\n?|\n)*", "", old, flags=re.MULTILINE)
-    new = f"{others.rstrip()}\n{yaml12.dump({'numerics': document['numerics']})}"
+    other_lines = re.sub(r"^numerics *:.*\n?(?: .*\n?|\n)*", "", old, flags=re.MULTILINE)
+    new = f"{other_lines.rstrip()}\n{yaml12.dump({'numerics': document['numerics']})}"
     try:
         whole = yaml12.parse(new) == document
     except ValueError:

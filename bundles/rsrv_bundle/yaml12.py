@@ -140,13 +140,13 @@ class _Document:
             raise _wrong(event, f"the anchor &{event.anchor} stands twice")
 
     def _list(self, depth: int) -> list[Any]:
-        found = []
+        items = []
         while type(event := self._take()) is not yaml.SequenceEndEvent:
-            found.append(self._value(event, depth))
-        return found
+            items.append(self._value(event, depth))
+        return items
 
     def _mapping(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        items: dict[str, Any] = {}
         while type(key := self._take()) is not yaml.MappingEndEvent:
             if type(key) is not yaml.ScalarEvent or key.tag not in (None, "!", _TAG + "str"):
                 raise _wrong(key, "a key is no text; keys are text")
@@ -154,10 +154,10 @@ class _Document:
             # A few merge keys, each merging the one before, expand without bound.
             if key.value == "<<" and key.implicit[0]:
                 raise _wrong(key, "merge keys (<<) are not supported")
-            if key.value in found:
+            if key.value in items:
                 raise _wrong(key, f"duplicate key '{key.value}'")
-            found[key.value] = self._value(self._take(), depth)
-        return found
+            items[key.value] = self._value(self._take(), depth)
+        return items
 
 
 def _scalar(event: Any) -> Any:

@@ -32,12 +32,12 @@ from rsrv_bundle.numerics import (
 from rsrv_bundle.padding_check import check_padding
 from rsrv_bundle.spec import Bundle
 
-#: takes executable inputs by name, of any batch size that was compiled, and returns the outputs as `Results.of` takes them
+#: Takes executable inputs by name, of any compiled batch size, and returns outputs in a form of `Results.of`.
 Source = Callable[..., Any]
 
 
 class SourceError(Exception):
-    """The model that the bundle is compared with failed, or returned other tensors: the bundle is not to blame."""
+    """The model that the bundle is compared with failed, or returned other tensors. The bundle is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Comparison:
     """Inputs, source and tolerances of a comparison."""
 
     source: Source | None = None
-    #: as `samples.rows_of` takes them
+    #: Samples in the form of `samples.rows_of`.
     samples: Mapping[str, Array] | None = None
-    #: executable input -> array or the like, for `numerics.example_inputs`; without samples, random integers take its
-    #: values
+    #: Examples by executable input, for `numerics.example_inputs`. Without samples, random integers are taken from their
+    #: values.
     examples: Mapping[str, Any] = field(default_factory=dict)
     #: Tolerances that replace entries of TOLERANCE, and bounds of a narrow bundle.
     tolerance: Mapping[str, float] = field(default_factory=dict)
-    #: write the measured errors into the manifest
+    #: True to write the measured errors into the manifest.
     store: bool = False
 
 
-def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
+def agree(bundle: Bundle, comparison: Comparison, look: Look) -> list[str]:
     """Run a bundle's modules on random inputs and on the samples. Returns a line per module.
 
     Raises BundleError with a line for each module and output that exceeds its tolerance; then nothing is stored. Raises
@@ -64,38 +64,38 @@ def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
     """
     if bundle.manifest.kind == "meta":
         return ["has no modules of its own"]
-    if wanted.store and bundle.manifest.format_version == "2.0":
+    if comparison.store and bundle.manifest.format_version == "2.0":
         raise BundleError(
             "manifest.yaml: format 2.0 has no place for numerics; run `rsrv-bundle convert` first"
         )
     run = ModuleRunner(bundle, look)
-    given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
-    examples = _arrays(wanted.examples)
-    # An ONNX file has inputs and outputs that a bundle may lack. The bundle knows which.
-    adapt = getattr(wanted.source, "of", None)
-    original = wanted.source if adapt is None else adapt(bundle.manifest.provenance)
+    samples = {} if comparison.samples is None else rows_of(bundle, comparison.samples)
+    examples = _arrays(comparison.examples)
+    # A bundle may lack inputs and outputs of its ONNX file. The bundle records which.
+    adapt = getattr(comparison.source, "of", None)
+    original = comparison.source if adapt is None else adapt(bundle.manifest.provenance)
     source = None if original is None else _by_name(bundle, original)
-    values = acceptable(bundle, examples, source) | integers_of(bundle, given)
+    values = acceptable(bundle, examples, source) | integers_of(bundle, samples)
     narrowed = bundle.manifest.numerics.get("narrowed_tolerance")
-    tolerance = {**TOLERANCE, **(narrowed if isinstance(narrowed, Mapping) else {}), **wanted.tolerance}
+    tolerance = {**TOLERANCE, **(narrowed if isinstance(narrowed, Mapping) else {}), **comparison.tolerance}
     judge = Judge(bundle, tolerance, "its source", magnitudes(run, values))
-    pools: list[Mapping[int, Rows]] = [random_rows(run, values), example_rows(run, examples), given]
-    asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
+    pools: list[Mapping[int, Rows]] = [random_rows(run, values), example_rows(run, examples), samples]
+    executions = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
     comparisons = int(bundle.manifest.batched) + int(source is not None)
-    with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
+    with steps(f"{bundle.name}: comparing", executions * comparisons) as progress:
         for rows in pools:
             check_buckets(run, rows, judge, progress.step)
             if source is not None:
                 check_source(run, source, rows, judge, progress.step)
         check_padding(run, judge, values)
     judge.raise_if_any()
-    if wanted.store:
+    if comparison.store:
         writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())
     return _lines(run, judge)
 
 
 def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the examples that numpy can read: not PyTorch's bf16, and not mere shapes."""
+    """Return the examples that numpy can read. PyTorch's bf16 and shapes without values are left out."""
     arrays = {}
     for name, value in examples.items():
         with suppress(TypeError, RuntimeError):
@@ -103,7 +103,7 @@ def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-#: kind of comparison -> words behind its largest error, in the order of the report
+#: Words behind the largest error of each kind of comparison, in the order of the report.
 _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",
@@ -117,9 +117,11 @@ def _lines(run: ModuleRunner, judge: Judge) -> list[str]:
     lines = []
     for name in (label(run.bundle, key) for key in run.keys()):  # noqa: SIM118 - not a mapping
         errors = {kind: judge.errors.get(kind, {}).get(name) for kind in _WORDS}
-        found = [f"{error:.3g} {_WORDS[kind]}" for kind, error in errors.items() if error is not None]
-        if found:
-            lines.append(f"{name}: {', '.join(found)}")
+        errors_in_words = [
+            f"{error:.3g} {_WORDS[kind]}" for kind, error in errors.items() if error is not None
+        ]
+        if errors_in_words:
+            lines.append(f"{name}: {', '.join(errors_in_words)}")
     return lines
 
 
@@ -130,7 +132,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
 
     def call(arrays: Rows) -> list[Array]:
         try:
-            found = source(**dict(zip(inputs, arrays, strict=True)))
+            result = source(**dict(zip(inputs, arrays, strict=True)))
         except Exception as e:
             cure = (
                 "; if it takes only some integers, give an example input with such values behind the model, or --samples"
@@ -139,7 +141,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             )
             raise SourceError(f"the source raised {type(e).__name__}: {e}{cure}") from e
         try:
-            results = Results.of(found)
+            results = Results.of(result)
             # A positional result gets the names that the bundle's author gave, unless the bundle uses the positional names.
             renamed = results.positional and not set(outputs) <= set(results.names)
             named = results.named(outputs if renamed else None, outputs)
@@ -147,7 +149,7 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             raise SourceError(f"the source: {e}") from e
         answers = [np.asarray(value) for value in named.values()]
         for spec, array in zip(bundle.manifest.outputs, answers, strict=True):
-            fixed = [size in (-1, found) for size, found in zip(spec.dims, array.shape, strict=False)]
+            fixed = [size in (-1, actual) for size, actual in zip(spec.dims, array.shape, strict=False)]
             if array.ndim != len(spec.dims) or not all(fixed):
                 raise SourceError(
                     f"the source returns '{spec.name}' as {list(array.shape)}, the bundle as {list(spec.dims)}, where"

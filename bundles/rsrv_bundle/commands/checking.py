@@ -77,7 +77,7 @@ def check(
                 say(directory, False, os_error(e))
     if json:
         print(dumps(report, indent=2))
-    return 0 if all(one["ok"] for one in report) else 1
+    return 0 if all(entry["ok"] for entry in report) else 1
 
 
 def _import_hooks(bundle: Bundle, hooks: Path) -> str:

@@ -90,10 +90,14 @@ def _check_equal(before: ModuleRunner, after: ModuleRunner) -> None:
     problems = Problems()
     for key in before.keys():  # noqa: SIM118 - not a mapping
         inputs = random_inputs(before.bundle, *key)
-        for spec, one, other in zip(
+        for spec, value_before, value_after in zip(
             before.bundle.manifest.outputs, before(key, inputs), after(key, inputs), strict=True
         ):
-            if (one.dtype, one.shape, one.tobytes()) != (other.dtype, other.shape, other.tobytes()):
+            if (value_before.dtype, value_before.shape, value_before.tobytes()) != (
+                value_after.dtype,
+                value_after.shape,
+                value_after.tobytes(),
+            ):
                 problems.add(
                     module_file(before.bundle, key).name,
                     f"output '{spec.name}'",

@@ -1,4 +1,4 @@
-"""Description of a bundle as data: for `rsrv-bundle show`, and with `--json` for programs."""
+"""Description of a bundle as data, for `rsrv-bundle show` and, with `--json`, for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rsrv_bundle.task_section import task_entry
 #: "stablehlo": XLA's count over the stored module; "compiled": over the module that this machine's compiler made, with
 #: its memory; "none": no count
 Costs = Literal["stablehlo", "compiled", "none"]
-#: number of the largest weights that are listed
+#: Number of the largest weights that are listed.
 _LARGEST = 5
 
 
@@ -33,7 +33,7 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
     Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
     """
     manifest = bundle.manifest
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "name": bundle.name,
         "format_version": manifest.format_version,
         "kind": manifest.kind,
@@ -45,34 +45,36 @@ def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str
         "client_outputs": [] if manifest.generate else [_tensor(spec) for spec in manifest.wire_outputs],
     }
     if manifest.kind == "meta":
-        found["meta"] = {
+        description["meta"] = {
             "calls": list(manifest.meta_calls),
             "external": list(manifest.meta_external),
             "restartable": manifest.meta_restartable,
         }
     else:
-        found["executable_inputs"] = [_tensor(spec) for spec in manifest.inputs]
-        found["executable_outputs"] = [_tensor(spec) for spec in manifest.outputs]
-        found["variants"] = [_variant(bundle, sizes) for sizes in manifest.input_shapes]
+        description["executable_inputs"] = [_tensor(spec) for spec in manifest.inputs]
+        description["executable_outputs"] = [_tensor(spec) for spec in manifest.outputs]
+        description["variants"] = [_variant(bundle, sizes) for sizes in manifest.input_shapes]
         if find_spec("jax") is None:
             costs = "none"
-        found["costs"] = costs
+        description["costs"] = costs
         signatures = check_signatures(bundle, look)
-        found["modules"] = [_module(bundle, key, signature, costs) for key, signature in signatures.items()]
-        found["weights"] = _weights(bundle.weights)
+        description["modules"] = [
+            _module(bundle, key, signature, costs) for key, signature in signatures.items()
+        ]
+        description["weights"] = _weights(bundle.weights)
         if (before := bytes_before(manifest)) is not None:
-            found["weights"]["bytes_before"] = before
-        found |= sections_of(manifest.state, manifest.generate) | section_of(manifest.pad)
+            description["weights"]["bytes_before"] = before
+        description |= sections_of(manifest.state, manifest.generate) | section_of(manifest.pad)
         if manifest.state is not None:
             sizes = {"slot_bytes": manifest.state.slot_bytes, "pool_bytes": manifest.state.pool_bytes}
-            found["state"] |= sizes
+            description["state"] |= sizes
     if manifest.task is not None:
-        found["task"] = task_entry(manifest.task)
-    found["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
-    found["files"] = _other_files(bundle)
-    found["numerics"] = dict(manifest.numerics)
-    found["provenance"] = dict(manifest.provenance)
-    return found
+        description["task"] = task_entry(manifest.task)
+    description["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
+    description["files"] = _other_files(bundle)
+    description["numerics"] = dict(manifest.numerics)
+    description["provenance"] = dict(manifest.provenance)
+    return description
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:
@@ -96,8 +98,8 @@ def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: C
     blob = read_module(bundle, key, signature)
     taken = signature.inputs[: len(bundle.manifest.inputs)]
     state = bundle.manifest.state
-    # The pools come last.
-    given = signature.outputs[: len(signature.outputs) - (len(state.tensors) if state else 0)]
+    # The pools are the last outputs.
+    outputs = signature.outputs[: len(signature.outputs) - (len(state.tensors) if state else 0)]
     return {
         "file": file.name,
         "variant": key[0],
@@ -105,7 +107,7 @@ def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: C
         "bytes": len(blob),
         "stablehlo": ".".join(map(str, artifact_version(blob))),
         "input_bytes": sum(map(_bytes, taken)),
-        "output_bytes": sum(map(_bytes, given)),
+        "output_bytes": sum(map(_bytes, outputs)),
         **_cost(bundle, key, signature, costs),
     }
 
@@ -136,23 +138,23 @@ def _counted(analysis: Mapping[str, float] | None) -> dict[str, int]:
 def _weights(weights: tuple[WeightSpec, ...]) -> dict[str, Any]:
     by_dtype: dict[str, dict[str, int]] = {}
     for weight in weights:
-        one = by_dtype.setdefault(weight.dtype, {"count": 0, "bytes": 0})
-        one["count"] += 1
-        one["bytes"] += weight.nbytes
+        totals = by_dtype.setdefault(weight.dtype, {"count": 0, "bytes": 0})
+        totals["count"] += 1
+        totals["bytes"] += weight.nbytes
     largest = sorted(weights, key=lambda weight: -weight.nbytes)[:_LARGEST]
     return {
         "count": len(weights),
         "bytes": sum(weight.nbytes for weight in weights),
         "dtypes": by_dtype,
         "largest": [
-            {"name": one.name, "dtype": one.dtype, "dims": list(one.shape), "bytes": one.nbytes}
-            for one in largest
+            {"name": weight.name, "dtype": weight.dtype, "dims": list(weight.shape), "bytes": weight.nbytes}
+            for weight in largest
         ],
     }
 
 
 def _other_files(bundle: Bundle) -> dict[str, int]:
-    """Return name -> bytes of the files that neither the format nor the hooks define."""
+    """Return the sizes of the files that neither the format nor the hooks define, by name."""
     known = {FILE, HOOKS_FILE, weights_file.FILE, *(file.name for file in bundle.modules.values())}
     files = list_files(bundle.path, Problems())
     return {name: path.stat().st_size for name, path in sorted(files.items()) if name not in known}

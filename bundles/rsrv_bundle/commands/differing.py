@@ -18,7 +18,7 @@ from rsrv_bundle.task_section import task_entry
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import TensorKey, tensor_keys
 
-#: weight of a bundle: (name, identity, bytes)
+#: Weight of a bundle: (name, identity, bytes).
 Tensor = tuple[str, TensorKey, int]
 
 
@@ -26,21 +26,21 @@ Tensor = tuple[str, TensorKey, int]
 class WeightDifferences:
     """Shared and different weights of two bundles, A and B."""
 
-    #: (in A, its names in B): the same tensor, which a server with both bundles stores once
+    #: Pairs (weight in A, its names in B) of the same tensor, which a server with both bundles stores once.
     shared: tuple[tuple[Tensor, tuple[str, ...]], ...]
-    #: (in A, in B): the same name, another tensor
+    #: Pairs (weight in A, weight in B) with the same name and different tensors.
     changed: tuple[tuple[Tensor, Tensor], ...]
     only_a: tuple[Tensor, ...]
     only_b: tuple[Tensor, ...]
-    #: bytes of both bundles' weights together
+    #: Bytes of both bundles' weights together.
     total: int
-    #: bytes of the distinct tensors, and of the shared ones
+    #: Bytes of the distinct tensors, and of the shared ones.
     distinct: int
     common: int
 
 
 def relate(a: list[Tensor], b: list[Tensor]) -> WeightDifferences:
-    """Compare by type, shape and content, as the server does, not by name."""
+    """Compare weights by type, shape and content, as the server does, and not by name."""
     keys_a, keys_b = ({key: nbytes for _, key, nbytes in side} for side in (a, b))
     named_b = {tensor[0]: tensor for tensor in b if tensor[1] not in keys_a}
     names_b: dict[TensorKey, list[str]] = {}
@@ -69,10 +69,10 @@ def weights_of(bundle: Bundle) -> list[Tensor]:
 
 
 def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
-    """Return a line for each difference of meaning between two manifests."""
+    """Return a line for each difference in meaning between two manifests."""
     lines = [
-        f"{name}: {one!r} in A, {other!r} in B"
-        for name, one, other in (
+        f"{name}: {left!r} in A, {right!r} in B"
+        for name, left, right in (
             (name, getattr(a, name), getattr(b, name))
             for name in (
                 "format_version",
@@ -83,7 +83,7 @@ def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
                 "compiled_batch_sizes",
             )
         )
-        if one != other
+        if left != right
     ]
     for name, specs_a, specs_b in (
         ("executable input", a.inputs, b.inputs),
@@ -93,41 +93,41 @@ def manifest_differences(a: Manifest, b: Manifest) -> list[str]:
     ):
         lines += _tensor_differences(name, specs_a, specs_b)
     lines += [
-        f"{name}: {list(one)} in A, {list(other)} in B"
-        for name, one, other in (
+        f"{name}: {list(left)} in A, {list(right)} in B"
+        for name, left, right in (
             ("input_shapes", a.input_shapes, b.input_shapes),
             ("meta.calls", a.meta_calls, b.meta_calls),
             ("meta.external", a.meta_external, b.meta_external),
         )
-        if one != other
+        if left != right
     ]
     sections = [
-        sections_of(one.state, one.generate)
-        | section_of(one.pad)
-        | ({} if one.task is None else {"task": task_entry(one.task)})
-        for one in (a, b)
+        sections_of(manifest.state, manifest.generate)
+        | section_of(manifest.pad)
+        | ({} if manifest.task is None else {"task": task_entry(manifest.task)})
+        for manifest in (a, b)
     ]
     return [
         *lines,
         *(
             line
             for key in ("state", "generate", "pad", "task")
-            for line in _mapping(key, *(one.get(key, {}) for one in sections))
+            for line in _mapping(key, *(section.get(key, {}) for section in sections))
         ),
         *_mapping("provenance", a.provenance, b.provenance),
         *_mapping("numerics", a.numerics, b.numerics),
     ]
 
 
-def _tensor_differences(what: str, a: tuple[TensorSpec, ...], b: tuple[TensorSpec, ...]) -> list[str]:
+def _tensor_differences(kind: str, a: tuple[TensorSpec, ...], b: tuple[TensorSpec, ...]) -> list[str]:
     by_name_a, by_name_b = ({spec.name: spec for spec in specs} for specs in (a, b))
     lines = []
     for name in {**by_name_a, **by_name_b}:
-        one, other = by_name_a.get(name), by_name_b.get(name)
-        if one != other:
-            lines.append(f"{what} '{name}': {_spec(one)} in A, {_spec(other)} in B")
+        left, right = by_name_a.get(name), by_name_b.get(name)
+        if left != right:
+            lines.append(f"{kind} '{name}': {_spec(left)} in A, {_spec(right)} in B")
     if not lines and a != b:
-        lines.append(f"{what}s: {', '.join(by_name_a)} in A, {', '.join(by_name_b)} in B")
+        lines.append(f"{kind}s: {', '.join(by_name_a)} in A, {', '.join(by_name_b)} in B")
     return lines
 
 
@@ -135,9 +135,9 @@ def _spec(spec: TensorSpec | None) -> str:
     return "none" if spec is None else f"{spec.dtype} {spec.letters} {list(spec.dims)}"
 
 
-def _mapping(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def _mapping(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [
-        f"{what}.{key}: {a.get(key, 'none')} in A, {b.get(key, 'none')} in B"
+        f"{section}.{key}: {a.get(key, 'none')} in A, {b.get(key, 'none')} in B"
         for key in {**a, **b}
         if a.get(key) != b.get(key)
     ]
@@ -148,19 +148,19 @@ def file_differences(a: Bundle, b: Bundle) -> list[str]:
     digests = [_digests(bundle) for bundle in (a, b)]
     lines = []
     for name in sorted({**digests[0], **digests[1]}):
-        one, other = (side.get(name) for side in digests)
-        if one != other:
+        left, right = (side.get(name) for side in digests)
+        if left != right:
             lines.append(
-                f"{name}: {'only in B' if one is None else 'only in A' if other is None else 'differs'}"
+                f"{name}: {'only in B' if left is None else 'only in A' if right is None else 'differs'}"
             )
     return lines
 
 
 def _digests(bundle: Bundle) -> dict[str, str]:
     files: dict[str, Path] = list_files(bundle.path, Problems())
-    found = {}
+    digests = {}
     for name, path in files.items():
         if name not in (FILE, WEIGHTS_FILE):
             with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

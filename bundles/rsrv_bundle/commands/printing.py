@@ -30,8 +30,8 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
 
     def work() -> int:
         with closing(Inspector()) as look, _about(directory):
-            found = describe(read_bundle(directory), look, "compiled" if compiled else "stablehlo")
-        print(showing.as_json(found) if json else showing.page(found), end="")
+            description = describe(read_bundle(directory), look, "compiled" if compiled else "stablehlo")
+        print(showing.as_json(description) if json else showing.page(description), end="")
         return 0
 
     return _told(work, broken=1)
@@ -46,26 +46,26 @@ def diff(a: str, b: str, *, json: bool) -> int:
 
     def work() -> int:
         with _about(a):
-            one = read_bundle(a)
+            first = read_bundle(a)
         with _about(b):
-            other = read_bundle(b)
-        lines = [*manifest_differences(one.manifest, other.manifest), *file_differences(one, other)]
-        weights = weights_of(one), weights_of(other)
+            second = read_bundle(b)
+        lines = [*manifest_differences(first.manifest, second.manifest), *file_differences(first, second)]
+        weights = weights_of(first), weights_of(second)
         related = relate(*weights)
-        same = one.digest == other.digest
+        same = first.digest == second.digest
         if json:
-            found = {
-                "a": {"directory": a, "sha256": one.digest},
-                "b": {"directory": b, "sha256": other.digest},
+            differences = {
+                "a": {"directory": a, "sha256": first.digest},
+                "b": {"directory": b, "sha256": second.digest},
                 "same": same,
                 "differences": lines,
                 "weights": weight_lines(related),
                 "bytes": {"total": related.total, "common": related.common, "distinct": related.distinct},
             }
-            print(showing.as_json(found), end="")
+            print(showing.as_json(differences), end="")
             return 0 if same else 1
-        print(f"A {a}: sha256 {one.digest[:12]}")
-        print(f"B {b}: sha256 {other.digest[:12]}")
+        print(f"A {a}: sha256 {first.digest[:12]}")
+        print(f"B {b}: sha256 {second.digest[:12]}")
         for line in (*lines, *weight_lines(related)):
             print(one_line(line))
         orders = [[tensor[:2] for tensor in side] for side in weights]
@@ -86,14 +86,17 @@ def diff(a: str, b: str, *, json: bool) -> int:
 
 
 def weight_lines(related: WeightDifferences) -> list[str]:
-    """Return a line per tensor: `=` both have it, `~` it changed, `-` only A has it, `+` only B has it."""
+    """Return a line per tensor.
+
+    It begins with `=` if both bundles have it, `~` if it changed, `-` if only A has it, and `+` if only B has it.
+    """
     lines = []
     for tensor, names in related.shared:
-        other = "" if tensor[0] in names else f", in B {', '.join(names)}"
-        lines.append(f"= {_text(tensor)}{other}")
+        names_in_b = "" if tensor[0] in names else f", in B {', '.join(names)}"
+        lines.append(f"= {_text(tensor)}{names_in_b}")
     for tensor, other_tensor in related.changed:
-        what = "" if tensor[1][1:] == other_tensor[1][1:] else f", in B {_text(other_tensor)}"
-        lines.append(f"~ {_text(tensor)}{what}")
+        in_b = "" if tensor[1][1:] == other_tensor[1][1:] else f", in B {_text(other_tensor)}"
+        lines.append(f"~ {_text(tensor)}{in_b}")
     lines += [f"- {_text(tensor)}" for tensor in related.only_a]
     lines += [f"+ {_text(tensor)}" for tensor in related.only_b]
     return lines
@@ -120,10 +123,10 @@ def convert(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
         with closing(Inspector()) as look, _about(directory):
             old = read_bundle(directory, digest=False)
             new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, look=look)
-        what = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
+        summary = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
         print(
             f"{out_dir}: format {new.manifest.format_version}, from {old.manifest.format_version}; "
-            f"{what if new.modules else 'no modules'}; sha256 {new.digest[:12]}"
+            f"{summary if new.modules else 'no modules'}; sha256 {new.digest[:12]}"
         )
         return 0
 

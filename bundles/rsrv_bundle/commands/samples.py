@@ -22,8 +22,8 @@ def read_samples(file: Path) -> dict[str, Array]:
     with file.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
-    with np.load(file, allow_pickle=False) as found:
-        samples = {name: found[name] for name in found.files}
+    with np.load(file, allow_pickle=False) as archive:
+        samples = {name: archive[name] for name in archive.files}
     # An empty comparison must not look like an agreement.
     if not samples:
         raise ValueError("holds no array")
@@ -45,8 +45,8 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
     if bundle.hooks is not None and set(samples) == {spec.name for spec in bundle.manifest.wire_inputs}:
         preprocess = _hook(bundle.hooks)
         specs = bundle.manifest.wire_inputs
-    given = _typed(specs, samples)
-    counts = {len(array) for array in given}
+    arrays = _typed(specs, samples)
+    counts = {len(array) for array in arrays}
     if len(counts) > 1:
         raise BundleError(
             f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
@@ -57,13 +57,13 @@ def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Arra
             spec.name: array[index, ...]
             if spec.batch_axis is None
             else np.expand_dims(array[index, ...], spec.batch_axis)
-            for spec, array in zip(specs, given, strict=True)
+            for spec, array in zip(specs, arrays, strict=True)
         }
         variant, rows = _executable(bundle, request if preprocess is None else preprocess(request))
         pool = pools.setdefault(variant, [[] for _ in rows])
-        for one, array in zip(pool, rows, strict=True):
-            one.append(array)
-    return {variant: [np.concatenate(one) for one in pool] for variant, pool in pools.items()}
+        for parts, array in zip(pool, rows, strict=True):
+            parts.append(array)
+    return {variant: [np.concatenate(parts) for parts in pool] for variant, pool in pools.items()}
 
 
 def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[Array]:
@@ -76,13 +76,13 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
     for spec in specs:
         array = samples[spec.name]
         if spec.dtype == dtypes.BYTES and array.dtype.kind in "SU":
-            # As the server hands strings to hooks.
+            # The server passes strings to hooks in this form.
             array = (np.char.encode(array) if array.dtype.kind == "U" else array).astype(object)
-        wanted = np.dtype(object) if spec.dtype == dtypes.BYTES else dtypes.numpy_dtype(spec.dtype)
-        # numpy stores types without a name of its own as bytes.
-        if array.dtype.kind == "V" and wanted != object and array.dtype.itemsize == wanted.itemsize:
-            array = array.view(wanted)
-        if array.dtype != wanted:
+        expected = np.dtype(object) if spec.dtype == dtypes.BYTES else dtypes.numpy_dtype(spec.dtype)
+        # numpy stores types that it does not know as bytes.
+        if array.dtype.kind == "V" and expected != object and array.dtype.itemsize == expected.itemsize:
+            array = array.view(expected)
+        if array.dtype != expected:
             problems.add("samples", spec.name, f"is {array.dtype}, the model takes {spec.dtype}")
         if array.ndim == 0:
             problems.add("samples", spec.name, "has no axes; the first one counts the samples")
@@ -92,7 +92,7 @@ def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[
 
 
 def _hook(file: Path) -> Any:
-    # The server's own loader: a file that loads there loads here.
+    # This is the server's own loader, so a file that loads there also loads here.
     from rsrv.hooks.loader import load_hooks
 
     try:
@@ -125,12 +125,12 @@ def _executable(bundle: Bundle, request: Mapping[str, Array]) -> tuple[int, list
         if spec.batch_axis is not None and spec.batch_axis < array.ndim
     }
     for index, (spec, array) in enumerate(zip(specs, arrays, strict=True)):
-        wanted = dtypes.numpy_dtype(spec.dtype)
+        expected = dtypes.numpy_dtype(spec.dtype)
         fits = variant is not None and array.shape == bundle.input_shape(index, variant, next(iter(rows), 1))
-        if not fits or array.dtype != wanted or len(rows) > 1:
-            found = f"{array.dtype} {list(array.shape)}"
+        if not fits or array.dtype != expected or len(rows) > 1:
+            actual = f"{array.dtype} {list(array.shape)}"
             raise BundleError(
-                f"{bundle.name}: input '{spec.name}': a sample is {found}; the model takes {spec.dtype} {spec.letters}"
+                f"{bundle.name}: input '{spec.name}': a sample is {actual}; the model takes {spec.dtype} {spec.letters}"
                 f" {list(spec.dims)}, or its variants"
             )
     assert variant is not None or not specs

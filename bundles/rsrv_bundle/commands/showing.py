@@ -8,7 +8,7 @@ from typing import Any
 
 from rsrv.text import amount, one_line
 
-#: kind of count -> source of the figures of a module's work
+#: Source of the figures about a module's work, by kind of count.
 _COUNTED = {
     "stablehlo": "FLOPs and bytes moved: XLA's count for one execution, over the module as it is stored, before"
     " optimisation.\nA loop of unknown length counts once.",
@@ -18,50 +18,50 @@ _COUNTED = {
 }
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(description: Mapping[str, Any]) -> str:
     """Return the page of a description from `describing.describe`. Text from the bundle cannot control a terminal."""
-    return "\n".join(_lines(found)).rstrip() + "\n"
+    return "\n".join(_lines(description)).rstrip() + "\n"
 
 
-def as_json(found: Mapping[str, Any]) -> str:
-    return json.dumps(found, indent=2, default=str) + "\n"
+def as_json(description: Mapping[str, Any]) -> str:
+    return json.dumps(description, indent=2, default=str) + "\n"
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    more = ", internal" if found["internal"] else ""
-    if found.get("meta", {}).get("restartable"):
+def _lines(description: Mapping[str, Any]) -> Iterator[str]:
+    more = ", internal" if description["internal"] else ""
+    if description.get("meta", {}).get("restartable"):
         more += ", restartable"
-    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{more}"
-    if found["description"]:
-        yield one_line(found["description"])
-    yield f"sha256 {found['sha256']}"
-    yield from _section("Clients send", _tensors(found["client_inputs"]))
-    yield from _section("Clients get", _tensors(found["client_outputs"]))
-    if "meta" in found:
-        yield from _section("Calls", [(name,) for name in found["meta"]["calls"]])
-        yield from _section("Calls outside of rsrv", [(name,) for name in found["meta"]["external"]])
+    yield f"{description['name']}: {description['kind']}, format {description['format_version']}{more}"
+    if description["description"]:
+        yield one_line(description["description"])
+    yield f"sha256 {description['sha256']}"
+    yield from _section("Clients send", _tensors(description["client_inputs"]))
+    yield from _section("Clients get", _tensors(description["client_outputs"]))
+    if "meta" in description:
+        yield from _section("Calls", [(name,) for name in description["meta"]["calls"]])
+        yield from _section("Calls outside of rsrv", [(name,) for name in description["meta"]["external"]])
     else:
-        if found["executable_inputs"] != found["client_inputs"]:
-            yield from _section("Modules take", _tensors(found["executable_inputs"]))
-        if found["executable_outputs"] != found["client_outputs"]:
-            yield from _section("Modules return", _tensors(found["executable_outputs"]))
-        yield from _section("Variants", _variants(found["variants"]))
-        yield from _section("Padded axis", list(_flat(found.get("pad", {}))))
-        yield from _section("Modules", _modules(found["modules"]), head=True)
-        yield from (f"  {line}" for line in _COUNTED[found["costs"]].splitlines())
-        yield from _weights(found["weights"])
-        if state := found.get("state"):
+        if description["executable_inputs"] != description["client_inputs"]:
+            yield from _section("Modules take", _tensors(description["executable_inputs"]))
+        if description["executable_outputs"] != description["client_outputs"]:
+            yield from _section("Modules return", _tensors(description["executable_outputs"]))
+        yield from _section("Variants", _variants(description["variants"]))
+        yield from _section("Padded axis", list(_flat(description.get("pad", {}))))
+        yield from _section("Modules", _modules(description["modules"]), head=True)
+        yield from (f"  {line}" for line in _COUNTED[description["costs"]].splitlines())
+        yield from _weights(description["weights"])
+        if state := description.get("state"):
             yield from _state(state)
-        yield from _section("Generates", list(_flat(found.get("generate", {}))))
-    yield from _section("Task", list(_flat(found.get("task", {}))))
-    yield from _section("Hooks", [(name,) for name in found["hooks"]])
-    yield from _section("Other files", [(name, amount(size)) for name, size in found["files"].items()])
-    yield from _section("Numerics", list(_flat(found["numerics"])))
-    yield from _section("Provenance", list(_flat(found["provenance"])))
+        yield from _section("Generates", list(_flat(description.get("generate", {}))))
+    yield from _section("Task", list(_flat(description.get("task", {}))))
+    yield from _section("Hooks", [(name,) for name in description["hooks"]])
+    yield from _section("Other files", [(name, amount(size)) for name, size in description["files"].items()])
+    yield from _section("Numerics", list(_flat(description["numerics"])))
+    yield from _section("Provenance", list(_flat(description["provenance"])))
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
-    """Yield a title and its rows with aligned columns; nothing without rows."""
+    """Yield a title and its rows with aligned columns. Without rows, yield nothing."""
     if not rows:
         return
     yield ""
@@ -88,7 +88,7 @@ def _tensors(specs: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def shape(spec: Mapping[str, Any]) -> str:
-    """Return `[n, h=28, w=any]`: the batch axis by its letter, the others with their size."""
+    """Return a shape such as `[n, h=28, w=any]`, with the letter of the batch axis, and the sizes of all other axes."""
     axes = [
         letter if axis == spec["batch_axis"] else f"{letter}={'any' if size == -1 else size}"
         for axis, (letter, size) in enumerate(zip(spec["shape"], spec["dims"], strict=True))
@@ -125,7 +125,8 @@ def _modules(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def _weights(weights: Mapping[str, Any]) -> Iterator[str]:
     by_dtype = ", ".join(
-        f"{one['count']} {dtype} ({amount(one['bytes'])})" for dtype, one in weights["dtypes"].items()
+        f"{figures['count']} {dtype} ({amount(figures['bytes'])})"
+        for dtype, figures in weights["dtypes"].items()
     )
     yield ""
     before = f", {amount(weights['bytes_before'])} before narrowing" if "bytes_before" in weights else ""
@@ -135,14 +136,16 @@ def _weights(weights: Mapping[str, Any]) -> Iterator[str]:
     largest = weights["largest"]
     if largest and weights["count"] > len(largest):
         yield f"  the {len(largest)} largest:"
-    rows = [(one["name"], one["dtype"], str(one["dims"]), amount(one["bytes"])) for one in largest]
+    rows = [
+        (weight["name"], weight["dtype"], str(weight["dims"]), amount(weight["bytes"])) for weight in largest
+    ]
     yield from (f"  {line}" for line in table(rows)) if rows else ()
 
 
 def _state(state: Mapping[str, Any]) -> Iterator[str]:
     slots = f"{state['slots']} slots of {amount(state['slot_bytes'])}, {amount(state['pool_bytes'])}"
     when = f"idle sequences end after {state['idle_timeout_s']:g} s; if all slots are taken: {state['when_full']}"
-    rows = [(one["name"], one["dtype"], str(one["dims"])) for one in state["tensors"]]
+    rows = [(tensor["name"], tensor["dtype"], str(tensor["dims"])) for tensor in state["tensors"]]
     yield from _section(f"State: {slots}; {when}", rows)
 
 

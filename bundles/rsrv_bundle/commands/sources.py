@@ -18,7 +18,7 @@ from typing import Any
 from rsrv.extras import install_command
 from rsrv.text import nearest
 
-#: kind of model that a bundle is exported from -> its description
+#: Descriptions of the kinds of models that can be exported.
 KINDS: Mapping[str, str] = {
     "jax": "a JAX function of parameters and inputs, with its parameters",
     "nnx": "a Flax NNX module",
@@ -27,7 +27,7 @@ KINDS: Mapping[str, str] = {
     "onnx": "an ONNX file",
 }
 
-#: missing package -> extra that installs it
+#: Extra that installs each missing package.
 _EXTRAS = {
     "jax": "export",
     "flax": "export-flax",
@@ -38,7 +38,7 @@ _EXTRAS = {
     "onnxruntime": "export-onnx",
 }
 
-#: kind of model -> what a factory returns, as a sample
+#: Example of a factory's return value for each kind of model.
 _SAMPLES = {
     "jax": 'fn, params, {"x": jnp.ones((1, 8))}',
     "nnx": 'model, {"x": jnp.ones((1, 8))}',
@@ -53,18 +53,18 @@ def extra_of(kind: str) -> str:
 
 
 class LoadError(Exception):
-    """The model cannot be loaded; the message says why. `__cause__`, if any, is the program's exception."""
+    """The model cannot be loaded. The message has the reason. `__cause__`, if any, is the program's exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Model as its author wrote it."""
 
-    #: numpy arrays by input name -> the model's results as numpy arrays, or `calling.Results` of them
+    #: Takes numpy arrays by input name, and returns the model's results as numpy arrays or as `calling.Results`.
     eager: Callable[..., Any]
     #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
     export: partial[Any]
-    #: the factory's example inputs; empty without any
+    #: Example inputs of the factory. May be empty.
     examples: Mapping[str, Any]
 
 
@@ -80,21 +80,25 @@ def load(kind: str, target: str) -> LoadedModel:
     """
     if kind == "onnx":
         return _onnx(target)
-    found = named(target)
+    value = named(target)
     try:
-        made = found if _is_model(kind, found) or _is_linen(found) or not callable(found) else found()
+        made = value if _is_model(kind, value) or _is_linen(value) or not callable(value) else value()
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
     except Exception as e:
         raise LoadError(f"{target}: raised {type(e).__name__}: {e}") from e
     parts = made if isinstance(made, tuple) else (made,)
-    model, rest = (parts[:2], parts[2:]) if kind == "jax" else (parts[0], parts[1:])
+    model, further = (parts[:2], parts[2:]) if kind == "jax" else (parts[0], parts[1:])
     if _is_linen(model):
         raise LoadError(
             f"{target}: is a Flax Linen module; export it with --jax and a factory that returns (net.apply, variables,"
             ' {"x": x}), where x is the name of the argument'
         )
-    if not _is_model(kind, model) or len(rest) > 1 or not all(isinstance(part, Mapping) for part in rest):
+    if (
+        not _is_model(kind, model)
+        or len(further) > 1
+        or not all(isinstance(part, Mapping) for part in further)
+    ):
         raise LoadError(
             f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it, such as"
             f" `return {_SAMPLES[kind]}`"
@@ -107,13 +111,13 @@ def load(kind: str, target: str) -> LoadedModel:
         raise LoadError(
             f"{target}: its exporter fails: {type(e).__name__}: {e}; run {install_command(extra_of(kind))}"
         ) from e
-    # An object does not know its file.
+    # An object does not contain the path of its file.
     code = (
-        found
-        if inspect.isfunction(found) or inspect.isclass(found)
+        value
+        if inspect.isfunction(value) or inspect.isclass(value)
         else import_module(target.partition(":")[0])
     )
-    return LoadedModel(eager, partial(export, code=code), dict(rest[0]) if rest else {})
+    return LoadedModel(eager, partial(export, code=code), dict(further[0]) if further else {})
 
 
 def _onnx(target: str) -> LoadedModel:
@@ -127,7 +131,7 @@ def _onnx(target: str) -> LoadedModel:
 
 
 def named(target: str) -> Any:
-    """Import the object `package.module:name`; modules in the working directory count. Raises LoadError."""
+    """Import the object `package.module:name`, also from modules in the working directory. Raises LoadError."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise LoadError(f"'{target}': {_instead(Path(module))}")
@@ -136,7 +140,7 @@ def named(target: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = import_module(module)
+        container = import_module(module)
     except ModuleNotFoundError as e:
         if e.name and f"{module}.".startswith(f"{e.name}."):
             raise LoadError(f"{target}: {e}{_looked(module)}") from None
@@ -144,9 +148,11 @@ def named(target: str) -> Any:
     except Exception as e:
         raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
     try:
-        return getattr(found, name)
+        return getattr(container, name)
     except AttributeError:
-        own = [word for word, value in vars(found).items() if getattr(value, "__module__", None) == module]
+        own = [
+            word for word, value in vars(container).items() if getattr(value, "__module__", None) == module
+        ]
         raise LoadError(f"{target}: module {module} has no {name!r}{nearest(name, own)}") from None
 
 
@@ -163,7 +169,10 @@ def _instead(target: Path) -> str:
 
 
 def _dotted(file: Path) -> str:
-    """Return the name of a file as a module; of a file outside the working directory, as from its own folder."""
+    """Return the name of a file as a module.
+
+    The name of a file outside the working directory is relative to the file's own folder.
+    """
     outside = file.is_absolute() or ".." in file.parts
     return file.stem if outside else ".".join(file.with_suffix("").parts)
 
@@ -186,7 +195,7 @@ def _missing(target: str, error: ModuleNotFoundError) -> LoadError:
 
 
 def _is_model(kind: str, value: Any) -> bool:
-    """Return whether the value is a model; a class is not, it makes one."""
+    """Return whether the value is a model. A class is not a model, but makes one."""
     if kind == "jax":
         return isinstance(value, tuple) and len(value) >= 2 and callable(value[0])
     home, name = {
@@ -197,7 +206,7 @@ def _is_model(kind: str, value: Any) -> bool:
     return isinstance(value, getattr(import_module(home), name))
 
 
-#: the model as a function, and its exporter
+#: The model as a function, and its exporter.
 _Front = tuple[Callable[..., Any], Callable[..., Any]]
 
 

@@ -45,8 +45,8 @@ def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) 
         any_host: allow an empty host, for a server that listens on all addresses.
         any_port: allow port 0, for a server that takes any free port.
     """
-    found = _ADDRESS.fullmatch(text)
-    host, port = ("", -1) if found is None else (found[1], int(found[2]))
+    match = _ADDRESS.fullmatch(text)
+    host, port = ("", -1) if match is None else (match[1], int(match[2]))
     if not (host or any_host) or not (not any_port) <= port < 65536:
         hint = ", with an IPv6 address in brackets" if text.count(":") > 1 and "/" not in text else ""
         raise ValueError(f"{text!r} is not HOST:PORT{hint}")

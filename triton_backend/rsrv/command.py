@@ -51,11 +51,11 @@ class CommandParser(argparse.ArgumentParser):
 
                 # Include options whose help is in another command's page.
                 argcomplete.autocomplete(self, print_suppressed=True)
-        options, rest = self.parse_known_args(argv)
-        if rest:
+        options, unknown = self.parse_known_args(argv)
+        if unknown:
             parser: CommandParser = options.parser
-            known = parser._option_string_actions if rest[0].startswith("-") else ()
-            parser.error(f"unknown argument {rest[0]!r}{nearest(rest[0], known)}")
+            known = parser._option_string_actions if unknown[0].startswith("-") else ()
+            parser.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0], known)}")
         return options
 
     def format_help(self) -> str:
@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and message.endswith(f": {action.metavar}"):
                 # Aliases are listed with the commands, and have no help of their own.
-                message = f"name a command: {', '.join(one.dest for one in action._choices_actions)}"
+                message = f"name a command: {', '.join(choice.dest for choice in action._choices_actions)}"
         return f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has more.\n"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -121,14 +121,14 @@ class _Formatter(argparse.HelpFormatter):
         actions = list(actions)
         if usage is None and prefix is None:
             choices = [group._group_actions for group in groups if group.required]
-            words = ["%(prog)s", *(["[OPTIONS]"] if any(one.option_strings for one in actions) else [])]
+            words = ["%(prog)s", *(["[OPTIONS]"] if any(action.option_strings for action in actions) else [])]
             words += [
-                f"({' | '.join(self._word(one).strip('[]') for one in several)})" for several in choices
+                f"({' | '.join(self._word(action).strip('[]') for action in several)})" for several in choices
             ]
-            chosen = {id(one) for several in choices for one in several}
-            rest = [one for one in actions if id(one) not in chosen]
-            words += [self._word(one) for one in rest if one.option_strings and one.required]
-            words += [self._word(one) for one in rest if not one.option_strings]
+            chosen = {id(action) for several in choices for action in several}
+            others = [action for action in actions if id(action) not in chosen]
+            words += [self._word(action) for action in others if action.option_strings and action.required]
+            words += [self._word(action) for action in others if not action.option_strings]
             usage = " ".join(words)
         super().add_usage(usage, actions, groups, prefix)
 

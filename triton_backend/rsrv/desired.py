@@ -48,8 +48,8 @@ class DesiredChanges(TypedDict, total=False):
 def document_of(settings: Settings) -> DesiredDocument:
     """Return the document of rsrv.yaml alone."""
     sections = (
-        (name, one.model_dump(mode="json", include=MODEL_KEYS, exclude_unset=True))
-        for name, one in settings.models.items()
+        (name, section.model_dump(mode="json", include=MODEL_KEYS, exclude_unset=True))
+        for name, section in settings.models.items()
     )
     return DesiredDocument(
         scheduler=settings.scheduler.model_dump(mode="json", include=SCHEDULER_KEYS),
@@ -99,13 +99,13 @@ def check_changes(raw: Mapping[str, Any]) -> DesiredChanges:
     return cast(DesiredChanges, raw)
 
 
-def _check_keys(where: str, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    if unknown := found.keys() - known.keys():
+def _check_keys(where: str, section: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if unknown := section.keys() - known.keys():
         raise SettingsError(f"{where:.80}: unknown key {min(unknown)!r:.80}")
 
 
-def _check_pause(where: str, found: Mapping[str, Any]) -> None:
-    if (mode := found.get("paused")) is not None and mode not in get_args(PauseMode):
+def _check_pause(where: str, section: Mapping[str, Any]) -> None:
+    if (mode := section.get("paused")) is not None and mode not in get_args(PauseMode):
         raise SettingsError(f"{where:.80}: must be 'drain', 'hold', 'reject' or null (found {mode!r:.80})")
 
 

@@ -59,8 +59,8 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
     message = "must be a mapping" if mapping else message.partition(", unable to parse")[0]
     if not key:
         return str(message)  # about several keys, which it names
-    found = repr(error["input"])
-    return f"{key}: {message} (found {found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + '...'})"
+    value = repr(error["input"])
+    return f"{key}: {message} (found {value if len(value) <= _MAX_VALUE else value[:_MAX_VALUE] + '...'})"
 
 
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
@@ -83,15 +83,19 @@ def _known(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
     here: list[Any] = [root]
     for part in path:
         fields = [
-            one.model_fields[part].annotation for one in here if part in getattr(one, "model_fields", ())
+            kind.model_fields[part].annotation for kind in here if part in getattr(kind, "model_fields", ())
         ]
         # Other types are lists and mappings: all entries are of one type, the last argument.
-        here = [one for given in fields or [get_args(one)[-1] for one in here] for one in _members(given)]
-    return [name for one in here for name in getattr(one, "model_fields", ())]
+        here = [
+            kind
+            for annotation in fields or [get_args(member)[-1] for member in here]
+            for kind in _members(annotation)
+        ]
+    return [name for kind in here for name in getattr(kind, "model_fields", ())]
 
 
 def _members(annotation: Any) -> list[Any]:
     """Return the types of a union that may hold keys, or the one type."""
     if get_origin(annotation) not in (Union, UnionType):
         return [annotation]
-    return [one for one in get_args(annotation) if get_args(one) or hasattr(one, "model_fields")]
+    return [kind for kind in get_args(annotation) if get_args(kind) or hasattr(kind, "model_fields")]

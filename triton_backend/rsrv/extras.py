@@ -7,15 +7,15 @@ from urllib.parse import unquote
 
 def install_command(*extras: str) -> str:
     """Return the command that adds `extras`, from where rsrv came: a folder, a wheel, Git or an index."""
-    wanted = f"[{','.join(extras)}]"
+    selection = f"[{','.join(extras)}]"
     origin = _origin()
     url: str = origin.get("url", "")
     if url.startswith("file://"):
         editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
-        return f"pip install {editable}'{unquote(url.removeprefix('file://'))}{wanted}'"
+        return f"pip install {editable}'{unquote(url.removeprefix('file://'))}{selection}'"
     if git := origin.get("vcs_info"):
         url = f"{git['vcs']}+{url}@{git['commit_id']}"
-    return f"pip install 'rsrv{wanted}{url and f' @ {url}'}'"
+    return f"pip install 'rsrv{selection}{url and f' @ {url}'}'"
 
 
 def _origin() -> dict[str, Any]:

@@ -32,7 +32,7 @@ def spare_memory(root: Path = Path("/")) -> int:
     Parts of the kernel's file cache that were read once count as free, and half of the parts that were read again,
     because these include programs.
     """
-    found = [_meminfo(root, "MemAvailable")]
+    amounts = [_meminfo(root, "MemAvailable")]
     for group, limit in _limits(root):
         used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
         statistics = _fields(group / "memory.stat")
@@ -40,8 +40,8 @@ def spare_memory(root: Path = Path("/")) -> int:
             statistics.get(f"total_{name}", statistics.get(name, 0))
             for name in ("inactive_file", "active_file")
         )
-        found.append(limit - used + once + again // 2)
-    return max(0, min(found))
+        amounts.append(limit - used + once + again // 2)
+    return max(0, min(amounts))
 
 
 def spare_mappings(root: Path = Path("/")) -> tuple[int, int]:
@@ -110,11 +110,11 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
         if mount is None or not path:
             continue
         group = mount / path.strip("/")
-        for one in {mount, group, *group.parents}:
-            if one.is_relative_to(mount):
-                limit = _number(one / "memory.max") or _number(one / "memory.limit_in_bytes")
+        for folder in {mount, group, *group.parents}:
+            if folder.is_relative_to(mount):
+                limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
                 if limit is not None:
-                    yield one, limit
+                    yield folder, limit
 
 
 def _number(file: Path) -> int | None:

@@ -44,8 +44,8 @@ def fields(**values: Any) -> dict[str, Any]:
 
     Values are numbers, texts and lists of them. None and empty texts are left out.
     """
-    kept = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
-    return {"fields": kept}
+    present = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
+    return {"fields": present}
 
 
 def request_name(id: str) -> str:
@@ -69,7 +69,7 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
     a line is written (`Aside`).
     """
     root = logging.getLogger()
-    handler = next((one for one in root.handlers if one.name == _NAME), None)
+    handler = next((known for known in root.handlers if known.name == _NAME), None)
     if handler is not None and aside and not isinstance(handler, Aside):
         root.removeHandler(handler)
         handler = None
@@ -116,7 +116,7 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(_rendered(record))
-        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text).replace("\n", "\n    ")
+        return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text).replace("\n", "\n    ")
 
     def formatException(self, ei: Any) -> str:
         return shorten(super().formatException(ei), _MAX_MESSAGE)
@@ -151,7 +151,7 @@ class JsonLines(logging.Formatter):
 def _json(value: object) -> str:
     """Return JSON. Raises TypeError or ValueError for a key or a number that JSON does not have."""
     # An array must not get into the log by mistake.
-    return json.dumps(value, default=lambda other: type(other).__name__, allow_nan=False)
+    return json.dumps(value, default=lambda unknown: type(unknown).__name__, allow_nan=False)
 
 
 def _jsonable(value: object) -> object:

@@ -77,8 +77,8 @@ class _Lines:
             return
         self._printed = now
         of = "" if self._total is None else f" of {self._total}"
-        what = f": {text}" if text else ""
-        put(f"{self._title}: {self._done}{of} ({now - self._started:.1f} s){what}", self._stream)
+        suffix = f": {text}" if text else ""
+        put(f"{self._title}: {self._done}{of} ({now - self._started:.1f} s){suffix}", self._stream)
 
 
 class _Bar:

@@ -181,15 +181,21 @@ class RuntimeSection(Section):
             raise ValueError(
                 f"{len(devices)} devices, and a server has at most {MAX_DEVICES}; start several servers"
             )
-        for index, one in enumerate(devices):
-            if isinstance(one, int) and one < 0:
-                raise ValueError(f"{one} is negative; GPUs are counted from 0")
-            if not isinstance(one, int) and one != "cpu" and not str(one).startswith(("GPU-", "MIG-")):
+        for index, device in enumerate(devices):
+            if isinstance(device, int) and device < 0:
+                raise ValueError(f"{device} is negative; GPUs are counted from 0")
+            if (
+                not isinstance(device, int)
+                and device != "cpu"
+                and not str(device).startswith(("GPU-", "MIG-"))
+            ):
                 raise ValueError(
-                    f"{one!r} is not a device; write a number, a UUID (GPU-... or MIG-...), or cpu"
+                    f"{device!r} is not a device; write a number, a UUID (GPU-... or MIG-...), or cpu"
                 )
-            if one != "cpu" and one in devices[:index]:
-                raise ValueError(f"{one} is listed twice; two runtimes on one GPU take each other's memory")
+            if device != "cpu" and device in devices[:index]:
+                raise ValueError(
+                    f"{device} is listed twice; two runtimes on one GPU take each other's memory"
+                )
         return devices
 
     @model_validator(mode="after")
@@ -442,11 +448,15 @@ def _are_shares(value: object) -> object:
     """Take one name for all of an alias's requests, and refuse other values in one sentence."""
     if isinstance(value, str):
         return {value: 1}
-    wanted = "must be a model's name, or a mapping from models to weights up to 1e9, of which one is positive, and `shadow`"
-    weights = [one for one in value.values() if one != "shadow"] if isinstance(value, Mapping) else []
-    numbers = [one for one in weights if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(numbers) < len(weights) or not all(0 <= one <= 1e9 for one in numbers) or not sum(numbers):
-        raise ValueError(wanted)
+    rule = "must be a model's name, or a mapping from models to weights up to 1e9, of which one is positive, and `shadow`"
+    weights = (
+        [weight for weight in value.values() if weight != "shadow"] if isinstance(value, Mapping) else []
+    )
+    numbers = [
+        weight for weight in weights if isinstance(weight, int | float) and not isinstance(weight, bool)
+    ]
+    if len(numbers) < len(weights) or not all(0 <= number <= 1e9 for number in numbers) or not sum(numbers):
+        raise ValueError(rule)
     return value
 
 
@@ -573,7 +583,9 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     try:
         return Settings(**raw)
     except ValidationError as error:
-        raise SettingsError("\n".join(_line(one, raw, variables, source) for one in error.errors())) from None
+        raise SettingsError(
+            "\n".join(_line(problem, raw, variables, source) for problem in error.errors())
+        ) from None
 
 
 def _line(error: Mapping[str, Any], raw: object, variables: Mapping[str, str], source: str) -> str:
@@ -617,9 +629,9 @@ def dump_settings(settings: Settings) -> str:
             out.write(f"  # {field.description}\n")
             out.write(_yaml({key: values[section][key]}, indent="  "))
     for section in ("models", "aliases"):
-        found = settings.model_dump(mode="json", include={section}, exclude_unset=True)
+        dumped = settings.model_dump(mode="json", include={section}, exclude_unset=True)
         out.write(f"\n# {Settings.model_fields[section].description}\n")
-        out.write(_yaml(found or {section: {}}))
+        out.write(_yaml(dumped or {section: {}}))
     return out.getvalue()
 
 

@@ -96,7 +96,7 @@ class FileLooks:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def read_or_keep(file: Path, kept: Path) -> tuple[Settings, str]:
+def read_or_keep(file: Path, copy: Path) -> tuple[Settings, str]:
     """Return the settings of a file, whose text is kept for the time when it is broken.
 
     If it is broken now, the settings are those of the kept text, and the reason comes with them. Raises SettingsError: the
@@ -106,11 +106,11 @@ def read_or_keep(file: Path, kept: Path) -> tuple[Settings, str]:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         settings = load_settings(text, str(file))
     except (OSError, UnicodeDecodeError, SettingsError) as error:
-        if not kept.exists():
+        if not copy.exists():
             raise SettingsError(str(error)) from None
-        return read_settings(kept), str(error)
+        return read_settings(copy), str(error)
     with suppress(OSError):  # a full disk: the next start may do without
-        write_whole(kept, text)
+        write_whole(copy, text)
     return settings, ""
 
 
@@ -155,13 +155,13 @@ def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     try:
         for section, model in (("scheduler", SchedulerSection), ("runtime", RuntimeSection)):
             where: tuple[str, ...] = (section,)
-            if (given := changes.get(section)) is not None:
-                sections[section] = model(**{**getattr(settings, section).model_dump(), **given})
-        for name, given in changes.get("models", {}).items():
+            if (change := changes.get(section)) is not None:
+                sections[section] = model(**{**getattr(settings, section).model_dump(), **change})
+        for name, change in changes.get("models", {}).items():
             where = ("models", name)
             before = models.pop(name, ModelSection())
-            kept = before.model_dump(exclude=MODEL_KEYS, exclude_unset=True)
-            if merged := {**kept, **given}:
+            unchanged = before.model_dump(exclude=MODEL_KEYS, exclude_unset=True)
+            if merged := {**unchanged, **change}:
                 models[name] = ModelSection(**merged)
     except (ValidationError, TypeError) as error:
         raise _explained(where, error, changes) from None
@@ -172,8 +172,8 @@ def _explained(where: tuple[str, ...], error: Exception, raw: object) -> Setting
     if not isinstance(error, ValidationError):
         return SettingsError(f"{'.'.join(where)}: must be a mapping of keys")
     # The first few suffice: explaining takes time, and the runtime waits meanwhile.
-    errors = [{**one, "loc": (*where, *one["loc"])} for one in error.errors()[:10]]
-    return SettingsError("\n".join(explain(one, Settings, raw) for one in errors))
+    errors = [{**problem, "loc": (*where, *problem["loc"])} for problem in error.errors()[:10]]
+    return SettingsError("\n".join(explain(problem, Settings, raw) for problem in errors))
 
 
 def check_scheduler(section: Mapping[str, Any]) -> None:

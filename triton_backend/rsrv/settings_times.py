@@ -40,17 +40,17 @@ class WeekTimes:
         moments = (datetime.combine(here - timedelta(days=back), self.at) for back in range(8))
         # In Unix time: a time that the clock skips in spring comes as much later, and one that it repeats in autumn once.
         times = (moment.timestamp() for moment in moments if moment.weekday() in self.days)
-        return next(one for one in times if one <= now)
+        return next(time for time in times if time <= now)
 
 
 def _days(text: str) -> frozenset[int]:
     """Return the days of `Mon-Fri,Sun`. Raises ValueError."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.lower().split(","):
         first, _, last = part.strip().partition("-")
         start, end = _DAYS.index(first), _DAYS.index(last or first)
-        found.update(day % 7 for day in range(start, end + 1 if end >= start else end + 8))
-    return frozenset(found)
+        numbers.update(day % 7 for day in range(start, end + 1 if end >= start else end + 8))
+    return frozenset(numbers)
 
 
 def due(times: Iterable[str], last: float, now: float) -> bool:

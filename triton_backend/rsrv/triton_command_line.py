@@ -86,9 +86,7 @@ class Options:
     def values(self, name: str, shortest: str | None = None) -> list[str]:
         """Return the values of an option, in order. `shortest` is its shortest unambiguous abbreviation."""
         shortest = shortest or name
-        return [
-            value for given, value in self._given if given.startswith(shortest) and name.startswith(given)
-        ]
+        return [value for flag, value in self._given if flag.startswith(shortest) and name.startswith(flag)]
 
     def last(self, name: str, default: str) -> str:
         """Return the value that counts of an option that may be given once."""

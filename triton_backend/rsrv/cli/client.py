@@ -62,7 +62,7 @@ def _fail(options: argparse.Namespace, text: str) -> int:
     return 1
 
 
-#: part of gRPC's text about a connection -> cause and remedy
+#: Cause and remedy for parts of gRPC's texts about a connection.
 _CAUSES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS; leave out the options --tls",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; name that with --tls-ca",
@@ -123,9 +123,9 @@ class Server:
         timeout = getattr(self.options, "timeout", seconds)
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
 
-    def wait(self, call: str, request: Message, what: str, seconds: float = LONG_TIMEOUT_S) -> Any:
+    def wait(self, call: str, request: Message, task: str, seconds: float = LONG_TIMEOUT_S) -> Any:
         """Call the service and wait for its work, which a terminal shows as `what`. Raises grpc.RpcError."""
-        with steps(what):
+        with steps(task):
             return self.ask(call, request, seconds)
 
     def stream(self, call: str, request: Message) -> Any:
@@ -158,21 +158,28 @@ class Server:
         with suppress(grpc.RpcError):
             request = self._messages.GetStatusRequest()
             status = self.ask("GetStatus", request)
-            return [one.name for one in (*status.models, *getattr(status, "metas", ()))]
+            return [model.name for model in (*status.models, *getattr(status, "metas", ()))]
         return []
 
     def failure(self, model: str) -> str:
         """Return the error text of a failed model. It is empty if the model has not failed or the server does not answer."""
-        with suppress(grpc.RpcError, AttributeError):  # a gateway knows no failures
+        with suppress(grpc.RpcError, AttributeError):  # A gateway does not know failures.
             status = self.ask("GetStatus", self._messages.GetStatusRequest(model=model))
-            return "".join(f"{one.name} has failed: {one_line(one.text)}" for one in status.failures)
+            return "".join(
+                f"{failure.name} has failed: {one_line(failure.text)}" for failure in status.failures
+            )
         return ""
 
     def targets(self, alias: str) -> list[str]:
         """Return the models behind an alias; none if there is no such alias."""
         with suppress(grpc.RpcError, AttributeError):  # a gateway has no aliases
             answer = self.ask("SetAlias", self._messages.SetAliasRequest())
-            return [target.model for one in answer.aliases if one.name == alias for target in one.targets]
+            return [
+                target.model
+                for shown_alias in answer.aliases
+                if shown_alias.name == alias
+                for target in shown_alias.targets
+            ]
         return []
 
     def done(self, answer: Message, text: str) -> int:

@@ -28,16 +28,16 @@ def _status(server: Server) -> int:
 
 
 def _policy(server: Server) -> int:
-    wanted, paths = pb.Policy(), []
+    policy, paths = pb.Policy(), []
     for key, value in map(key_and_value, server.options.changes):
         paths.append(key)
         if value != "default":
-            _set(wanted, key, value)
+            _set(policy, key, value)
     if not paths:
         return server.show(
             server.ask("GetStatus", pb.GetStatusRequest()), lambda answer: _policy_page(answer.policy)
         )
-    request = pb.SetPolicyRequest(policy=wanted)
+    request = pb.SetPolicyRequest(policy=policy)
     request.update_mask.paths.extend(paths)
     answer = server.ask("SetPolicy", request)
 
@@ -75,10 +75,10 @@ def _locate(server: Server) -> int:
         print_table(
             answer.workers,
             {
-                "WORKER": lambda one: one.worker,
-                "GRPC": lambda one: one.grpc,
-                "HTTP": lambda one: one.http or "-",
-                "PLACED": lambda one: "yes" if one.placed else "no",
+                "WORKER": lambda route: route.worker,
+                "GRPC": lambda route: route.grpc,
+                "HTTP": lambda route: route.http or "-",
+                "PLACED": lambda route: "yes" if route.placed else "no",
             },
         )
 
@@ -90,7 +90,7 @@ def _health(server: Server) -> int:
         workers = status.workers
         if not workers:
             return "no server is known to the gateway: set gateway.workers"
-        if dead := [one.name for one in workers if not one.alive]:
+        if dead := [worker.name for worker in workers if not worker.alive]:
             return f"these servers do not answer: {', '.join(dead)}"
         return f"none of its {len(workers)} servers serves it" if server.options.model else "no server serves"
 
@@ -120,30 +120,30 @@ def status_page(answer: pb.GetStatusResponse) -> None:
     print_section(
         answer.workers,
         {
-            "WORKER": lambda one: one.name,
-            "STATE": lambda one: "alive" if one.alive else "dead",
-            "GRPC": lambda one: one.grpc,
-            "MODELS": lambda one: str(one.models),
-            "UTILISATION": lambda one: percent(one.utilisation),
-            "BUSY": lambda one: percent(one.busy),
-            "WEIGHTS": lambda one: amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
-            "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
-            "BACKLOG": lambda one: duration(one.backlog_s),
-            "OUTSTANDING": lambda one: str(one.outstanding),
+            "WORKER": lambda worker: worker.name,
+            "STATE": lambda worker: "alive" if worker.alive else "dead",
+            "GRPC": lambda worker: worker.grpc,
+            "MODELS": lambda worker: str(worker.models),
+            "UTILISATION": lambda worker: percent(worker.utilisation),
+            "BUSY": lambda worker: percent(worker.busy),
+            "WEIGHTS": lambda worker: amount(worker.bytes) + (" (too much)" if worker.oversubscribed else ""),
+            "BUDGET": lambda worker: amount(worker.budget_bytes) if worker.HasField("budget_bytes") else "-",
+            "BACKLOG": lambda worker: duration(worker.backlog_s),
+            "OUTSTANDING": lambda worker: str(worker.outstanding),
         },
     )
     print_section(
         answer.models,
         {
-            "MODEL": lambda one: one.name,
-            "PLACED": lambda one: " ".join(one.placed) or "-",
-            "READY": lambda one: str(len(one.ready)),
-            "MOVING TO": lambda one: " ".join(one.moving_to) or "-",
-            "REPLICAS": lambda one: f"{one.effective_replicas} of {_count(one.replicas)}",
-            "UTILISATION": lambda one: percent(one.utilisation),
-            "REQUESTS": lambda one: rate(one.requests_s),
-            "PER ITEM": lambda one: duration(one.item_s) if one.HasField("item_s") else "-",
-            "SIZE": lambda one: amount(one.bytes),
+            "MODEL": lambda model: model.name,
+            "PLACED": lambda model: " ".join(model.placed) or "-",
+            "READY": lambda model: str(len(model.ready)),
+            "MOVING TO": lambda model: " ".join(model.moving_to) or "-",
+            "REPLICAS": lambda model: f"{model.effective_replicas} of {_count(model.replicas)}",
+            "UTILISATION": lambda model: percent(model.utilisation),
+            "REQUESTS": lambda model: rate(model.requests_s),
+            "PER ITEM": lambda model: duration(model.item_s) if model.HasField("item_s") else "-",
+            "SIZE": lambda model: amount(model.bytes),
         },
     )
     _warnings(answer.warnings)

@@ -11,9 +11,9 @@ from rsrv.control.sentences import MIN_PART_S, clock_time, history_lines, reques
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.text import duration
 
-#: seconds between two looks at a history that is followed
+#: Seconds between two checks of a history that is followed.
 _FOLLOW_S = 1.0
-#: lines of the table of slow requests
+#: Number of lines of the table of slow requests.
 _MOST_SLOWEST = 25
 
 
@@ -24,11 +24,11 @@ def run_history(server: Server) -> int:
     before: dict[tuple[int, str], pb.History] = {}
     while True:
         answer = server.ask("GetHistory", request)
-        fresh = pb.GetHistoryResponse(histories=[_fresh(one, before) for one in answer.histories])
-        before = {(one.device, one.key): one for one in answer.histories}
+        fresh = pb.GetHistoryResponse(histories=[_fresh(history, before) for history in answer.histories])
+        before = {(history.device, history.key): history for history in answer.histories}
         if not server.json:
             history_page(fresh)
-        elif any(one.records or one.waits_for for one in fresh.histories):
+        elif any(history.records or history.waits_for for history in fresh.histories):
             print_json(fresh, line=True)
         time.sleep(_FOLLOW_S)
 
@@ -85,24 +85,24 @@ def slowest_page(answer: pb.GetRequestsResponse) -> None:
     if not answer.requests:
         print("no request has ended in a runtime in the last hour; one that fails in preprocess reaches none")
         return
-    now, several = time.time(), len({one.device for one in answer.requests}) > 1
+    now, several = time.time(), len({request.device for request in answer.requests}) > 1
     shown = answer.requests[:_MOST_SLOWEST]
     print_table(
         shown,
         {
-            "NUMBER": lambda one: one.number,
-            **({"ON": lambda one: str(one.device)} if several else {}),
-            "ARRIVED": lambda one: clock_time(one.arrived_unix_s, now),
-            "BEFORE": lambda one: _part(one.before_s),
-            "TOOK": lambda one: _part(one.seconds),
-            "WEIGHTS": lambda one: _part(one.weights_s),
-            "PEERS": lambda one: _part(one.peers_s),
-            "OTHERS": lambda one: _part(one.others_s),
-            "EXECUTED": lambda one: _part(one.executing_s),
-            "AFTER": lambda one: _part(one.after_s),
-            "ROWS": lambda one: str(one.rows),
-            "OUTCOME": lambda one: one.outcome,
-            "BEHIND": lambda one: ", ".join(one.behind),
+            "NUMBER": lambda request: request.number,
+            **({"ON": lambda request: str(request.device)} if several else {}),
+            "ARRIVED": lambda request: clock_time(request.arrived_unix_s, now),
+            "BEFORE": lambda request: _part(request.before_s),
+            "TOOK": lambda request: _part(request.seconds),
+            "WEIGHTS": lambda request: _part(request.weights_s),
+            "PEERS": lambda request: _part(request.peers_s),
+            "OTHERS": lambda request: _part(request.others_s),
+            "EXECUTED": lambda request: _part(request.executing_s),
+            "AFTER": lambda request: _part(request.after_s),
+            "ROWS": lambda request: str(request.rows),
+            "OUTCOME": lambda request: request.outcome,
+            "BEHIND": lambda request: ", ".join(request.behind),
         },
     )
     if len(answer.requests) > len(shown):

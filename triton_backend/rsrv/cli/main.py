@@ -282,19 +282,19 @@ def parser() -> CommandParser:
         "restart", "replace the runtimes, so that rsrv.yaml and the installed packages are read again"
     )
     sleep = command("sleep", "free the devices' memory for other programs; the next request wakes them")
-    for one, force in (
+    for subcommand, force in (
         (restart, "at the limit, restart all the same: unfinished work begins again"),
         (sleep, "at the limit, sleep all the same, even if requests wait, which wake the device at once"),
     ):
-        _add_device(one, "all, one after another")
-        one.add_argument(
+        _add_device(subcommand, "all, one after another")
+        subcommand.add_argument(
             "--drain",
             type=_seconds,
             default=30.0,
             metavar="S",
             help="limit of executions and runs of meta models in progress; default: %(default)g",
         )
-        one.add_argument("--force", action="store_true", help=force)
+        subcommand.add_argument("--force", action="store_true", help=force)
     _add_device(command("wake", "start sleeping devices again"), "all")
     profile = command("profile", "record a profile of the runtime and its device")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
@@ -441,30 +441,32 @@ def _add_data(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     map_.add_argument(
         "--in-flight", type=_positive, metavar="N", help="requests at a time; default: as many as help"
     )
-    for one, name in ((infer, "infer"), (map_, "map")):
-        one.add_argument(
+    for subcommand, name in ((infer, "infer"), (map_, "map")):
+        subcommand.add_argument(
             "--url",
             default="localhost:8001",
             help="HOST:PORT of gRPC, or http://HOST:PORT; default: %(default)s",
         )
-        one.add_argument(
+        subcommand.add_argument(
             "--timeout",
             type=_seconds,
             default=60.0,
             metavar="S",
             help="for each request; default: %(default)g",
         )
-        one.add_argument("--token-file", type=Path, metavar="FILE", help="the token of a gateway")
-        one.add_argument("--tls-ca", type=Path, metavar="FILE", help="use TLS; trust these authorities (PEM)")
-        one.set_defaults(command=name)
+        subcommand.add_argument("--token-file", type=Path, metavar="FILE", help="the token of a gateway")
+        subcommand.add_argument(
+            "--tls-ca", type=Path, metavar="FILE", help="use TLS; trust these authorities (PEM)"
+        )
+        subcommand.set_defaults(command=name)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
     serve = commands.add_parser("serve", help=help, description=help)
     serve.set_defaults(command="serve")
-    what = serve.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    sources = serve.add_mutually_exclusive_group(required=True)
+    sources.add_argument(
         "bundles",
         metavar="BUNDLES",
         nargs="*",
@@ -472,12 +474,12 @@ def _add_serve(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         default=[],
         help="a directory of bundles, or a bundle",
     )
-    what.add_argument(
+    sources.add_argument(
         "--demo",
         action="store_true",
         help="seven small models that rsrv has, copied to DIR/bundles, with a budget too small for all of them",
     )
-    what.add_argument(
+    sources.add_argument(
         "--hf",
         metavar="MODEL",
         nargs="+",

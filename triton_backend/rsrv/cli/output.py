@@ -25,9 +25,11 @@ def to_json(message: Message) -> dict[str, Any]:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if _is_map(field):
-            out[field.json_name] = {str(key): _value(_map_value(field), one) for key, one in value.items()}
+            out[field.json_name] = {
+                str(key): _value(_map_value(field), entry) for key, entry in value.items()
+            }
         elif field.is_repeated:
-            out[field.json_name] = [_value(field, one) for one in value]
+            out[field.json_name] = [_value(field, entry) for entry in value]
         elif not field.has_presence or message.HasField(field.name):
             out[field.json_name] = _value(field, value)
     return out
@@ -45,8 +47,8 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
     if field.message_type is not None:
         return to_json(value)
     if field.enum_type is not None:
-        found = field.enum_type.values_by_number.get(value)
-        return value if found is None else found.name
+        name = field.enum_type.values_by_number.get(value)
+        return value if name is None else name.name
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -74,9 +76,9 @@ def headline(findings: Sequence[tuple[str, str]], more: str) -> str:
     if not findings:
         return ""
     urgent = sum(severity != "note" for severity, _ in findings) or len(findings)
-    others = f"{urgent - 1} more, and what to do" if urgent > 1 else "what to do"
+    remedy = f"{urgent - 1} more, and what to do" if urgent > 1 else "what to do"
     severity, evidence = findings[0]
-    return f"{severity}: {one_line(evidence)} ({more}: {others})"
+    return f"{severity}: {one_line(evidence)} ({more}: {remedy})"
 
 
 def print_table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> None:

@@ -160,7 +160,7 @@ def _answers(server: Server, recording: Recording, seconds: float | None) -> Ite
         try:
             time.sleep(_LOOK_S)
         except KeyboardInterrupt:
-            end = answered  # one look more, for the requests since the last one
+            end = answered  # Check once more, for the requests since the last check.
 
 
 def read_spans(server: Server) -> list[pb.Span]:

@@ -36,7 +36,7 @@ from rsrv.sim.tally import Tally, in_time, percentile, ratio
 from rsrv.text import duration, one_line, percent, printable, rate
 from rsrv.wire.paths import write_whole
 
-#: seconds until the first request, and after which one without an answer has failed
+#: Seconds until the first request, and seconds after which a request without an answer has failed.
 _START_S, _LOST_S = 0.1, 120.0
 #: seconds between two lines about the progress, where the output is no terminal
 _LINE_S = 10.0
@@ -60,11 +60,11 @@ class Replayed(NamedTuple):
 
     requests: Sequence[RequestRecord]
     sent: Sequence[RequestKeys]
-    #: seconds after their times that requests were sent, ascending.
+    #: Delays of the requests in seconds, in ascending order.
     late: Sequence[float]
-    #: the first error of each model, missed deadlines aside.
+    #: First error of each model, except for missed deadlines.
     errors: Mapping[str, str]
-    #: model -> how many of its requests cannot be made, and why.
+    #: Number of requests of each model that cannot be made, and the reason.
     unsent: Mapping[str, tuple[int, str]]
 
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     path: Path = options.trace
     problems: list[str] = []
     keys = TraceKeys(path=path.name, scale=1 / options.speed)
-    trace = sorted(read_trace(keys, path.parent, problems), key=lambda one: one.t)
+    trace = sorted(read_trace(keys, path.parent, problems), key=lambda request: request.t)
     if not problems and not trace:
         problems.append(f"{path} has no requests: record while clients send some")
     if problems:
@@ -148,7 +148,7 @@ async def replay(
         triton = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         messages: dict[tuple[str, int], Any] = {}
         unsent: dict[str, tuple[int, str]] = {}
-        counts = Counter((one.model, one.rows) for one in trace)
+        counts = Counter((request.model, request.rows) for request in trace)
         configs: dict[str, Any] = {}
         for (model, rows), count in counts.items():
             try:
@@ -157,21 +157,21 @@ async def replay(
                 messages[model, rows] = infer_request(configs[model], rows, inputs.get(model))
             except Unsendable as why:
                 unsent[model] = unsent.get(model, (0, ""))[0] + count, str(why)
-        sendable = [one for one in trace if (one.model, one.rows) in messages]
+        sendable = [request for request in trace if (request.model, request.rows) in messages]
         return await _send(triton, sendable, messages, unsent)
 
 
 async def _config(triton: Any, model: str) -> Any:
     try:
-        asked = service_pb2.ModelConfigRequest(name=model)
-        return (await triton.ModelConfig(asked, timeout=_LOST_S, wait_for_ready=False)).config
+        config_request = service_pb2.ModelConfigRequest(name=model)
+        return (await triton.ModelConfig(config_request, timeout=_LOST_S, wait_for_ready=False)).config
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in str(error.details()):
             raise
         raise Unsendable(one_line(error.details() or error.code().name)) from None
 
 
-def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, Any]] | None) -> Any:
+def infer_request(config: Any, rows: int, arrays: Mapping[str, np.ndarray[Any, Any]] | None) -> Any:
     """Return a request of so many rows: of zeros, or of a row that is given by input. Raises Unsendable."""
     if config.HasField("sequence_batching") or config.model_transaction_policy.decoupled:
         raise Unsendable("its requests depend on each other; only models without state are replayed")
@@ -182,8 +182,8 @@ def infer_request(config: Any, rows: int, given: Mapping[str, np.ndarray[Any, An
         datatype = (
             model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_").replace("STRING", "BYTES")
         )
-        if given is not None:
-            array = given.get(tensor.name)
+        if arrays is not None:
+            array = arrays.get(tensor.name)
             if array is None:
                 raise Unsendable(f"its file of --inputs has no array {tensor.name!r}")
             if config.max_batch_size and not (array.shape and len(array)):
@@ -233,18 +233,18 @@ async def _send(
     began = loop.time() + _START_S
     with steps("requests sent", len(trace), every=_LINE_S) as progress:
         try:
-            for number, one in enumerate(trace, 1):
+            for number, sent in enumerate(trace, 1):
                 # Sleep even if the request is late, so that the earlier requests are sent first.
-                await asyncio.sleep(max(0.0, began + one.t - loop.time()))
-                late.append(loop.time() - began - one.t)
-                deadline = None if one.deadline_s is None else one.t + one.deadline_s
-                request = Request(number, one.model, one.variant, one.rows, deadline, one.priority)
-                record = RequestRecord(request, one.t, hit=False, started=one.t, outcome=Outcome.CANCELLED)
+                await asyncio.sleep(max(0.0, began + sent.t - loop.time()))
+                late.append(loop.time() - began - sent.t)
+                deadline = None if sent.deadline_s is None else sent.t + sent.deadline_s
+                request = Request(number, sent.model, sent.variant, sent.rows, deadline, sent.priority)
+                record = RequestRecord(request, sent.t, hit=False, started=sent.t, outcome=Outcome.CANCELLED)
                 requests.append(record)
-                task = loop.create_task(ask(record, _dated(messages[one.model, one.rows], one)))
+                task = loop.create_task(ask(record, _dated(messages[sent.model, sent.rows], sent)))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-                progress.step(one.model)
+                progress.step(sent.model)
         except asyncio.CancelledError:
             pass  # Ctrl-C: the requests so far are a replay, too; those that it finds unanswered are cancelled
         with suppress(asyncio.CancelledError):
@@ -260,16 +260,16 @@ def _outcome(code: grpc.StatusCode, why: str) -> Outcome:
     return _OUTCOMES.get(code, Outcome.FAILED)
 
 
-def _dated(message: Any, one: RequestKeys) -> Any:
+def _dated(message: Any, request: RequestKeys) -> Any:
     """Return a message with the deadline and the priority of a request, which Triton takes as parameters."""
-    if one.deadline_s is None and not one.priority:
+    if request.deadline_s is None and not request.priority:
         return message
     dated = service_pb2.ModelInferRequest()
     dated.CopyFrom(message)
-    if one.deadline_s is not None:
-        dated.parameters["timeout"].int64_param = max(1, round(one.deadline_s * 1e6))
-    if one.priority:
-        dated.parameters["priority"].uint64_param = one.priority
+    if request.deadline_s is not None:
+        dated.parameters["timeout"].int64_param = max(1, round(request.deadline_s * 1e6))
+    if request.priority:
+        dated.parameters["priority"].uint64_param = request.priority
     return dated
 
 
@@ -284,12 +284,12 @@ def _expected(scenario: Scenario | None, sent: Sequence[RequestKeys]) -> Sequenc
     return records[0].requests
 
 
-def front_seconds(found: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:
+def front_seconds(records: Sequence[RequestRecord], expected: Sequence[RequestRecord]) -> float:
     """Return the median of the seconds by which answers came later than simulated; negative: they came sooner."""
     late = sorted(
-        (real.ended - real.arrived) - (other.ended - other.arrived)
-        for real, other in zip(found, expected, strict=True)
-        if real.outcome is other.outcome is Outcome.ANSWERED
+        (real.ended - real.arrived) - (simulated.ended - simulated.arrived)
+        for real, simulated in zip(records, expected, strict=True)
+        if real.outcome is simulated.outcome is Outcome.ANSWERED
     )
     return percentile(late, 0.5) or 0.0
 
@@ -313,11 +313,13 @@ def _note_front(path: Path, seconds: float) -> None:
 def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the figures of some requests; times in seconds."""
     tally = Tally()
-    for one in requests:
-        tally.add(one)
-    good = sum(in_time(one, inf) for one in requests)
+    for request in requests:
+        tally.add(request)
+    good = sum(in_time(request, inf) for request in requests)
     # Measure until the last answer: if a server falls behind, its goodput is smaller than the trace's rate.
-    window = max((one.arrived if one.ended == inf else one.ended for one in requests), default=0.0)
+    window = max(
+        (request.arrived if request.ended == inf else request.ended for request in requests), default=0.0
+    )
     times = {key: value for key, value in tally.times().items() if key.startswith("latency")}
     sums = {"requests": tally.arrived, **tally.ended(), "missed": tally.arrived - good}
     return {**sums, "goodput": ratio(good, window), "goodput_ratio": ratio(good, tally.arrived), **times}
@@ -325,12 +327,12 @@ def figures(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 def report(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> dict[str, Any]:
     """Return the figures in total and by model, and those of the simulator, if there are any."""
-    said: dict[str, Any] = {"replayed": _by_model(replayed.requests)}
-    said["replayed"]["late_p99_s"] = percentile(replayed.late, 0.99)
+    figures_of: dict[str, Any] = {"replayed": _by_model(replayed.requests)}
+    figures_of["replayed"]["late_p99_s"] = percentile(replayed.late, 0.99)
     if expected is None:
-        return said
+        return figures_of
     return {
-        **said,
+        **figures_of,
         "simulated": _by_model(expected),
         "late_p50_s": front_seconds(replayed.requests, expected),
     }
@@ -338,8 +340,8 @@ def report(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> dict
 
 def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
     by_model: dict[str, list[RequestRecord]] = {}
-    for one in requests:
-        by_model.setdefault(one.request.model, []).append(one)
+    for request in requests:
+        by_model.setdefault(request.request.model, []).append(request)
     return {
         "total": figures(requests),
         "models": {name: figures(mine) for name, mine in sorted(by_model.items())},
@@ -348,30 +350,30 @@ def _by_model(requests: Sequence[RequestRecord]) -> dict[str, Any]:
 
 def page(replayed: Replayed, expected: Sequence[RequestRecord] | None) -> str:
     """Return a table: each model by its requests, the busiest first, and all."""
-    said = report(replayed, expected)
-    found, beside = said["replayed"], said.get("simulated")
-    total = found["total"]
+    both = report(replayed, expected)
+    real, beside = both["replayed"], both.get("simulated")
+    total = real["total"]
     ends = ", ".join(
         f"{total[end]} {end}" for end in ("served", "expired", "refused", "cancelled", "failed") if total[end]
     )
     head = ["model", "requests", "in time", "p50", "p99"]
     head += [] if beside is None else ["simulated: in time", "p50", "p99"]
-    names = sorted(found["models"], key=lambda name: (-found["models"][name]["requests"], name))
+    names = sorted(real["models"], key=lambda name: (-real["models"][name]["requests"], name))
     rows = [
-        [name, str(one["requests"]), *_cells(one), *([] if beside is None else _cells(other))]
-        for name, one, other in (
-            *((name, found["models"][name], (beside or found)["models"].get(name)) for name in names),
-            ("all", total, (beside or found)["total"]),
+        [name, str(cells["requests"]), *_cells(cells), *([] if beside is None else _cells(simulated))]
+        for name, cells, simulated in (
+            *((name, real["models"][name], (beside or real)["models"].get(name)) for name in names),
+            ("all", total, (beside or real)["total"]),
         )
     ]
-    goodput, late = rate(total["goodput"]), duration(found["late_p99_s"])
+    goodput, late = rate(total["goodput"]), duration(real["late_p99_s"])
     first = f"{total['requests']} requests: {ends or 'none'}; goodput {goodput}; sent late by {late} at p99"
     table = f"{first}\n\n{aligned([head, *rows])}"
     if beside is None:
         return table
-    slower = said["late_p50_s"]
-    what = "sooner" if slower < 0 else "later"
-    return f"{table}\n\nhalf of the answers came {duration(abs(slower))} or more {what} than simulated"
+    slower = both["late_p50_s"]
+    direction = "sooner" if slower < 0 else "later"
+    return f"{table}\n\nhalf of the answers came {duration(abs(slower))} or more {direction} than simulated"
 
 
 def _cells(of: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ from rsrv.progress import steps
 from rsrv.text import one_line
 from rsrv.units import parse_size
 
-#: seconds between two looks at models that start
+#: Seconds between two checks of models that start.
 _WARM_LOOK_S = 0.25
 #: Seconds between two pages of `rsrv status --watch`.
 _WATCH_S = 2.0
-#: exit statuses of `rsrv doctor`
+#: Exit statuses of `rsrv doctor`.
 _STATUSES = {pb.SEVERITY_WARNING: 1, pb.SEVERITY_CRITICAL: 3}
 
 
@@ -84,13 +84,13 @@ def _watch_status(server: Server) -> NoReturn:
 def _ask_status(server: Server) -> _StatusPage:
     """Return the status that the options ask for, and the page that shows it."""
     model = server.options.model
-    if any(one in model for one in "*?["):
+    if any(mark in model for mark in "*?["):
         answer = server.ask("GetStatus", pb.GetStatusRequest())
-        aliases = [one for one in answer.aliases if fnmatchcase(one.name, model)]
+        aliases = [alias for alias in answer.aliases if fnmatchcase(alias.name, model)]
         behind = {target.model for alias in aliases for target in alias.targets}
         # The models behind an alias are shown with it.
         models, metas, failures = (
-            [one for one in kind if one.name in behind or fnmatchcase(one.name, model)]
+            [shown for shown in kind if shown.name in behind or fnmatchcase(shown.name, model)]
             for kind in (answer.models, answer.metas, answer.failures)
         )
         if not models and not metas and not failures and not aliases:
@@ -125,7 +125,7 @@ def _memory(server: Server) -> int:
 def _doctor(server: Server) -> int:
     answer = server.ask("Diagnose", pb.DiagnoseRequest())
     server.show(answer, pages.doctor_page)
-    return max((_STATUSES.get(one.severity, 0) for one in answer.findings), default=0)
+    return max((_STATUSES.get(finding.severity, 0) for finding in answer.findings), default=0)
 
 
 def _health(server: Server) -> int:
@@ -199,17 +199,17 @@ def _warm(server: Server) -> int:
     ended: set[str] = set()
     with steps("models started", len(answer.models)) as progress:
         while True:
-            for one in answer.models:
-                if one.state in ("warm", "failed") and one.name not in ended:
-                    ended.add(one.name)
-                    progress.step(one.name)
+            for shown in answer.models:
+                if shown.state in ("warm", "failed") and shown.name not in ended:
+                    ended.add(shown.name)
+                    progress.step(shown.name)
             if len(ended) >= len(answer.models):
                 break
             time.sleep(_WARM_LOOK_S)
             answer = server.ask("Start", pb.StartRequest(models=options.model, all=options.all, look=True))
-    failed = [one for one in answer.models if one.state == "failed"]
-    for one in failed:
-        print(f"{one.name}: {one.error}", file=sys.stderr)
+    failed = [shown for shown in answer.models if shown.state == "failed"]
+    for shown in failed:
+        print(f"{shown.name}: {shown.error}", file=sys.stderr)
     status = server.done(
         answer, f"{len(answer.models) - len(failed)} of {len(answer.models)} models are warm"
     )
@@ -294,7 +294,7 @@ def _alias(server: Server) -> int:
         raise CommandLineError("give an alias, and the models behind it, or --remove")
     alias = pb.Alias(name=name, targets=map(_alias_target, targets))
     answer = server.wait("SetAlias", pb.SetAliasRequest(alias=alias), f"{name}: loading")
-    shown = [pages.alias_line(one) for one in answer.aliases if one.name == name]
+    shown = [pages.alias_line(alias) for alias in answer.aliases if alias.name == name]
     return server.done(answer, shown[0] if shown else f"{name}: removed")
 
 
@@ -337,8 +337,8 @@ def _restart(server: Server) -> int:
     request = pb.RestartRequest(devices=_devices(server), drain_s=options.drain, force=options.force)
     answer = server.wait("Restart", request, "restarting")
     gaps = [
-        f"device {one.number}: the first model was back after {one.first_s:.2f} s, all after {one.all_s:.2f} s"
-        for one in answer.devices
+        f"device {device.number}: the first model was back after {device.first_s:.2f} s, all after {device.all_s:.2f} s"
+        for device in answer.devices
     ]
     return server.done(answer, "\n".join(gaps))
 
@@ -353,8 +353,8 @@ def _sleep(server: Server) -> int:
 def _wake(server: Server) -> int:
     answer = server.wait("Wake", pb.WakeRequest(devices=_devices(server)), "waking")
     lines = [
-        f"device {one.number}: awake " + (f"after {one.seconds:.2f} s" if one.seconds else "already")
-        for one in answer.devices
+        f"device {device.number}: awake " + (f"after {device.seconds:.2f} s" if device.seconds else "already")
+        for device in answer.devices
     ]
     return server.done(answer, "\n".join(lines))
 
@@ -368,7 +368,7 @@ def _profile(server: Server) -> int:
         return server.done(answer, f"recording into {answer.directory}")
     if seconds is not None:
         server.ask("StartProfile", pb.StartProfileRequest(), LONG_TIMEOUT_S)
-        with suppress(KeyboardInterrupt), steps("recording"):  # write what was recorded so far
+        with suppress(KeyboardInterrupt), steps("recording"):  # Write the part that was recorded so far.
             time.sleep(seconds)
     answer = server.wait("StopProfile", pb.StopProfileRequest(), "writing the profile")
     return server.done(answer, answer.directory)

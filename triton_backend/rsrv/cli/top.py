@@ -26,7 +26,7 @@ _BAR = 10
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HEAD = ("MODEL", "STATE", "SIZE", "QUEUED", "RUNNING", "REQUESTS", "DEVICE", "P99", "LOADS", "ERRORS")
 _SHARE, _RATE = _HEAD.index("DEVICE"), _HEAD.index("REQUESTS")
-#: columns of a terminal with at least this many characters a line
+#: Columns of a terminal with at least this many characters per line.
 _WIDE = 110
 _IF_WIDE = ("SIZE", "RUNNING", "LOADS")
 #: With fewer characters a line, show only these columns, and no bar.
@@ -171,8 +171,8 @@ class Top:
         """Return the last line: what keys do, or the filter."""
         if self.typing:
             return f"/{self.filter}_   Enter keeps this part of the names, Esc shows all"
-        kept = f" ({self.filter})" if self.filter else ""
-        return f"q quit   s sort by the next column   r reverse   / filter by name{kept}"
+        shown = f" ({self.filter})" if self.filter else ""
+        return f"q quit   s sort by the next column   r reverse   / filter by name{shown}"
 
     def headlines(self) -> list[str]:
         """Return a line about the device and all models together; with several devices, a line for each, and one for all."""
@@ -186,8 +186,8 @@ class Top:
             f"{rate(sum(row.rate or 0 for row in self.rows))}, "
             f"{sum(row.model['queued'] for row in self.rows)} waiting, {self._states()}, host {host}"
         )
-        found = [(one["severity"], one["evidence"]) for one in self.state["findings"]]
-        first = [text] if (text := headline(found, "`rsrv doctor`")) else []
+        findings = [(finding["severity"], finding["evidence"]) for finding in self.state["findings"]]
+        first = [text] if (text := headline(findings, "`rsrv doctor`")) else []
         if len(devices) == 1 and "asleep_since" in devices[0]:
             return [*first, f"{_asleep(devices[0])}, {models}"]
         if len(devices) == 1:
@@ -223,14 +223,14 @@ def _weights(device: dict[str, Any]) -> str:
     of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
     card = device["card"]
     used = "" if card is None else f", {amount(card['used_bytes'])} of {amount(card['total_bytes'])} in use"
-    held = amount(device["held"]) + saved(device["physical"], device["logical"])
-    return f"{held}{of} for weights ({amount(device['pinned'])} pinned){used}"
+    held_bytes = amount(device["held"]) + saved(device["physical"], device["logical"])
+    return f"{held_bytes}{of} for weights ({amount(device['pinned'])} pinned){used}"
 
 
 def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -> float | None:
     """Return the share of a device's time since the previous event that executions took; None if it is not known."""
     elapsed = _elapsed(before, now)
-    old = {one["number"]: one for one in before["devices"]} if elapsed > 0 else {}
+    old = {device["number"]: device for device in before["devices"]} if elapsed > 0 else {}
     then = old.get(device["number"], {}).get("device_s")
     if then is None or "device_s" not in device:
         return None
@@ -245,8 +245,8 @@ def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     for name in state["gone"]:
         models.pop(name, None)
     aliases = {"aliases": before.get("aliases", [])}
-    told = {key: value for key, value in state.items() if key != "gone"}
-    return {**aliases, **told, "models": list(models.values())}
+    fields = {key: value for key, value in state.items() if key != "gone"}
+    return {**aliases, **fields, "models": list(models.values())}
 
 
 def _elapsed(before: dict[str, Any], now: dict[str, Any]) -> float:
@@ -270,7 +270,11 @@ def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[ModelRow]:
 
 def _alias_rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[AliasRow]:
     elapsed = _elapsed(before, now)
-    old = {(name, one["model"]): _requests(one) for name, one in _targets(before)} if elapsed > 0 else {}
+    old = (
+        {(name, target["model"]): _requests(target) for name, target in _targets(before)}
+        if elapsed > 0
+        else {}
+    )
     for name, target in _targets(now):
         last = old.get((name, target["model"]))
         per_second = None if last is None else max(0.0, (_requests(target) - last) / elapsed)
@@ -297,8 +301,8 @@ def print_events(events: Iterable[tuple[str, str]]) -> None:
     """Print each event as a line of JSON, for programs; states are whole, although the stream has only changes."""
     top = Top()
     for event, text in events:
-        said = top.state if top.take(event, text) else json.loads(text)
-        print(json.dumps({"event": event, "is": said}), flush=True)
+        shown = top.state if top.take(event, text) else json.loads(text)
+        print(json.dumps({"event": event, "is": shown}), flush=True)
 
 
 def _show_live(events: Iterable[tuple[str, str]]) -> None:
@@ -421,12 +425,12 @@ def _show_lines(events: Iterable[tuple[str, str]]) -> None:
             for row in rows if top.state["up"] else ():
                 heads = ("SENDS", *_HEAD[2:]) if isinstance(row, AliasRow) else _HEAD[1:]
                 pairs = zip(heads, row.cells()[1:], strict=True)
-                said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell not in ("", "-"))
-                print(f"  {row.cells()[0]}: {said}", flush=True)
+                cells = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell not in ("", "-"))
+                print(f"  {row.cells()[0]}: {cells}", flush=True)
 
 
-def _line(said: dict[str, Any]) -> str:
-    return f"{_clock(said['t'])} {one_line(said['text'])}"
+def _line(event: dict[str, Any]) -> str:
+    return f"{_clock(event['t'])} {one_line(event['text'])}"
 
 
 def _clock(t: float) -> str:

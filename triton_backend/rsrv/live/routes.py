@@ -56,7 +56,7 @@ class LivePage:
         #: Held while a trace is made: it has megabytes.
         self._tracing = asyncio.Lock()
         folder = resources.files("rsrv.live") / "page"
-        self._files = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
+        self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -100,10 +100,10 @@ class LivePage:
     async def _panel(self, request: web.Request) -> web.Response:
         query = request.query
         try:
-            found = await self._source.panel(query.get("server", ""), query.get("model", ""))
+            panel = await self._source.panel(query.get("server", ""), query.get("model", ""))
         except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
-        return web.json_response(found, headers=_HEADERS)
+        return web.json_response(panel, headers=_HEADERS)
 
     async def _trace(self, request: web.Request) -> web.Response:
         try:
@@ -114,13 +114,13 @@ class LivePage:
         return web.Response(text=text, content_type="application/json", headers=_HEADERS)
 
     async def _steer(self, request: web.Request) -> web.Response:
-        wanted = await self._order(request, _MAX_BODY, "server", "model", "what")
-        server, model, what = map(str, wanted)
-        if what not in ACTIONS:
+        values = await self._order(request, _MAX_BODY, "server", "model", "what")
+        server, model, action = map(str, values)
+        if action not in ACTIONS:
             return web.Response(status=400, text=f"what must be one of {', '.join(ACTIONS)}\n")
-        log.info("live page at %s: %s %s at %s", request.remote, what, model, server)
+        log.info("live page at %s: %s %s at %s", request.remote, action, model, server)
         try:
-            await self._source.steer(server, model, what)
+            await self._source.steer(server, model, action)
         except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n")
         return web.Response(text="done\n")
@@ -144,8 +144,8 @@ class LivePage:
         while len(body) <= most and (some := await request.content.readany()):
             body += some
         try:
-            wanted: Any = json.loads(body) if len(body) <= most else None
-            return [wanted[key] for key in keys]
+            body_values: Any = json.loads(body) if len(body) <= most else None
+            return [body_values[key] for key in keys]
         except (ValueError, LookupError, TypeError, RecursionError):
             needed = f"{', '.join(keys[:-1])} and {keys[-1]}"
             raise web.HTTPBadRequest(

@@ -43,7 +43,7 @@ class PageSource(Protocol):
     async def trace(self, server: str) -> str:
         """Return the latest spans of a server, for Perfetto. Raises PageError."""
 
-    async def steer(self, server: str, model: str, what: str) -> None:
+    async def steer(self, server: str, model: str, action: str) -> None:
         """Carry out one of ACTIONS. Raises PageError."""
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from rsrv.placement.device_choice import SOONER
 
-#: seconds that cutting a batch must gain: its answers go through response senders, which cost more than a list that
-#: execute() returns
+#: Minimum number of seconds that dividing a batch must gain. The answers of a divided batch go through response senders, which
+#: cost more than a list that execute() returns.
 _LEAST_GAIN_S = 0.001
 
 
@@ -37,7 +37,7 @@ class ExecutionCosts:
 class Forecast(NamedTuple):
     """Expected work of one device."""
 
-    #: seconds until it could begin a batch that came now, the load of weights included
+    #: Seconds until the device could begin a batch that arrived now, including the load of weights.
     free_s: float
     #: True if the weights are there.
     warm: bool
@@ -68,7 +68,9 @@ def divide(rows: Sequence[int], whole: Forecast, others: Sequence[Forecast]) -> 
         others: further devices.
     """
     ends_whole = whole.ends_in_s(sum(rows))
-    shares = {0: _Share(whole)} | {n: _Share(one) for n, one in enumerate(others, 1) if one.warm}
+    shares = {0: _Share(whole)} | {
+        n: _Share(forecast) for n, forecast in enumerate(others, 1) if forecast.warm
+    }
     parts = [0] * len(rows)
     for index in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):
         least = inf

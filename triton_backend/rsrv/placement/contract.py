@@ -43,21 +43,21 @@ class WeightsView(Enum):
 class ModelView(Immutable):
     """One model as its worker last reported it. Counters start when the model is loaded."""
 
-    #: bytes of its weights on the device
+    #: Bytes of the model's weights on the device.
     bytes: int
     weights: WeightsView
-    #: the weights stay on the device even if the gateway asks for their eviction
+    #: True if the weights stay on the device even if the gateway asks for their eviction.
     pinned: bool = False
-    #: expected device seconds per item at the cheapest batch size; None: never executed
+    #: Expected device seconds per item at the cheapest batch size, or None if the model was never executed.
     item_s: float | None = None
     queued: int = 0
     executing: int = 0
     requests: int = 0
     items: int = 0
     device_seconds: float = 0.0
-    #: items in its largest execution; 0: no batch axis
+    #: Items in the model's largest execution, or 0 without a batch axis.
     max_items: int = 0
-    #: an input with a batch axis, and the index of that axis; None: a request is one item
+    #: An input with a batch axis, and the index of that axis. None if a request is one item.
     batch_input: tuple[str, int] | None = None
 
 
@@ -65,24 +65,24 @@ class ModelView(Immutable):
 class WorkerView(Immutable):
     """A worker as its last probe saw it."""
 
-    #: the last probe was answered
+    #: True if the last probe was answered.
     alive: bool
-    #: names of the models and meta models that it serves now, rsrv's or not
+    #: Names of the models and meta models that the worker serves now, also of models of other backends.
     ready: frozenset[str] = frozenset()
-    #: instance of its runtime, where counters begin at 0; None: no control service answers
+    #: Instance of the worker's runtime, where counters begin at 0. None if no control service answers.
     instance: str | None = None
-    #: device bytes for weights; None: no limit, or unknown
+    #: Device bytes for weights, or None without a limit or if unknown.
     budget_bytes: int | None = None
-    #: device seconds for the queued and executing requests
+    #: Device seconds for the queued and executing requests.
     backlog_s: float = 0.0
     models: Mapping[str, ModelView] = field(default_factory=dict)
-    #: meta models and the models that they call; called models are placed with the meta model
+    #: Meta models and the models that they call. Called models are placed together with the meta model.
     calls: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    #: aliases, each with the model that gets most of its requests
+    #: Aliases, each with the model that gets most of its requests.
     aliases: Mapping[str, str] = field(default_factory=dict)
     #: Number of the device on its server.
     device: int = 0
-    #: device bytes that no weights take; None: no limit, or unknown
+    #: Device bytes that no weights take, or None without a limit or if unknown.
     free_bytes: int | None = None
     #: Number of devices of the worker.
     devices: int = 1
@@ -94,30 +94,29 @@ class WorkerView(Immutable):
 class Routes(Immutable):
     """Workers for the requests of one model. A worker with several devices is listed once for each device."""
 
-    #: all workers where the model is ready, by name
+    #: Names of all workers where the model is ready.
     ready: tuple[str, ...]
-    #: the workers of `ready` that the packing chose, by name; empty: not packed
+    #: Names of the workers of `ready` that the packing chose. Empty if the model is not packed.
     placed: tuple[str, ...] = ()
-    #: items sent to one replica before the next replica's turn; 1: each request goes to the least loaded
-    #: replica
+    #: Items sent to one replica before the next replica's turn. With 1, each request goes to the least loaded replica.
     quantum: int = 1
-    #: choice among the replicas with the fewest quanta in flight. least: the least loaded; rr: each in turn
+    #: Choice among the replicas with the fewest quanta in flight: the least loaded one (`least`), or each in turn (`rr`).
     fill: Literal["least", "rr"] = "least"
-    #: load of one item on a worker, or of one request if `per_item` is false
+    #: Load of one item on a worker, or of one request if `per_item` is false.
     charge: float = 1.0
     per_item: bool = True
-    #: the input whose shape gives the number of items, and its axis; None: a request counts as one item
+    #: The input whose shape gives the number of items, and its axis. None if a request counts as one item.
     batch_input: tuple[str, int] | None = None
 
 
-#: routes by model; replaced as a whole
+#: Routes by model. The mapping is replaced as a whole.
 Table = Mapping[str, Routes]
 
 
 class Act(Enum):
-    #: load the model's weights onto the device ahead of its requests
+    #: Load the model's weights onto the device ahead of its requests.
     PREFETCH = "prefetch"
-    #: evict them unless they are pinned or in use
+    #: Evict the model's weights unless they are pinned or in use.
     EVICT = "evict"
 
 

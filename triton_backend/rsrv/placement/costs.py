@@ -30,7 +30,7 @@ from rsrv.placement.contract import Immutable, WorkerView
 
 SAMPLE_S = 2.0
 DEMAND_S = 0.9
-#: time in which waiting requests should be done
+#: Seconds within which waiting requests should be done.
 WAITING_S = 1.0
 
 
@@ -38,11 +38,11 @@ WAITING_S = 1.0
 class Measured:
     """Measured demand of one model."""
 
-    #: device seconds per second, all workers together
+    #: Device seconds per second, summed over all workers.
     utilisation: float = 0.0
-    #: requests per second while the devices worked
+    #: Requests per second while the devices worked.
     requests_s: float = 0.0
-    #: device seconds of one item; None: never executed
+    #: Device seconds of one item, or None if the model was never executed.
     item_s: float | None = None
 
 
@@ -73,19 +73,19 @@ class Costs:
 
     def __init__(self, halflife: float) -> None:
         self.halflife = halflife
-        #: device seconds by model and worker, until the planner removes an entry
+        #: Device seconds by model and worker. The planner removes entries.
         self.where: dict[str, dict[str, float]] = {}
         self._averages: dict[str, _Average] = {}
         self._assumed: dict[str, Measured] = {}
-        #: the last view with counters of each worker, and its time
+        #: Last view of each worker with counters, and its time.
         self._views: dict[str, tuple[WorkerView, float]] = {}
         self._samples: dict[str, dict[str, _Sample]] = {}
-        #: as `_views`, for the demand; and the demand by worker and model, without models that have none
+        #: Last views for the demand, like `_views`; and the demand by worker and model, without models that have none.
         self._seen: dict[str, tuple[WorkerView, float]] = {}
         self._demand: dict[str, dict[str, float]] = {}
-        #: its sums by model
+        #: Sums of the demand by model.
         self._hot: defaultdict[str, float] = defaultdict(float)
-        #: device seconds per item that the workers expect, by model; used before the first measurement
+        #: Device seconds per item that the workers expect, by model. They are used before the first measurement.
         self._expected: dict[str, float] = {}
 
     def observe(self, views: Mapping[str, WorkerView], now: float) -> float:

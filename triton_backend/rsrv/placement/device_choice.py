@@ -8,13 +8,13 @@ from math import inf
 from typing import TypeVar
 from zlib import crc32
 
-#: another device than the preferred one gets a batch only if its answer is expected within this share of that one's
-#: time: noise of measurements must not move traffic, and with it weights
+#: A device other than the preferred one gets a batch only if its answer is expected within this share of the preferred device's
+#: time. Noise of measurements must not move traffic, and with it weights.
 SOONER = 0.8
-#: a device outside of the model's mask gets one only if its answer is expected within this share of the time: it loads
-#: weights for it, which may evict others'
+#: A device outside of the model's mask gets a batch only if its answer is expected within this share of the time. It must load
+#: weights for the batch, which may evict other weights.
 ELSEWHERE = 0.25
-#: bit of a mask whose devices an operator has named: no other live device gets a batch
+#: Bit of a mask whose devices an operator has named. No other live device gets a batch then.
 PINNED = 1 << 63
 
 _Device = TypeVar("_Device")
@@ -54,9 +54,9 @@ def soonest(
     """
     device, least = _soonest(chosen, answers_in_s)
     if others and (least == inf or not pinned):
-        other, seconds = _soonest(others, answers_in_s)
+        alternative, seconds = _soonest(others, answers_in_s)
         if seconds < ELSEWHERE * least:
-            return other
+            return alternative
     return device
 
 
@@ -64,8 +64,8 @@ def _soonest(devices: Sequence[_Device], answers_in_s: Callable[[_Device], float
     """Return the device that answers first, and in how many seconds; the first one if no other is clearly sooner."""
     device = devices[0]
     least = answers_in_s(device)
-    for one in devices[1:]:
-        seconds = answers_in_s(one)
+    for next_device in devices[1:]:
+        seconds = answers_in_s(next_device)
         if seconds < SOONER * least:
-            device, least = one, seconds
+            device, least = next_device, seconds
     return device, least

@@ -16,15 +16,15 @@ class ServerDevice(NamedTuple):
     """A device of a server."""
 
     server: str
-    #: position in the server's runtime.devices; None: its only one
+    #: Position in the server's runtime.devices, or None for its only device.
     number: int | None
-    #: more than one: all devices of a server that places models itself
+    #: All devices of a server that places models itself. There is more than one.
     size: int = 1
 
 
-#: devices by name
+#: Devices by name.
 ServerDevices = Mapping[str, ServerDevice]
-#: numbers of the devices of one server that serve each model
+#: Numbers of the devices of one server that serve each model.
 ModelDevices = Mapping[str, tuple[int, ...]]
 
 _FROM_BEST = (WeightsView.RESIDENT, WeightsView.LOADING, WeightsView.ABSENT)
@@ -90,11 +90,11 @@ def as_one(
 
 
 def _models_of(
-    live: Sequence[WorkerView], before: tuple[WorkerView, ...], one: WorkerView | None
+    live: Sequence[WorkerView], before: tuple[WorkerView, ...], whole: WorkerView | None
 ) -> Mapping[str, ModelView]:
     """Return the models of these devices as one; `one` has those of the devices `before`."""
     then = [view for view in before if view.alive]
-    if one is None or [view.device for view in then] != [view.device for view in live]:
+    if whole is None or [view.device for view in then] != [view.device for view in live]:
         models: dict[str, ModelView] = {}
         changed = set[str]().union(*(view.models for view in live))
     else:
@@ -105,8 +105,8 @@ def _models_of(
                 changed.update(name for name, model in now.models.items() if known.get(name) is not model)
                 changed |= known.keys() - now.models.keys()
         if not changed:
-            return one.models
-        models = dict(one.models)
+            return whole.models
+        models = dict(whole.models)
     for name in changed:
         shown = [view.models[name] for view in live if name in view.models]
         if shown:
@@ -118,25 +118,25 @@ def _models_of(
 
 def _model_of(shown: Sequence[ModelView]) -> ModelView:
     """Return the view of a model from those of several devices."""
-    costs = [one.item_s for one in shown if one.item_s is not None]
-    weights = {one.weights for one in shown}
+    costs = [view.item_s for view in shown if view.item_s is not None]
+    weights = {view.weights for view in shown}
     return replace(
         shown[0],
-        bytes=max(one.bytes for one in shown),
-        weights=next(one for one in _FROM_BEST if one in weights),
-        pinned=any(one.pinned for one in shown),
+        bytes=max(view.bytes for view in shown),
+        weights=next(state for state in _FROM_BEST if state in weights),
+        pinned=any(view.pinned for view in shown),
         item_s=min(costs) if costs else None,
-        queued=sum(one.queued for one in shown),
-        executing=sum(one.executing for one in shown),
-        requests=sum(one.requests for one in shown),
-        items=sum(one.items for one in shown),
-        device_seconds=sum(one.device_seconds for one in shown),
+        queued=sum(view.queued for view in shown),
+        executing=sum(view.executing for view in shown),
+        requests=sum(view.requests for view in shown),
+        items=sum(view.items for view in shown),
+        device_seconds=sum(view.device_seconds for view in shown),
     )
 
 
 def _sum_or_none(figures: Iterable[int | None]) -> int | None:
     known = [*figures]
-    return None if None in known else sum(one or 0 for one in known)
+    return None if None in known else sum(number or 0 for number in known)
 
 
 def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
@@ -173,12 +173,12 @@ def routes_to_servers(table: Table, devices: ServerDevices) -> Table:
 
 def placements(table: Table, devices: ServerDevices) -> dict[str, ModelDevices]:
     """Return the devices of each placed model, by server, for the servers with several devices."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {
+    devices_of: dict[str, dict[str, tuple[int, ...]]] = {
         device.server: {} for device in devices.values() if device.number is not None
     }
     for model, routes in table.items():
         for device in map(devices.__getitem__, routes.placed):
             if device.number is not None:
-                mine = found[device.server]
+                mine = devices_of[device.server]
                 mine[model] = (*mine.get(model, ()), device.number)
-    return dict(found)
+    return dict(devices_of)

@@ -11,21 +11,22 @@ from rsrv.placement.contract import Immutable, ModelView, WeightsView, WorkerVie
 class FleetModel:
     """One model, over all workers that are alive."""
 
-    #: workers where it is ready, by name
+    #: Names of the workers where the model is ready.
     ready: tuple[str, ...]
-    #: workers of `ready` where it is cold, by name, if another runtime has it: requests would wait for its start
+    #: Names of the workers of `ready` where the model is cold although another runtime has it. Requests would wait for its
+    #: start there.
     cold: tuple[str, ...] = ()
-    #: workers with its weights on the device, by name
+    #: Names of the workers with the model's weights on the device.
     resident: tuple[str, ...] = ()
-    #: device bytes at each worker where it is placed; 0: unknown, or pinned on every worker
+    #: Device bytes at each worker where the model is placed. 0 if unknown, or if it is pinned on every worker.
     bytes: int = 0
     max_items: int = 0
     batch_input: tuple[str, int] | None = None
-    #: models called by a meta model
+    #: Models that a meta model calls.
     calls: frozenset[str] = frozenset()
-    #: the model that gets most requests of an alias
+    #: The model that gets most requests of an alias.
     follows: str = ""
-    #: a worker reports its figures; models without figures are not packed
+    #: True if a worker reports figures of the model. Models without figures are not packed.
     known: bool = False
 
 
@@ -36,9 +37,9 @@ class Unit:
     On one server, models whose pins have no device in common are placed one by one.
     """
 
-    #: names, sorted
+    #: Sorted names of the models.
     models: tuple[str, ...]
-    #: workers where all of them are ready, by name; at least one
+    #: Names of the workers where all models of the unit are ready. There is at least one.
     allowed: tuple[str, ...]
     bytes: int
 
@@ -49,13 +50,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Fleet(Immutable):
-    #: workers that are alive, by name
+    #: Names of the workers that are alive.
     views: Mapping[str, WorkerView]
-    #: all models that a worker serves, or served when it last answered
+    #: All models that a worker serves, or served when it last answered.
     models: Mapping[str, FleetModel]
-    #: units to pack, by name
+    #: Units to pack, by name.
     units: tuple[Unit, ...]
-    #: meta models whose called models are not all ready on one worker
+    #: Meta models whose called models are not all ready on one worker.
     torn: tuple[str, ...]
 
     def warm(self, unit: Unit, worker: str) -> bool:
@@ -72,8 +73,8 @@ class Fleet(Immutable):
         view = self.views[worker]
         if view.free_bytes is not None or view.budget_bytes is None:
             return view.free_bytes
-        held = sum(m.bytes for m in view.models.values() if m.weights is not WeightsView.ABSENT)
-        return max(view.budget_bytes - held, 0)
+        used = sum(m.bytes for m in view.models.values() if m.weights is not WeightsView.ABSENT)
+        return max(view.budget_bytes - used, 0)
 
     def free_bytes(self, worker: str) -> int | None:
         """Return the device bytes for packed models: the budget without pinned weights. None: no limit."""
@@ -181,7 +182,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
         aliases |= view.aliases
-    #: indices of the groups that serve each model
+    #: Indices of the groups that serve each model.
     groups: dict[str, tuple[int, ...]] = {}
     for number, ready in enumerate(alike):
         for name in ready:
@@ -218,23 +219,23 @@ def _cold(name: str, ready: tuple[str, ...], views: Mapping[str, WorkerView]) ->
 def _units(
     views: Mapping[str, WorkerView], models: Mapping[str, FleetModel], pins: Mapping[str, Collection[int]]
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
-    told = {worker for worker, view in views.items() if view.instance is not None}
+    known = {worker for worker, view in views.items() if view.instance is not None}
 
     def pinned(group: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
         named = [pins[name] for name in group if name in pins]
-        return tuple([w for w in allowed if all(views[w].device in one for one in named)]) or allowed
+        return tuple([w for w in allowed if all(views[w].device in devices for devices in named)]) or allowed
 
     # Runs of a meta model reach all devices of their server, and no other server.
     several_servers = len({view.device for view in views.values()}) < len(views)
     units = []
     torn: list[str] = []
     for group in _together(models):
-        allowed = _allowed(group, models, told)
+        allowed = _allowed(group, models, known)
         if not allowed and len(group) > 1:
             torn += [name for name in group if models[name].calls]
         together = allowed and (several_servers or have_common_device(group, pins))
         for members in [group] if together else [(name,) for name in group]:
-            where = allowed or _allowed(members, models, told)
+            where = allowed or _allowed(members, models, known)
             if where:
                 size = sum(models[name].bytes for name in members)
                 units.append(Unit(members, pinned(members, where) if pins else where, size))
@@ -247,15 +248,15 @@ def have_common_device(group: tuple[str, ...], pins: Mapping[str, Collection[int
     return len(named) < 2 or bool(set.intersection(*named))
 
 
-def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], told: set[str]) -> tuple[str, ...]:
+def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], known: set[str]) -> tuple[str, ...]:
     """Return the workers where every ready model of the group is ready; only those with a control service if there are any."""
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
         return ()
     common = places[0] if len(places) == 1 else tuple(sorted({*places[0]}.intersection(*places[1:])))
-    if told.issuperset(common):
+    if known.issuperset(common):
         return common
-    return tuple([worker for worker in common if worker in told]) or common
+    return tuple([worker for worker in common if worker in known]) or common
 
 
 def _together(models: Mapping[str, FleetModel]) -> list[tuple[str, ...]]:

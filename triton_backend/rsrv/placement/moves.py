@@ -20,7 +20,7 @@ from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, Unit
 
-#: moves to one worker that are under way at a time; its link transfers the weights one after the other
+#: Maximum number of concurrent moves to one worker, because its link transfers weights one after the other.
 MOVES_AT_ONCE = 2
 #: After this time a move is given up, and an unavailable old home is no longer awaited.
 MOVE_LIMIT_S = 60.0
@@ -33,7 +33,7 @@ class _OldHome:
     """Weights of a model at a worker that it has moved away from."""
 
     since: float
-    #: the model's last view there, and its worker's measurement
+    #: Last view of the model on the worker, and the worker's measurement.
     seen: ModelView
     measurement: int
 
@@ -45,14 +45,14 @@ class Moves:
         #: Current and target workers of each model, by name.
         self.placed: dict[str, tuple[str, ...]] = {}
         self.targets: dict[str, tuple[str, ...]] = {}
-        #: time at which the target was set
+        #: Time at which the target was set.
         self._since: dict[str, float] = {}
         #: Time of the last prefetch request for the current target, or of the weights' arrival without a request, by (model,
         #: worker).
         self._asked: dict[tuple[str, str], float] = {}
         #: (model, worker) whose weights have been there since the target was set
         self._arrived: set[tuple[str, str]] = set()
-        #: time at which a unit's move to a worker began, until it is warm there
+        #: Time at which a unit's move to a worker began. The entry is removed once the unit is warm there.
         self._begun: dict[tuple[str, str], float] = {}
         self._leaving: dict[tuple[str, str], _OldHome] = {}
         #: True if `advance` had nothing to do. This holds until the models of the fleet or a target change.
@@ -65,8 +65,8 @@ class Moves:
 
     def home(self, unit: Unit) -> tuple[str, ...]:
         """Return the target that all models of a unit share; empty if they have none, differ, or a worker of it is missing."""
-        home, *others = [self.targets.get(name, ()) for name in unit.models]
-        same = all(other == home for other in others)
+        home, *other_homes = [self.targets.get(name, ()) for name in unit.models]
+        same = all(other_home == home for other_home in other_homes)
         return home if same and all(worker in unit.allowed for worker in home) else ()
 
     def settled(self, unit: Unit) -> bool:
@@ -139,7 +139,10 @@ class Moves:
                     self._left(name, old, new, fleet, now)
                     changed.append(name)
         absent.sort(
-            key=lambda one: (-sum(costs.measured(n).utilisation for n in one[0].models), one[0].models)
+            key=lambda placed: (
+                -sum(costs.measured(n).utilisation for n in placed[0].models),
+                placed[0].models,
+            )
         )
         steps = self._fetch(absent, fleet, swapping, now)
         steps += self._free(fleet, now)

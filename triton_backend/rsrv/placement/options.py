@@ -83,9 +83,9 @@ class PlannerOptions(PlacementSection):
     def of(cls, section: PlacementSection, models: Mapping[str, PlacedModelSection], **policy: Any) -> Self:
         """Return the options with rsrv.yaml's settings and the policy's defaults. `policy`: further values."""
         placed = {
-            name: {"devices": one.devices, "replicas": one.replicas}
-            for name, one in models.items()
-            if one.devices is not None or one.replicas is not None
+            name: {"devices": section.devices, "replicas": section.replicas}
+            for name, section in models.items()
+            if section.devices is not None or section.replicas is not None
         }
         values = section.model_dump(exclude={"mode"})
         return cls.model_validate({**values, "models": placed, **policy})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rsrv.placement.packing_search import Assignment, Replica
 
-#: a utilisation of 1 as a whole number: integer sums do not depend on their order
+#: A utilisation of 1 as a whole number, because integer sums do not depend on their order.
 _ONE = 10**9
 
 
@@ -19,13 +19,13 @@ class UnitLoad:
     """Load and bytes of one unit: a model, or several that belong together."""
 
     name: str
-    #: device seconds per second, of all replicas together
+    #: Device seconds per second, summed over all replicas.
     utilisation: float
-    #: bytes of its weights
+    #: Bytes of the unit's weights.
     bytes: int
-    #: workers that share its load; fewer if fewer are allowed
+    #: Number of workers that share the unit's load. It is lower if fewer workers are allowed.
     replicas: int = 1
-    #: names of the allowed workers; None: all
+    #: Names of the allowed workers, or None for all.
     allowed: frozenset[str] | None = None
 
 
@@ -34,7 +34,7 @@ class WorkerBudget:
     """A worker with its budget for weights."""
 
     name: str
-    #: bytes for weights; None: no limit
+    #: Bytes for weights, or None without a limit.
     budget_bytes: int | None
     #: Number of the worker's devices, which share its load.
     devices: int = 1
@@ -44,15 +44,15 @@ class WorkerBudget:
 class Packing:
     """Result of `pack`."""
 
-    #: workers of each unit, by name; none if no allowed worker exists
+    #: Workers of each unit, by name. Empty if no allowed worker exists.
     placed: Mapping[str, tuple[str, ...]]
-    #: device seconds per second of each worker; each of k replicas counts a k-th
+    #: Device seconds per second of each worker. Each of k replicas counts a k-th.
     utilisation: Mapping[str, float]
-    #: bytes of each worker; every replica counts all bytes of its unit
+    #: Bytes of each worker. Every replica counts all bytes of its unit.
     bytes: Mapping[str, int]
-    #: units that stayed although a less busy worker has space for them
+    #: Units that stayed although a less busy worker has space for them.
     held: tuple[str, ...]
-    #: workers with more bytes than their budget
+    #: Workers with more bytes than their budget.
     oversubscribed: tuple[str, ...]
 
 
@@ -93,24 +93,24 @@ def pack(
     limits = sizes if forbid_oversubscription else [everything for _ in workers]
 
     devices = [worker.devices for worker in workers]
-    chosen, held = Assignment(replicas, sizes, limits, devices), dict[str, None]()
+    chosen, kept_loads = Assignment(replicas, sizes, limits, devices), dict[str, None]()
     chosen.assign_all(1 + hysteresis)
     if homes:
-        kept = Assignment(replicas, sizes, limits, devices)
-        if kept.keep_homes(homes, 1 + hysteresis, chosen):
-            chosen, held = kept, {loads[replicas[at].model].name: None for at in kept.held(homes)}
+        present = Assignment(replicas, sizes, limits, devices)
+        if present.keep_homes(homes, 1 + hysteresis, chosen):
+            chosen, kept_loads = present, {loads[replicas[at].model].name: None for at in present.held(homes)}
     where: dict[str, list[str]] = {load.name: [] for load in loads}
     for worker, inside in zip(workers, chosen.inside, strict=True):
         for model in inside:
             where[loads[model].name].append(worker.name)
     return Packing(
-        placed={name: tuple(found) for name, found in where.items()},
+        placed={name: tuple(devices_of) for name, devices_of in where.items()},
         utilisation={
             worker.name: sum(replicas[at].load for at in inside.values()) / _ONE
             for worker, inside in zip(workers, chosen.inside, strict=True)
         },
         bytes={worker.name: used for worker, used in zip(workers, chosen.used, strict=True)},
-        held=tuple(held),
+        held=tuple(kept_loads),
         oversubscribed=tuple(
             worker.name
             for worker, used in zip(workers, chosen.used, strict=True)

@@ -21,16 +21,15 @@ from heapq import nsmallest
 from itertools import accumulate
 from math import inf, lcm
 
-#: exchanges that a search evaluates
+#: Maximum number of exchanges that a search evaluates.
 _EXCHANGES = 400_000
-#: workers considered as partners of one worker
+#: Maximum number of workers that are considered as partners of one worker.
 _NEIGHBOURS = 32
-#: exchanges until a replica may return to a worker
+#: Number of exchanges until a replica may return to a worker.
 _TENURE = 10
-#: replicas that bin completion tries to place
+#: Maximum number of replicas that bin completion tries to place.
 _COMPLETIONS = 300_000
-#: greatest depth of its recursion, once for each replica and twice for each worker; beyond, only exchanges
-#: are used
+#: Maximum depth of the recursion, once for each replica and twice for each worker. Beyond it, only exchanges are used.
 _COMPLETABLE = 500
 
 _Figures = Callable[[int], tuple[float, ...]]
@@ -42,9 +41,9 @@ class Replica:
 
     load: int
     bytes: int
-    #: two replicas of one model never share a worker
+    #: Index of the model. Two replicas of one model never share a worker.
     model: int
-    #: workers where it may be placed
+    #: Workers where the replica may be placed.
     workers: frozenset[int]
 
 
@@ -63,10 +62,10 @@ class Assignment:
         self.workers = range(len(sizes))
         #: Weight of each worker, as a whole number. The fewer devices share the load, the larger it is.
         self.weight = [lcm(*devices) // count for count in devices]
-        #: load by worker, times its weight
+        #: Load by worker, multiplied by the worker's weight.
         self.load = [0 for _ in sizes]
         self.used = [0 for _ in sizes]
-        #: replicas by worker, then by model
+        #: Replicas by worker, then by model.
         self.inside: list[dict[int, int]] = [{} for _ in sizes]
         #: Bytes of the fullest worker relative to its size, if limits had to be exceeded. 0: all limits are kept.
         self.stretch = 0.0
@@ -79,7 +78,9 @@ class Assignment:
     @property
     def even(self) -> float:
         """Weighted load of every worker if all were equally busy."""
-        return sum(replica.load for replica in self.replicas) / (sum(1 / one for one in self.weight) or 1.0)
+        return sum(replica.load for replica in self.replicas) / (
+            sum(1 / weight for weight in self.weight) or 1.0
+        )
 
     # ---- replicas come and go
 
@@ -202,8 +203,8 @@ class Assignment:
             if self.replicas[index].bytes > roomiest:
                 left.append(index)
                 continue
-            for place, found in enumerate(ranked):
-                worker = int(found[-1])
+            for place, candidate in enumerate(ranked):
+                worker = int(candidate[-1])
                 if fits(index, worker):
                     del ranked[place]
                     self.put(index, worker)
@@ -232,7 +233,7 @@ class Assignment:
         """
         if not unplaced:
             return
-        rest = []
+        remaining = []
         for index in unplaced:
             home = homes.get(index)
             size = self.replicas[index].bytes
@@ -243,14 +244,14 @@ class Assignment:
             ):
                 self.put(index, home)
             else:
-                rest.append(index)
+                remaining.append(index)
         work = self.even or 1.0
         fill = sum(replica.bytes for replica in self.replicas) / sum(self.sizes)
 
         def either(worker: int) -> tuple[float, ...]:
             return max(self.load[worker] / work, self.used[worker] / self.sizes[worker] / fill), worker
 
-        self.assign_in_order(rest, either, self.may)
+        self.assign_in_order(remaining, either, self.may)
         self.stretch = max(used / size for used, size in zip(self.used, self.sizes, strict=True))
         for worker in self.workers:
             if self.used[worker] > self.limits[worker]:
@@ -268,21 +269,21 @@ class Assignment:
             for worker in reversed(ranked):
                 if move or self.load[worker] <= slack * self.load[ranked[0]]:
                     break
-                for other in ranked[:_NEIGHBOURS]:
+                for neighbour in ranked[:_NEIGHBOURS]:
                     steps -= len(self.inside[worker])
                     for index in self.inside[worker].values():
                         load, size = self.replicas[index].load, self.replicas[index].bytes
-                        after = self.load[other] + load * self.weight[other]
-                        if load and self.load[worker] > slack * after and self.fits(index, other):
+                        after = self.load[neighbour] + load * self.weight[neighbour]
+                        if load and self.load[worker] > slack * after and self.fits(index, neighbour):
                             relief = min(load * self.weight[worker], self.load[worker] - after)
                             gain = relief / (1 + size), -load
                             if gain > best:
-                                best, move = gain, (index, worker, other)
+                                best, move = gain, (index, worker, neighbour)
             if not move:
                 return
-            index, worker, other = move
+            index, worker, neighbour = move
             self.take(index, worker)
-            self.put(index, other)
+            self.put(index, neighbour)
 
     def held(self, homes: Mapping[int, int]) -> list[int]:
         """Return the replicas at home while a less busy worker, even with them, has space."""
@@ -314,7 +315,7 @@ class Assignment:
         """
         replicas, tabu_until, turn = self.replicas, dict[tuple[int, int], int](), 0
         unit = (sum(self.load) or 1) / (sum(self.used) or 1)
-        best, kept, price = self.cost(), self.copy(), 8.0
+        best, best_copy, price = self.cost(), self.copy(), 8.0
         while best > (0, target) and steps > 0:
             turn += 1
             worth = price * unit
@@ -328,24 +329,24 @@ class Assignment:
             own = [
                 (index, replicas[index].load, replicas[index].bytes) for index in self.inside[worst].values()
             ]
-            lowest, moved, found = inf, (0, 0), None
+            lowest, moved, swap = inf, (0, 0), None
             figures = self.excess if excess > 0 else self.busy
-            for other in nsmallest(
+            for neighbour in nsmallest(
                 _NEIGHBOURS, (worker for worker in self.workers if worker != worst), key=figures
             ):
-                beside, space = self.load[other], self.limits[other] - self.used[other]
-                out, back_in = self.weight[worst], self.weight[other]
+                beside, space = self.load[neighbour], self.limits[neighbour] - self.used[neighbour]
+                out, back_in = self.weight[worst], self.weight[neighbour]
                 # Minus the excess bytes that the other worker has already.
                 before = min(0, space)
                 candidates: list[tuple[int | None, int, int]] = [(None, 0, 0)]
                 candidates += [
                     (index, replicas[index].load, replicas[index].bytes)
-                    for index in self.inside[other].values()
+                    for index in self.inside[neighbour].values()
                     if tabu_until.get((index, worst), 0) < turn and self.may(index, worst)
                 ]
                 steps -= 24 + len(own) * len(candidates)
                 for index, own_load, own_bytes in own:
-                    if tabu_until.get((index, other), 0) >= turn or not self.may(index, other):
+                    if tabu_until.get((index, neighbour), 0) >= turn or not self.may(index, neighbour):
                         continue
                     for back, back_load, back_bytes in candidates:
                         work, size = own_load - back_load, own_bytes - back_bytes
@@ -360,22 +361,22 @@ class Assignment:
                         if score <= lowest:
                             moving = own_bytes + back_bytes, own_load + back_load
                             if score < lowest or moving < moved:
-                                lowest, moved, found = score, moving, (index, other, back)
-            if found is None:
+                                lowest, moved, swap = score, moving, (index, neighbour, back)
+            if swap is None:
                 break
-            index, other, back = found
+            index, neighbour, back = swap
             self.take(index, worst)
             tabu_until[index, worst] = turn + _TENURE
             if back is not None:
-                self.take(back, other)
+                self.take(back, neighbour)
                 self.put(back, worst)
-                tabu_until[back, other] = turn + _TENURE
-            self.put(index, other)
+                tabu_until[back, neighbour] = turn + _TENURE
+            self.put(index, neighbour)
             cost = self.cost()
             price = min(2 * price, 2.0**20) if cost[0] else max(price / 2, 2.0**-10)
             if cost < best:
-                best, kept = cost, self.copy()
-        self.arrange(kept)
+                best, best_copy = cost, self.copy()
+        self.arrange(best_copy)
 
     def complete(self) -> bool:
         """Fill one worker after the other, by bytes alone, losing no more space in total than there is to spare.
@@ -395,12 +396,14 @@ class Assignment:
             if number == len(workers):
                 return len(where) == len(replicas)
             worker, later = workers[number], frozenset(workers[number:])
-            rest = [index for index in largest_first if index not in where]
-            if any(later.isdisjoint(replicas[index].workers) for index in rest):
+            unplaced = [index for index in largest_first if index not in where]
+            if any(later.isdisjoint(replicas[index].workers) for index in unplaced):
                 return False
-            rest = [index for index in rest if worker in replicas[index].workers]
+            unplaced = [index for index in unplaced if worker in replicas[index].workers]
             # Sums of the bytes from each position on.
-            following = [*accumulate((replicas[index].bytes for index in reversed(rest)), initial=0)][::-1]
+            following = [*accumulate((replicas[index].bytes for index in reversed(unplaced)), initial=0)][
+                ::-1
+            ]
             # If several workers are equal, one of them must have the largest replica.
             alike = anywhere and limits[workers[-1]] == limits[worker]
             models: set[int] = set()
@@ -408,18 +411,18 @@ class Assignment:
             def choose(start: int, free: int) -> bool:
                 nonlocal steps
                 failed = -1
-                for place in range(start, len(rest)):
+                for place in range(start, len(unplaced)):
                     if free - following[place] > spare or steps <= 0:
                         return False
-                    replica = replicas[rest[place]]
+                    replica = replicas[unplaced[place]]
                     if replica.bytes > free or replica.bytes == failed or replica.model in models:
                         continue
                     steps -= 1
-                    where[rest[place]] = worker
+                    where[unplaced[place]] = worker
                     models.add(replica.model)
                     if choose(place + 1, free - replica.bytes):
                         return True
-                    del where[rest[place]]
+                    del where[unplaced[place]]
                     models.remove(replica.model)
                     if alike and place == 0:
                         return False

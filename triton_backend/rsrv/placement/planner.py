@@ -55,12 +55,12 @@ class Pack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    #: the object of the previous plan if nothing in it has changed
+    #: Routing table. It is the same object as in the previous plan if nothing in it has changed.
     table: Table
     steps: tuple[WeightAction, ...]
-    #: a model is on its way to another worker
+    #: True while a model is on its way to another worker.
     moving: bool = False
-    #: a change of the workers' models will be followed by a repack when it has settled
+    #: True if a change of the workers' models will be followed by a repack once it has settled.
     settling: bool = False
 
 
@@ -84,14 +84,14 @@ class Planner:
         self._started = False
         #: Workers of `_fleet`. Empty if it was made with other settings.
         self._surveyed: frozenset[str] = frozenset()
-        #: workers allowed for each unit, and the time of its last change; None: the current shape is packed
+        #: Workers allowed for each unit, and the time of its last change. None if the current shape is packed.
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
         self._changed_at: float | None = None
-        #: home of each model in the last full repack, if it has been away since
+        #: Home of each model in the last full repack, if it has been away since.
         self._lost: dict[str, tuple[str, ...]] = {}
         #: (unit, worker) whose weights would be evicted there again
         self._crowded: frozenset[tuple[str, str]] = frozenset()
-        #: workers whose placed weights exceed their budget
+        #: Workers whose placed weights exceed their budget.
         self._swapping: frozenset[str] = frozenset()
         self._device_s = 0.0
         self._asked = 0
@@ -99,7 +99,7 @@ class Planner:
         self._counts: dict[Trigger, int] = {}
         self._last: tuple[Trigger, float] | None = None
         self._packed = self._moved = self._held = 0
-        #: views of the last look, for `status`
+        #: Views at the last check, for `status`.
         self._views: Mapping[str, WorkerView] = {}
         self._fleet: Fleet | None = None
 
@@ -230,8 +230,12 @@ class Planner:
             return "membership"
         if not homes:
             return None
-        found = ((unit, self._moves.home(unit)) for unit in fleet.units)
-        return None if all(home and home == self._stays(unit, home) for unit, home in found) else "homes"
+        homes_of_units = ((unit, self._moves.home(unit)) for unit in fleet.units)
+        return (
+            None
+            if all(home and home == self._stays(unit, home) for unit, home in homes_of_units)
+            else "homes"
+        )
 
     def _threshold(self) -> float:
         options = self.options
@@ -325,8 +329,8 @@ class Planner:
         """Return the greatest number of replicas wanted for a model of the unit, limited by the allowed workers."""
         present = len(self._moves.targets.get(unit.name, ())) or 1
         counts: dict[Replicas, int] = {"auto": present, "all": len(unit.allowed)}
-        wanted: list[Replicas] = [self.options.of_model(name, "replicas") for name in unit.models]
-        return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in wanted))
+        replicas: list[Replicas] = [self.options.of_model(name, "replicas") for name in unit.models]
+        return min(len(unit.allowed), max(counts[n] if isinstance(n, str) else n for n in replicas))
 
     def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
         """Return the unit's place while only other units are packed: its earlier home if that is back, otherwise its home."""
@@ -337,8 +341,8 @@ class Planner:
     def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
         """Return the workers that count as the unit's earlier places, at most `count`."""
         target = self._moves.targets.get(unit.name, ())
-        kept = [worker for worker in target if worker in unit.allowed]
-        if not kept:
+        staying = [worker for worker in target if worker in unit.allowed]
+        if not staying:
             warm = set(unit.allowed if unit.bytes else ())
             for model in map(fleet.models.__getitem__, unit.models):
                 if model.bytes:
@@ -351,7 +355,7 @@ class Planner:
                     used[worker] = used.get(worker, 0.0) + seconds
         least = _PRESENT * sum(used.values())
         present = [worker for worker in unit.allowed if used.get(worker, 0.0) > least]
-        return tuple(dict.fromkeys(present + kept))[:count]
+        return tuple(dict.fromkeys(present + staying))[:count]
 
     # --- what is shown -------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from math import ceil
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, Unit
 
-#: demand per replica, in device seconds per second, above which a unit gets another one
+#: If the demand per replica, in device seconds per second, exceeds this value, the unit gets another replica.
 GROW_AT = 0.8
-#: demand per remaining replica below which it loses one, and the time for which that must hold, seconds
+#: If the demand per remaining replica would be below this value for this many seconds, the unit loses a replica.
 SHRINK_AT, COOL_S = 0.5, 60.0
 
 
@@ -58,14 +58,14 @@ class Replication:
             alone = demand * len(here) / (sum(devices[worker] for worker in here) or 1)
             if alone <= GROW_AT and len(here) == 1:
                 continue
-            wanted = min(self._wanted(unit.name, alone, len(here), now), len(unit.allowed))
-            if not here or wanted == len(here):
+            new_count = min(self._wanted(unit.name, alone, len(here), now), len(unit.allowed))
+            if not here or new_count == len(here):
                 continue
             if spare is None:
                 spare = _spare(fleet, home)
                 pressure = {worker: costs.pressure(worker) / count for worker, count in devices.items()}
             before = tuple(here)
-            while len(here) < wanted:
+            while len(here) < new_count:
                 share, peak = demand / (len(here) + 1), max(pressure[worker] for worker in here)
                 better = [
                     (pressure[worker], worker)
@@ -82,16 +82,16 @@ class Replication:
                 here.append(least)
                 pressure[least] += share / devices[least]
                 spare[least] -= unit.bytes
-            if len(here) > wanted:
+            if len(here) > new_count:
                 here.remove(max(here, key=lambda worker: (pressure[worker], worker)))
             if tuple(here) != before:
                 yield unit, tuple(sorted(here))
 
     def _wanted(self, unit: str, demand: float, present: int, now: float) -> int:
-        wanted = max(1, ceil(demand / GROW_AT))
+        count = max(1, ceil(demand / GROW_AT))
         if present <= 1 or demand > SHRINK_AT * (present - 1):
             self._quiet.pop(unit, None)
-            return max(wanted, present)
+            return max(count, present)
         if now - self._quiet.setdefault(unit, now) < COOL_S:
             return present
         del self._quiet[unit]

@@ -31,7 +31,7 @@ class _WorkerLoad:
 
     worker: str
     units: int = 0
-    #: how often the table names it for one model
+    #: Number of times that the table names it for one model.
     devices: int = 1
 
 
@@ -42,7 +42,7 @@ class _ReplicaLoad:
     load: _WorkerLoad
     items: int = 0
     requests: int = 0
-    #: the model's replicas at the worker
+    #: The model's replicas at the worker.
     devices: int = 1
 
 
@@ -51,18 +51,18 @@ class _RoutedModel:
     """Routing state of one model. It outlives its routes until no request is in flight."""
 
     name: str
-    #: next index into `placed`, or else into `ready`; modulo their length
+    #: Next index into `placed`, or into `ready` if nothing is placed, modulo their length.
     cursor: int
     routes: Routes | None = None
     ready: tuple[_WorkerLoad, ...] = ()
     placed: tuple[_ReplicaLoad, ...] = ()
-    #: by worker: replicas with requests in flight, and placed ones
+    #: Replicas with requests in flight, and placed replicas, by worker.
     shares: dict[str, _ReplicaLoad] = field(default_factory=dict)
     requests: int = 0
-    #: the replica of the current run, and the items that it has got
+    #: Replica of the current run, and the number of items that it has got.
     run: _ReplicaLoad | None = None
     spent: int = 0
-    #: load of an item, or of a request
+    #: Load of an item, or of a request.
     units: int = _UNITS
 
 

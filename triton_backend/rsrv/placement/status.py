@@ -17,25 +17,25 @@ Trigger = Literal["start", "homes", "membership", "work", "operator"]
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     name: str
-    #: workers where it is ready, and workers of its requests (all of `ready` if it is not packed), by name
+    #: Names of the workers where the model is ready, and of the workers of its requests (all of `ready` if it is not packed).
     ready: tuple[str, ...]
     placed: tuple[str, ...]
-    #: its target, if it differs from `placed`
+    #: Target of the model, if it differs from `placed`.
     moving_to: tuple[str, ...]
-    #: models that are placed with it
+    #: Models that are placed with it.
     along: tuple[str, ...]
-    #: configured count, and the count that the workers allow
+    #: Configured number of replicas, and the number that the workers allow.
     replicas: Replicas
     effective_replicas: int
-    #: device seconds per second, all workers together
+    #: Device seconds per second, summed over all workers.
     utilisation: float
     requests_s: float
-    #: device seconds; None: never executed
+    #: Device seconds per item, or None if the model was never executed.
     item_s: float | None
     bytes: int
-    #: why it is placed where it is
+    #: Reason for the model's place.
     reason: str
-    #: items
+    #: Number of items.
     quantum: int
     fill: Literal["least", "rr"]
 
@@ -44,15 +44,15 @@ class ModelStatus:
 class WorkerStatus:
     name: str
     alive: bool
-    #: number of models placed there
+    #: Number of models placed at the worker.
     models: int
-    #: device seconds per second that these models need, and that the worker spent recently
+    #: Device seconds per second that these models need, and that the worker spent recently.
     utilisation: float
     busy: float
-    #: bytes of their weights, and the budget for them; None: no limit, or unknown
+    #: Bytes of their weights, and the budget for them (None without a limit, or if unknown).
     bytes: int
     budget_bytes: int | None
-    #: their weights do not fit into the budget
+    #: True if the weights do not fit into the budget.
     oversubscribed: bool
     backlog_s: float
 
@@ -61,28 +61,28 @@ class WorkerStatus:
 class Repacks:
     """Number of repacks, and progress towards the next one."""
 
-    #: repacks by trigger; `homes` packs only the models without a home
+    #: Repacks by trigger. `homes` packs only the models without a home.
     counts: dict[Trigger, int]
     last: Trigger | None
-    #: the planner's clock
+    #: Time of the planner's clock.
     last_at: float | None
-    #: units of the last repack: all, those with a new home, and those that hysteresis kept
+    #: Units of the last repack: all of them, those with a new home, and those that hysteresis kept.
     packed: int
     moved: int
     held: int
-    #: device seconds since the last repack, and the number that triggers the next one
+    #: Device seconds since the last repack, and the number that triggers the next one.
     device_s: float
     threshold_device_s: float
-    #: repacks requested by operators that are done
+    #: Number of finished repacks that operators requested.
     done: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerStatus:
     mode: str
-    #: rises with every change of the policy
+    #: Counter that rises with every change of the policy.
     generation: int
-    #: sorted by name
+    #: Models sorted by name.
     models: tuple[ModelStatus, ...]
     workers: tuple[WorkerStatus, ...]
     repacks: Repacks
@@ -102,16 +102,16 @@ def show_models(
     for name in sorted(table):
         routes, measured = table[name], costs.measured(name)
         target = targets.get(name, ())
-        others = tuple(other for other in along.get(name, ()) if other != name)
+        neighbours = tuple(neighbour for neighbour in along.get(name, ()) if neighbour != name)
         model = fleet.models[name]
-        reason = _reason(options, name, routes.placed, others, costs.demand(name))
+        reason = _reason(options, name, routes.placed, neighbours, costs.demand(name))
         shown.append(
             ModelStatus(
                 name=name,
                 ready=routes.ready,
                 placed=routes.placed,
                 moving_to=target if target != routes.placed else (),
-                along=others,
+                along=neighbours,
                 replicas=options.of_model(name, "replicas"),
                 effective_replicas=effective.get(name, len(routes.ready)),
                 utilisation=measured.utilisation,
@@ -138,8 +138,8 @@ def _reason(
     if along:
         reasons.append(f"with {_names(along)}")
     if len(placed) > 1:
-        wanted = options.of_model(name, "replicas")
-        reasons.append(f"demand of {demand:.2g} devices" if wanted == "auto" else f"replicas: {wanted}")
+        replicas = options.of_model(name, "replicas")
+        reasons.append(f"demand of {demand:.2g} devices" if replicas == "auto" else f"replicas: {replicas}")
     return ", ".join(reasons) or "least busy device with room"
 
 
@@ -154,7 +154,7 @@ def show_workers(
                 models[worker].append((name, costs.measured(name).utilisation / len(homes)))
     shown = []
     for worker in sorted(views):
-        held = sum(fleet.models[name].bytes for name, _ in models[worker])
+        used = sum(fleet.models[name].bytes for name, _ in models[worker])
         budget = fleet.free_bytes(worker) if worker in fleet.views else None
         shown.append(
             WorkerStatus(
@@ -163,9 +163,9 @@ def show_workers(
                 models=len(models[worker]),
                 utilisation=sum(utilisation for _, utilisation in models[worker]),
                 busy=costs.busy(worker),
-                bytes=held,
+                bytes=used,
                 budget_bytes=budget,
-                oversubscribed=budget is not None and held > budget,
+                oversubscribed=budget is not None and used > budget,
                 backlog_s=views[worker].backlog_s,
             )
         )
@@ -253,11 +253,11 @@ def _warn_of_wishes(options: PlannerOptions, views: Mapping[str, WorkerView], fl
                 "device"
             )
         for name in unit.models:
-            wanted = options.of_model(name, "replicas")
-            if isinstance(wanted, int) and wanted > len(unit.allowed):
+            replicas = options.of_model(name, "replicas")
+            if isinstance(replicas, int) and replicas > len(unit.allowed):
                 own_key = name in options.models and options.models[name].replicas is not None
                 yield (
-                    f"{f'models.{name}' if own_key else 'placement'}.replicas is {wanted}, but {name} can be on "
+                    f"{f'models.{name}' if own_key else 'placement'}.replicas is {replicas}, but {name} can be on "
                     f"{len(unit.allowed)} devices"
                 )
 

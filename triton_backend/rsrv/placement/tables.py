@@ -7,7 +7,7 @@ from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, FleetModel
 from rsrv.placement.options import PlannerOptions
 
-#: fraction by which a charge must change before the table does
+#: Fraction by which a charge must change before the table changes.
 CHARGE_STEP = 0.1
 
 

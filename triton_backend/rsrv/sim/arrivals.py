@@ -62,11 +62,18 @@ def _stream(scenario: Scenario, kind: str, index: int) -> Random:
 
 
 def _listed(requests: Sequence[RequestKeys], end: float) -> Iterator[Arrival]:
-    for one in sorted(requests, key=lambda request: request.t):
-        t = instant(one.t)
+    for listed in sorted(requests, key=lambda request: request.t):
+        t = instant(listed.t)
         if t <= end:
             yield Arrival(
-                t, one.model, one.rows, one.deadline_s, one.priority, one.variant, one.committed, one.length
+                t,
+                listed.model,
+                listed.rows,
+                listed.deadline_s,
+                listed.priority,
+                listed.variant,
+                listed.committed,
+                listed.length,
             )
 
 

@@ -88,13 +88,14 @@ class Catalogue:
         #: Models that the scheduler knows.
         self.started: set[str] = set()
         self._queue = StartQueue()
-        #: models that start.
+        #: Models that start.
         self._asked: set[str] = set()
-        #: seconds of each model's shortest start, if the discipline sheds: requests that it would serve too late end at once.
+        #: Seconds of each model's shortest start if the discipline sheds. Requests that would be served too late then end at
+        #: once.
         self._start_seconds: dict[str, float] = {}
         self._sheds = {**DISCIPLINES, **NAIVE}[scenario.discipline]().sheds
         self._building: StartRecord | None = None
-        #: requests for models that start.
+        #: Requests for models that start.
         self._waiting: dict[str, dict[int, Request]] = {}
         self._host = TensorMemory(record.host)
         #: Models with a host copy.
@@ -164,13 +165,13 @@ class Catalogue:
         """Carry out the first change that is due. Return the events for the scheduler, and the requests that end."""
         if self._building is not None and self._building.ended == now:
             return self._started(self._building, now)
-        at, _, what = heappop(self._times)
-        if isinstance(what, str):
-            if self._looks.get(what) != at:
+        at, _, event = heappop(self._times)
+        if isinstance(event, str):
+            if self._looks.get(event) != at:
                 return []
-            del self._looks[what]
-            return self._fall_back(what, now)
-        request, outcome = what
+            del self._looks[event]
+            return self._fall_back(event, now)
+        request, outcome = event
         if self._waiting.get(request.model, {}).pop(request.id, None) is None:
             return []
         if self._waiting[request.model]:
@@ -199,7 +200,9 @@ class Catalogue:
 
     def _demand(self, model: str) -> Demand:
         """Return the demand of the requests that wait for a model."""
-        deadlines = (one.deadline for one in self._waiting[model].values() if one.deadline is not None)
+        deadlines = (
+            request.deadline for request in self._waiting[model].values() if request.deadline is not None
+        )
         return Demand(Urgency.REQUESTED, min(deadlines, default=inf), self._programs[model].weight)
 
     def _drop_start(self, model: str) -> None:
@@ -279,8 +282,8 @@ class Catalogue:
         program = self._programs[model]
         if (excess := self._excess(program)) > 0:
             copies = [
-                HostCopy(other, _tensors(self._programs[other]), self._idle_since(other))
-                for other in self._copies
+                HostCopy(copied, _tensors(self._programs[copied]), self._idle_since(copied))
+                for copied in self._copies
             ]
             victims, lacking = choose_copies(copies, excess, self._idle_since(model))
             for victim in () if lacking else victims:
@@ -300,5 +303,5 @@ class Catalogue:
             self.changed[model] = None
             self._host.release(self._programs[model], now)
 
-    def _push(self, t: float, what: str | tuple[Request, Outcome]) -> None:
-        heappush(self._times, (instant(t), next(self._sequence), what))
+    def _push(self, t: float, event: str | tuple[Request, Outcome]) -> None:
+        heappush(self._times, (instant(t), next(self._sequence), event))

@@ -79,7 +79,7 @@ def _sweep(text: str) -> "IdleSweep":
             f"{text!r}: begin with one of {', '.join(IdleLimits._fields)}, then ="
         )
     try:
-        seconds = {one: getattr(IdleSection(**{tier: one}), tier) for one in limits.split(",")}
+        seconds = {limit: getattr(IdleSection(**{tier: limit}), tier) for limit in limits.split(",")}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give times such as 90s, 10m, 1h, or never") from None
     return IdleSweep(tier, seconds)

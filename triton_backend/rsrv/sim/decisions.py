@@ -36,13 +36,13 @@ def decision_lines(record: Record) -> Iterator[str]:
 
 def fleet_decision_lines(record: FleetRecord) -> Iterator[str]:
     """Return the lines `t=<seconds> <device> <INSTRUCTION> <model> ...` of all devices, and the gateway's commands."""
-    told = [
-        ((t, f"{name} {_line(instruction, one)}") for t, instruction in one.decisions)
-        for name, one in record.devices.items()
+    instructions = [
+        ((t, f"{name} {_line(instruction, device_record)}") for t, instruction in device_record.decisions)
+        for name, device_record in record.devices.items()
     ]
-    asked = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
+    requested = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
     # If times are equal, commands come first, then the devices in their order.
-    for t, line in merge(asked, *told, key=lambda line: line[0]):
+    for t, line in merge(requested, *instructions, key=lambda line: line[0]):
         yield f"t={t:.6f} {line}"
 
 

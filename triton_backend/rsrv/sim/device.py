@@ -78,7 +78,8 @@ class SimulatedDevice:
         #: The read that runs.
         self.reading: ReadWeights | None = None
         self.catalogue = Catalogue(
-            self.record, lambda model: any(one and one.model == model for one in (self.loading, self.reading))
+            self.record,
+            lambda model: any(load and load.model == model for load in (self.loading, self.reading)),
         )
         #: coming events: (time, kind, sequence, event).
         self._heap: list[tuple[float, int, int, Event]] = []
@@ -182,8 +183,8 @@ class SimulatedDevice:
         on_disk = not self.catalogue.has_copy(program.model)
         self.tell(ModelAdded(program, resident, on_disk=on_disk), now)
 
-    def _push(self, t: float, kind: int, what: Event) -> None:
-        heappush(self._heap, (t, kind, next(self._sequence), what))
+    def _push(self, t: float, kind: int, event: Event) -> None:
+        heappush(self._heap, (t, kind, next(self._sequence), event))
 
     def _end(self, finish: Finish, now: float) -> None:
         sent = self.record.requests[finish.request - 1]
@@ -206,11 +207,14 @@ class SimulatedDevice:
         self._device_free = end = instant(start + seconds)
         lengths, useful, size = self.scenario.lengths.get(name), execute.rows, execute.size
         sent = [self.record.requests[request - 1] for request in execute.requests]
-        for one in sent:
-            one.started = start
+        for request in sent:
+            request.started = start
         if lengths is not None:
             size *= lengths[execute.variant]
-            useful = sum(one.request.rows * (one.length or lengths[one.request.variant]) for one in sent)
+            useful = sum(
+                request.request.rows * (request.length or lengths[request.request.variant])
+                for request in sent
+            )
         self.record.executions.append(ExecutionRecord(execute, start, end, useful, size))
         self._push(end, _FINISHED, ExecutionFinished(execute.number, seconds))
 

@@ -32,8 +32,8 @@ def summarize_fleet(record: FleetRecord) -> dict[str, Any]:
         total.add(sent)
     makespan = max((sent.ended for sent in record.requests), default=0.0)
     window = makespan if scenario.duration is None else scenario.duration
-    devices = {name: _device(one, window) for name, one in record.devices.items()}
-    sums = {key: sum(one[key] for one in devices.values()) for key in _SUMS}
+    devices = {name: _device(device_record, window) for name, device_record in record.devices.items()}
+    sums = {key: sum(figures[key] for figures in devices.values()) for key in _SUMS}
     dispatches, whole = sums["dispatches"], window * len(devices)
     dated = [sent for sent in record.requests if sent.request.deadline is not None]
     good = sum(in_time(sent, inf) for sent in record.requests)
@@ -49,9 +49,11 @@ def summarize_fleet(record: FleetRecord) -> dict[str, Any]:
         **total.times(),
         **sums,
         "utilisation": ratio(sums["device_seconds"], whole),
-        "imbalance": _imbalance([one["device_seconds"] for one in devices.values()]),
+        "imbalance": _imbalance([figures["device_seconds"] for figures in devices.values()]),
         "rows": ratio(sums["useful_rows"], dispatches),
-        "fill": ratio(sum(_fill(one, window) for one in record.devices.values()), dispatches),
+        "fill": ratio(
+            sum(_fill(device_record, window) for device_record in record.devices.values()), dispatches
+        ),
         "link_utilisation": ratio(sums["load_seconds"], whole),
         "moves": record.moves,
         "repacks": sum(times for trigger, times in record.repacks.items() if trigger != "start"),
@@ -81,10 +83,10 @@ _SUMS = (
 
 def _device(record: Record, window: float) -> dict[str, Any]:
     tally = Tally()
-    for one in record.executions:
-        if one.started > window:
+    for execution in record.executions:
+        if execution.started > window:
             break
-        tally.execute(one, window)
+        tally.execute(execution, window)
     loads = [load for load in record.loads if load.started <= window]
     for load in loads:
         tally.load(load)
@@ -105,10 +107,10 @@ def _fill(record: Record, window: float) -> float:
     """Sum of useful rows / rows of the model's largest size, over the executions within the window."""
     programs, largest = record.scenario.programs, dict[tuple[str, int], int]()
     total = 0.0
-    for one in record.executions:
-        if one.started > window:
+    for execution in record.executions:
+        if execution.started > window:
             break
-        execute = one.execute
+        execute = execution.execute
         key = execute.model, execute.variant
         if key not in largest:
             largest[key] = max(size for variant, size in programs[key[0]].costs if variant == key[1])

@@ -21,7 +21,7 @@ from rsrv.sim.device import SimulatedDevice
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.schema import GatewayKeys
 
-#: the input and the axis that stand for the rows of a request.
+#: Input and axis that stand for the rows of a request.
 _ROWS = ("rows", 0)
 
 
@@ -40,7 +40,7 @@ class SimulatedGateway:
         self.names = (
             servers if each == 1 else [f"{server}/{number}" for server in servers for number in range(each)]
         )
-        #: time of the next look at the devices; the first one is before all other events.
+        #: Time of the next check of the devices. The first check comes before all other events.
         self.next_look = 0.0
         self.steps: list[tuple[float, WeightAction]] = []
         #: Whole repacks by trigger.
@@ -53,7 +53,7 @@ class SimulatedGateway:
         self._devices = devices
         self._index = {name: index for index, name in enumerate(self.names)}
         self._servers = {server: index for index, server in enumerate(servers)}
-        #: workers of the planner are devices; otherwise servers
+        #: True if the planner's workers are devices, False if they are servers.
         self._by_device = options.mode == "lpt_packing" or 1 in (count, each)
         self._workers = (
             {
@@ -66,10 +66,12 @@ class SimulatedGateway:
         self._router = Router(options.mode)
         self._planner = Planner(options)
         self._table: Table | None = None
-        #: the placement tables of servers with several devices
+        #: Placement tables of the servers with several devices.
         self._placed: Mapping[str, ModelDevices] = {}
         self._ready = frozenset(scenario.programs)
-        self._unseen = MappingProxyType({name: _unseen(one) for name, one in scenario.programs.items()})
+        self._unseen = MappingProxyType(
+            {name: _unseen(program) for name, program in scenario.programs.items()}
+        )
         #: by request.
         self._choices: dict[int, Choice] = {}
         self._preference = cache(by_preference)
@@ -94,9 +96,9 @@ class SimulatedGateway:
         mask = sum(1 << number for number in self._placed.get(server, {}).get(model, ()))
         numbers, devices = self._preference(model, count), self._devices
         chosen = allowed(numbers, mask)
-        others = [number for number in numbers if number not in chosen]
+        remaining = [number for number in numbers if number not in chosen]
         return first + soonest(
-            chosen, others, lambda number: devices[first + number].answers_in_s(model, now)
+            chosen, remaining, lambda number: devices[first + number].answers_in_s(model, now)
         )
 
     def ended(self, request: int) -> None:
@@ -142,20 +144,20 @@ class SimulatedGateway:
         loading = None if device.loading is None else device.loading.model
         seen = {
             model: ModelView(
-                bytes=one.device_bytes,
+                bytes=shown.device_bytes,
                 weights=_weights(model, device.resident, loading),
-                pinned=one.pinned,
-                item_s=one.row_seconds,
-                queued=one.queued,
-                executing=one.executing,
-                requests=one.outcomes[Outcome.ANSWERED],
-                items=one.useful_rows,
-                device_seconds=one.device_seconds,
-                max_items=one.max_rows,
+                pinned=shown.pinned,
+                item_s=shown.row_seconds,
+                queued=shown.queued,
+                executing=shown.executing,
+                requests=shown.outcomes[Outcome.ANSWERED],
+                items=shown.useful_rows,
+                device_seconds=shown.device_seconds,
+                max_items=shown.max_rows,
                 batch_input=_ROWS,
             )
-            for model, one in snapshot.models.items()
-            if not one.draining
+            for model, shown in snapshot.models.items()
+            if not shown.draining
         }
         return WorkerView(
             alive=True,

@@ -43,11 +43,11 @@ def summarize(record: Record) -> dict[str, Any]:
         total.add(sent)
     makespan = max((sent.ended for sent in record.requests), default=0.0)
     window = makespan if scenario.duration is None else scenario.duration
-    for one in record.executions:
-        if one.started > window:
+    for execution in record.executions:
+        if execution.started > window:
             break
-        for tally in (models[one.execute.model], total):
-            tally.execute(one, window)
+        for tally in (models[execution.execute.model], total):
+            tally.execute(execution, window)
     load_seconds = 0.0
     for load in record.loads:
         if load.started <= window:
@@ -107,15 +107,15 @@ def _fairness(record: Record, models: Mapping[str, Tally], window: float) -> tup
         seconds = {name: 0.0 for name, tally in models.items() if tally.arrived}
         spans = [(0.0, window)]
     at = 0
-    for one in record.executions:
+    for execution in record.executions:
         # Executions are disjoint and ascending, as the spans are.
-        while at < len(spans) and spans[at][1] <= one.started:
+        while at < len(spans) and spans[at][1] <= execution.started:
             at += 1
-        if one.execute.model in seconds:
+        if execution.execute.model in seconds:
             here = at
-            while here < len(spans) and spans[here][0] < one.ended:
-                overlap = min(one.ended, spans[here][1]) - max(one.started, spans[here][0])
-                seconds[one.execute.model] += overlap
+            while here < len(spans) and spans[here][0] < execution.ended:
+                overlap = min(execution.ended, spans[here][1]) - max(execution.started, spans[here][0])
+                seconds[execution.execute.model] += overlap
                 here += 1
     values = [value / record.scenario.programs[name].weight for name, value in seconds.items()]
     return jain(values), len(values), _length(spans)

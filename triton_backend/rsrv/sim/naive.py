@@ -35,7 +35,7 @@ class RoundRobin(Fifo):
     def __init__(self) -> None:
         super().__init__()
         self._started = 0
-        #: model -> number of its latest execution.
+        #: Number of each model's latest execution.
         self._turns: dict[str, int] = {}
 
     def update(self, candidate: Candidate) -> None:

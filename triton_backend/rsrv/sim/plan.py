@@ -22,9 +22,9 @@ from rsrv.sim.table import aligned
 from rsrv.sim.tally import in_time, percentile, ratio
 from rsrv.text import amount, duration, percent
 
-#: requests of the busiest time that a search simulates: about a second each
+#: Requests of the busiest time that a search simulates. They take about a second each time.
 MOST_REQUESTS = 20_000
-#: copies of each model, and cards, that a search tries at most
+#: Maximum number of copies of each model, and of cards, that a search tries.
 _MOST_COPIES, _MOST_CARDS = 16, 16
 #: Type that `rsrv-bundle narrow` stores f32 weights in -> how many times fewer bytes they take.
 _NARROWER = {"bf16": 2, "i8": 4}
@@ -65,8 +65,11 @@ def try_out(scenario: Scenario) -> Simulated:
     """Simulate a scenario."""
     records = simulate_devices(scenario)
     requests = records[0].requests
-    took = sorted(one.ended - one.arrived if one.outcome is Outcome.ANSWERED else inf for one in requests)
-    good = sum(in_time(one, inf) for one in requests)
+    took = sorted(
+        request.ended - request.arrived if request.outcome is Outcome.ANSWERED else inf
+        for request in requests
+    )
+    good = sum(in_time(request, inf) for request in requests)
     return Simulated(percentile(took, 0.99), ratio(good, len(requests)), records)
 
 
@@ -76,8 +79,8 @@ def plan(scenario: Scenario, goal_s: float, tell: Callable[[str], object]) -> It
     `tell` is called with a word about each simulation.
     """
 
-    def attempt(what: str, changed: Scenario) -> Simulated:
-        tell(what)
+    def attempt(trial_name: str, changed: Scenario) -> Simulated:
+        tell(trial_name)
         return try_out(changed)
 
     now = attempt("as it is", scenario)
@@ -103,8 +106,8 @@ def _as_it_is(scenario: Scenario) -> str:
     return f"{_counted(len(_asked(scenario)), 'model')} on {_counted(scenario.devices, 'card')}, {room}"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def last_good(good: Callable[[int], bool], most: int) -> int:
@@ -148,8 +151,8 @@ def with_copies(scenario: Scenario, count: int) -> Scenario:
     Random(0).shuffle(names)
     length = _length(scenario)
     by_model: dict[str, list[RequestKeys]] = defaultdict(list)
-    for one in _requests(scenario):
-        by_model[one.model].append(one)
+    for request in _requests(scenario):
+        by_model[request.model].append(request)
     programs, lives, jitter = dict(scenario.programs), dict(scenario.lives), dict(scenario.jitter)
     added: list[RequestKeys] = []
     for number in range(count):
@@ -158,8 +161,8 @@ def with_copies(scenario: Scenario, count: int) -> Scenario:
         programs[copy] = _copied(programs[name], name, copy)
         lives[copy], jitter[copy] = lives[name], jitter[name]
         added += [
-            one.model_copy(update={"model": copy, "t": instant((one.t + shift) % length)})
-            for one in by_model[name]
+            request.model_copy(update={"model": copy, "t": instant((request.t + shift) % length)})
+            for request in by_model[name]
         ]
     return replace(
         scenario, programs=programs, lives=lives, jitter=jitter, recorded=[*scenario.recorded, added]
@@ -200,13 +203,15 @@ def _budget(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
         return Answer(question, f"none: also {amount(whole)}, for all weights, are not enough", trials[0])
     step = last_good(good, ceil((1 - least / whole) / _BUDGET_STEP))
     # Also show bytes, because the rounded figure may be too small for the largest model.
-    found = f"{budget(step)} bytes ({amount(budget(step))})"
-    return Answer(question, f"{found}; all weights are {amount(whole)}", trials[step])
+    text = f"{budget(step)} bytes ({amount(budget(step))})"
+    return Answer(question, f"{text}; all weights are {amount(whole)}", trials[step])
 
 
 def _tensor_bytes(scenario: Scenario) -> int:
     """Return the bytes of all weights, shared tensors once."""
-    tensors = {key: size for one in scenario.programs.values() for key, size in (one.tensors or {}).items()}
+    tensors = {
+        key: size for program in scenario.programs.values() for key, size in (program.tensors or {}).items()
+    }
     return sum(tensors.values())
 
 
@@ -228,7 +233,7 @@ def with_narrow_weights(scenario: Scenario, divisor: int) -> Scenario:
 
 def _cards(scenario: Scenario, goal_s: float, attempt: Attempt) -> Answer:
     if scenario.host_memory_bytes is not None or any(
-        one.lazy or min(one.idle) < inf for one in scenario.lives.values()
+        life.lazy or min(life.idle) < inf for life in scenario.lives.values()
     ):
         return Answer(
             "fewest cards", "not known: `runtime` of the scenario is simulated on one device only", None
@@ -262,7 +267,7 @@ def _sizes(scenario: Scenario, now: Simulated, attempt: Attempt) -> Iterator[Ans
     final = attempt("chosen batch sizes", with_sizes(scenario, chosen))
     before, after = _device_seconds(now.records), _device_seconds(final.records)
     changed = 0
-    for name in sorted(chosen, key=lambda one: after.get(one, 0.0) - before.get(one, 0.0)):
+    for name in sorted(chosen, key=lambda name: after.get(name, 0.0) - before.get(name, 0.0)):
         compiled = scenario.programs[name].costs.keys()
         add, drop = sorted(chosen[name] - compiled), sorted(compiled - chosen[name])
         gain = 1 - (ratio(after.get(name, 0.0), before.get(name, 0.0)) or 1.0)
@@ -297,17 +302,17 @@ def _keeps(key: tuple[int, int], program: Program, used: Counter[tuple[int, int]
 
 def _candidates(scenario: Scenario) -> dict[str, set[tuple[int, int]]]:
     """Return by model the compiled sizes, and the powers of two below the largest where costs can be estimated."""
-    found: dict[str, set[tuple[int, int]]] = {}
+    candidates: dict[str, set[tuple[int, int]]] = {}
     for name, program in scenario.programs.items():
         keys = set(program.costs)
         for variant in {variant for variant, _ in keys}:
-            sizes = [size for other, size in program.costs if other == variant]
+            sizes = [size for another, size in program.costs if another == variant]
             if len(sizes) > 1:
                 keys |= {
                     (variant, 1 << bit) for bit in range(max(sizes).bit_length()) if 1 << bit < max(sizes)
                 }
-        found[name] = keys
-    return found
+        candidates[name] = keys
+    return candidates
 
 
 def with_sizes(scenario: Scenario, sizes: Mapping[str, set[tuple[int, int]]]) -> Scenario:
@@ -329,7 +334,7 @@ def estimate(costs: Mapping[tuple[int, int], float], key: tuple[int, int]) -> fl
     if key in costs:
         return costs[key]
     variant, size = key
-    known = sorted((other, cost) for (of, other), cost in costs.items() if of == variant)
+    known = sorted((another, cost) for (of, another), cost in costs.items() if of == variant)
     (low, a), (high, b) = next((two for two in pairwise(known) if size < two[1][0]), (known[-2], known[-1]))
     line = a + (b - a) * (size - low) / (high - low)
     return max(line, a * size / low) if size < low else max(line, 1e-9)
@@ -338,16 +343,16 @@ def estimate(costs: Mapping[tuple[int, int], float], key: tuple[int, int]) -> fl
 def _executions(records: Sequence[Record]) -> dict[str, Counter[tuple[int, int]]]:
     counts: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for record in records:
-        for one in record.executions:
-            counts[one.execute.model][one.execute.variant, one.execute.size] += 1
+        for execution in record.executions:
+            counts[execution.execute.model][execution.execute.variant, execution.execute.size] += 1
     return counts
 
 
 def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for record in records:
-        for one in record.executions:
-            seconds[one.execute.model] += one.ended - one.started
+        for execution in record.executions:
+            seconds[execution.execute.model] += execution.ended - execution.started
     return seconds
 
 
@@ -356,41 +361,44 @@ def _device_seconds(records: Sequence[Record]) -> dict[str, float]:
 
 def busiest(scenario: Scenario, most: int = MOST_REQUESTS) -> Scenario:
     """Return a scenario of recorded requests with so many of them, from the time in which they come fastest."""
-    requests = sorted(_requests(scenario), key=lambda one: one.t)
+    requests = sorted(_requests(scenario), key=lambda request: request.t)
     if len(requests) > most:
         first = min(
             range(len(requests) - most + 1), key=lambda at: requests[at + most - 1].t - requests[at].t
         )
         began = requests[first].t
         requests = [
-            one.model_copy(update={"t": instant(one.t - began)}) for one in requests[first : first + most]
+            request.model_copy(update={"t": instant(request.t - began)})
+            for request in requests[first : first + most]
         ]
-    length = max((one.t for one in requests), default=0.0) + 1e-3
+    length = max((request.t for request in requests), default=0.0) + 1e-3
     return replace(scenario, requests=(), recorded=[requests], duration=length)
 
 
 def _requests(scenario: Scenario) -> list[RequestKeys]:
-    return [one for trace in (scenario.requests, *scenario.recorded) for one in trace]
+    return [request for trace in (scenario.requests, *scenario.recorded) for request in trace]
 
 
 def _asked(scenario: Scenario) -> list[str]:
     """Return the models with requests, in listing order."""
-    asked = {one.model for one in _requests(scenario)}
-    return [name for name in scenario.programs if name in asked]
+    models = {request.model for request in _requests(scenario)}
+    return [name for name in scenario.programs if name in models]
 
 
 def _length(scenario: Scenario) -> float:
-    return scenario.duration or max((one.t for one in _requests(scenario)), default=1.0)
+    return scenario.duration or max((request.t for request in _requests(scenario)), default=1.0)
 
 
 def page(answers: Sequence[Answer]) -> str:
     """Return a table: a row for each answer."""
     head = ("", "p99", "in time", "answer")
     # Put texts last, because the table aligns figures to the right.
-    lines = aligned([head[:3], *((one.question, *_cells(one.trial)) for one in answers)]).splitlines()
+    lines = aligned(
+        [head[:3], *((answer.question, *_cells(answer.trial)) for answer in answers)]
+    ).splitlines()
     return "\n".join(
         f"{line}  {text}"
-        for line, text in zip(lines, (head[3], *(one.answer for one in answers)), strict=True)
+        for line, text in zip(lines, (head[3], *(answer.answer for answer in answers)), strict=True)
     )
 
 
@@ -405,10 +413,10 @@ def to_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return the answers for programs."""
     return [
         {
-            "question": one.question,
-            "answer": one.answer,
-            "p99_s": None if one.trial is None or one.trial.p99_s == inf else one.trial.p99_s,
-            "in_time": None if one.trial is None else one.trial.in_time,
+            "question": answer.question,
+            "answer": answer.answer,
+            "p99_s": None if answer.trial is None or answer.trial.p99_s == inf else answer.trial.p99_s,
+            "in_time": None if answer.trial is None else answer.trial.in_time,
         }
-        for one in answers
+        for answer in answers
     ]

@@ -88,7 +88,7 @@ def write_replay_plot(
 ) -> Path:
     """Write latency.png of a replay: the answers of a server, and dashed, those of the simulator if there are any."""
     figure, axes = _figure(5, "Latency of answered requests")
-    counts = Counter(one.request.model for one in real)
+    counts = Counter(request.request.model for request in real)
     colours = dict(zip((name for name, _ in counts.most_common(len(_PALETTE))), _PALETTE, strict=False))
     drawn = _draw_latencies(axes, real, colours, len(counts))
     drawn |= _draw_latencies(axes, simulated or (), colours, len(counts), "simulated", "--")
@@ -112,8 +112,8 @@ def save(figure: Figure, path: Path, dpi: int = 100) -> Path:
 def _colours(record: Record) -> dict[str, str]:
     """Return the models that took the most device time, in listing order; each has a colour of its own."""
     seconds = dict.fromkeys(record.scenario.programs, 0.0)
-    for one in record.executions:
-        seconds[one.execute.model] += one.ended - one.started
+    for execution in record.executions:
+        seconds[execution.execute.model] += execution.ended - execution.started
     most = sorted(seconds, key=lambda name: -seconds[name])[: len(_PALETTE)]
     shown = [name for name in record.scenario.programs if name in set(most)]
     return dict(zip(shown, _PALETTE, strict=False))
@@ -186,7 +186,7 @@ def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width:
 
 def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
     figure, axes = _figure(5, f"Share of device time ({record.scenario.discipline})")
-    end = max((one.ended for one in record.executions), default=0.0)
+    end = max((execution.ended for execution in record.executions), default=0.0)
     if end:
         edges = np.linspace(0.0, end, _WINDOWS + 1)
         centres = (edges[:-1] + edges[1:]) / 2
@@ -217,9 +217,9 @@ def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
 def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: np.ndarray) -> np.ndarray:
     """Return the share of each window in which the device executed the model (None: all models without a colour)."""
     mine = [
-        (one.started, one.ended)
-        for one in record.executions
-        if one.execute.model == name or (name is None and one.execute.model not in colours)
+        (execution.started, execution.ended)
+        for execution in record.executions
+        if execution.execute.model == name or (name is None and execution.execute.model not in colours)
     ]
     if not mine:
         return np.zeros(len(edges) - 1)
@@ -235,7 +235,8 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
     figure, axes = _figure(3, f"Device and link ({record.scenario.discipline})")
     start, end = window or _first(record)
     executions = [
-        (one.execute.model, one.started, one.ended, str(one.execute.rows)) for one in record.executions
+        (execution.execute.model, execution.started, execution.ended, str(execution.execute.rows))
+        for execution in record.executions
     ]
     loads = [(load.model, load.started, load.ended, "") for load in record.loads]
     shown: dict[str, str] = {}
@@ -279,13 +280,15 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
 
 def _first(record: Record) -> tuple[float, float]:
     """Return the window from the start that shows as many executions as a reader can tell apart."""
-    ends = sorted([one.ended for one in record.executions] + [load.ended for load in record.loads])
+    ends = sorted(
+        [execution.ended for execution in record.executions] + [load.ended for load in record.loads]
+    )
     return (0.0, ends[min(len(ends), _BARS) - 1] or 1.0) if ends else (0.0, 1.0)
 
 
 def _legend(axes: Axes, handles: Sequence[Patch] | None = None) -> None:
-    given = {} if handles is None else {"handles": handles}
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, **given)
+    options = {} if handles is None else {"handles": handles}
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, **options)
 
 
 def _remark(axes: Axes, text: str) -> None:
@@ -327,7 +330,9 @@ def _latency_of_mode(axes: Axes, mode: str, record: FleetRecord) -> None:
 
 
 def _busy_devices(axes: Axes, mode: str, summary: Mapping[str, Any]) -> None:
-    busy = sorted((100 * (one["utilisation"] or 0.0) for one in summary["devices"].values()), reverse=True)
+    busy = sorted(
+        (100 * (device["utilisation"] or 0.0) for device in summary["devices"].values()), reverse=True
+    )
     edges = np.linspace(0.0, 100.0, len(busy) + 1)
     axes.plot(np.repeat(edges, 2)[1:-1], np.repeat(busy, 2), color=_MODES[mode], linewidth=1.8)
 

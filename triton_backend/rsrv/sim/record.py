@@ -52,9 +52,9 @@ class LoadRecord:
     epoch: int
     started: float
     ended: float
-    #: bytes that no other model had on the device.
+    #: Bytes that no other model had on the device.
     nbytes: int
-    #: bytes read from the disk first.
+    #: Bytes that were first read from the disk.
     read_bytes: int = 0
 
 
@@ -95,7 +95,7 @@ class FleetRecord:
 
     scenario: Scenario
     requests: Sequence[RequestRecord]
-    #: by name, in order; `RequestRecord.device` is the index.
+    #: Devices by name, in order. `RequestRecord.device` is the index.
     devices: Mapping[str, Record]
     #: (time, command of the gateway to a device)
     steps: Sequence[tuple[float, WeightAction]]
@@ -103,5 +103,6 @@ class FleetRecord:
     repacks: Mapping[str, int]
     #: changes of a packed model's home.
     moves: int
-    #: number of events: arrivals of an instant at a device, ends of executions and loads, ticks and commands.
+    #: Number of events: ends of executions and loads, ticks, commands, and arrivals (those of one instant at a device count
+    #: once).
     events: int

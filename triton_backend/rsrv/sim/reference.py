@@ -39,7 +39,7 @@ _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`arrivals.trace`", TraceKeys),
 )
 
-#: figures of metrics.json: their keys, where they stand, and their meaning
+#: Figures of metrics.json: their keys, their places, and their meaning.
 FIGURES: tuple[tuple[str, str, str], ...] = (
     ("`arrived`", "both", "requests, each attempt of a closed-loop client counted"),
     ("`served`, `shed`, `expired`, `refused`, `cancelled`, `failed`", "both", "how they ended"),

@@ -54,7 +54,7 @@ def run_plan(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not answers:
             raise
-        status = 130  # the answers so far are valid
+        status = 130  # The answers so far are valid.
     if options.json:
         print(json.dumps(plan.to_json(answers), indent=2))
         return status

@@ -42,12 +42,12 @@ class Scenario:
 
     discipline: str
     seed: int
-    #: seconds; None: until the last listed request.
+    #: Seconds, or None to end at the last listed request.
     duration: float | None
     settings: SchedulerSettings
     programs: Mapping[str, Program]
     lives: Mapping[str, "Life"]
-    #: model -> relative standard deviation of its real executions from their cost.
+    #: Standard deviation of each model's real executions, relative to their cost.
     jitter: Mapping[str, float]
     #: True if models start with their weights on the device, as far as the budget allows.
     warm: bool
@@ -62,7 +62,7 @@ class Scenario:
     zipf: Sequence[Zipf]
     bursts: Sequence[Bursts]
     closed: Sequence[ClosedLoop]
-    #: model -> length of each variant, of the models with a padded axis.
+    #: Lengths of the variants of each model with a padded axis.
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Seconds that an answer takes outside the runtime.
     front_s: float = 0.0
@@ -88,7 +88,7 @@ class Life(NamedTuple):
 
     #: True if its first request starts it.
     lazy: bool
-    #: seconds to compile it or to load its executable
+    #: Seconds to compile the model or to load its executable.
     start_s: float
     idle: IdleLimits
 
@@ -116,7 +116,7 @@ def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -
     try:
         file = File.model_validate(raw)
     except ValidationError as error:
-        lines = (f"{source}: {explain(one, File, raw)}" for one in error.errors())
+        lines = (f"{source}: {explain(problem, File, raw)}" for problem in error.errors())
         raise ScenarioError("\n".join(lines)) from None
     problems: list[str] = []
     scenario = _resolve(file, folder, problems)
@@ -157,20 +157,20 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         problems.append(
             "runtime: cold starts, idle limits and host memory are simulated on one device: leave out `devices` and `gateway`"
         )
-    recorded = [list(read_trace(one, folder, problems)) for one in arrivals.trace]
+    recorded = [list(read_trace(trace, folder, problems)) for trace in arrivals.trace]
     for index, request in enumerate(arrivals.requests):
         if request.model not in programs:
             problems.append(f"arrivals.{index}.model: {_no_model(request.model, programs)}")
     for trace, requests in zip(arrivals.trace, recorded, strict=True):
-        for name in dict.fromkeys(one.model for one in requests if one.model not in programs):
+        for name in dict.fromkeys(request.model for request in requests if request.model not in programs):
             problems.append(f"arrivals.trace: {trace.path}: {_no_model(name, programs)}")
     lengths = {
         name: model.lengths for group, model in file.models.items() if model.lengths for name in groups[group]
     }
     requests = _with_variants(arrivals.requests, lengths, "arrivals", problems)
     recorded = [
-        _with_variants(one, lengths, f"arrivals.trace: {trace.path}", problems)
-        for trace, one in zip(arrivals.trace, recorded, strict=True)
+        _with_variants(requests_of_trace, lengths, f"arrivals.trace: {trace.path}", problems)
+        for trace, requests_of_trace in zip(arrivals.trace, recorded, strict=True)
     ]
     names = _Names(groups, programs, problems)
     section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
@@ -191,13 +191,21 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         requests=requests,
         lengths=lengths,
         recorded=recorded,
-        poisson=[one.model_copy(update={"models": names.shares(one.models)}) for one in arrivals.poisson],
-        zipf=[one.model_copy(update={"models": names.all(one.models, "zipf")}) for one in arrivals.zipf],
+        poisson=[
+            section.model_copy(update={"models": names.shares(section.models)})
+            for section in arrivals.poisson
+        ],
+        zipf=[
+            section.model_copy(update={"models": names.all(section.models, "zipf")})
+            for section in arrivals.zipf
+        ],
         bursts=[
-            one.model_copy(update={"models": names.all(one.models, "bursts")}) for one in arrivals.bursts
+            section.model_copy(update={"models": names.all(section.models, "bursts")})
+            for section in arrivals.bursts
         ],
         closed=[
-            one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
+            section.model_copy(update={"models": names.all(section.models, "closed")})
+            for section in arrivals.closed
         ],
         front_s=file.front_s,
         devices=file.devices,
@@ -211,7 +219,7 @@ def _with_variants(
     requests: Iterable[RequestKeys], lengths: Mapping[str, Sequence[int]], about: str, problems: list[str]
 ) -> list[RequestKeys]:
     """Return the requests with the shortest variant that holds their length; report the first that none holds."""
-    found = []
+    resolved = []
     for request in requests:
         if request.length:
             known = lengths.get(request.model, ())
@@ -223,8 +231,8 @@ def _with_variants(
                 )
                 return []
             request = request.model_copy(update={"variant": variant})
-        found.append(request)
-    return found
+        resolved.append(request)
+    return resolved
 
 
 def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> GatewayKeys | None:
@@ -233,10 +241,10 @@ def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str
         return GatewayKeys() if file.devices > 1 else None
     single = {name for names in groups.values() for name in names}
     models: dict[str, ModelOptions] = {}
-    for one, section in options.models.items():
-        if one not in groups and one not in single:
-            problems.append(f"gateway.models.{one}: {_no_model(one, [*groups, *single])}")
-        models |= dict.fromkeys(groups.get(one, [one]), section)
+    for pattern, section in options.models.items():
+        if pattern not in groups and pattern not in single:
+            problems.append(f"gateway.models.{pattern}: {_no_model(pattern, [*groups, *single])}")
+        models |= dict.fromkeys(groups.get(pattern, [pattern]), section)
     return options.model_copy(update={"models": models})
 
 
@@ -248,16 +256,16 @@ class _Names:
     programs: Mapping[str, Program]
     problems: list[str]
 
-    def all(self, given: Iterable[str] | None, key: str) -> list[str]:
+    def all(self, patterns: Iterable[str] | None, key: str) -> list[str]:
         """Return the named models, each once."""
-        named = self.programs if given is None else given
-        return list(dict.fromkeys(name for one in named for name in self._of(one, key)))
+        named = self.programs if patterns is None else patterns
+        return list(dict.fromkeys(name for pattern in named for name in self._of(pattern, key)))
 
-    def shares(self, given: Mapping[str, float] | None) -> dict[str, float]:
+    def shares(self, weights: Mapping[str, float] | None) -> dict[str, float]:
         """Return the share of each model; a group divides its share equally."""
         shares: dict[str, float] = {}
-        for one, share in (dict.fromkeys(self.programs, 1.0) if given is None else given).items():
-            names = self._of(one, "poisson")
+        for pattern, share in (dict.fromkeys(self.programs, 1.0) if weights is None else weights).items():
+            names = self._of(pattern, "poisson")
             for name in names:
                 shares[name] = shares.get(name, 0.0) + share / len(names)
         return shares
@@ -290,10 +298,10 @@ def _check_shares(models: Mapping[str, ModelKeys], problems: list[str]) -> None:
     sizes: dict[str, tuple[str, int]] = {}
     for name, model in models.items():
         for group, nbytes in model.shares.items():
-            other, known = sizes.setdefault(group, (name, nbytes))
+            first_model, known = sizes.setdefault(group, (name, nbytes))
             if known != nbytes:
                 problems.append(
-                    f"models.{name}.shares.{group}: {nbytes} bytes, and {known} in models.{other}"
+                    f"models.{name}.shares.{group}: {nbytes} bytes, and {known} in models.{first_model}"
                 )
 
 
@@ -339,17 +347,19 @@ def _program(
 ) -> Program:
     rate = file.device.h2d_bytes_per_s
     variants = model.variants or [model.cost or {}]
-    given = {(index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()}
+    costs_given = {
+        (index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()
+    }
     return Program(
         model=name,
-        costs=given if estimates is None else estimates.costs,
+        costs=costs_given if estimates is None else estimates.costs,
         coalesce=model.coalesce,
         max_queue_depth=model.max_queue_depth or file.settings.max_queue_depth,
         max_batch_rows=model.max_batch_size,
         weight_bytes=model.weight_bytes,
         tensors={
             f"shared by {group}": model.shared_bytes,
-            **{f"group {one}": nbytes for one, nbytes in model.shares.items()},
+            **{f"group {group}": nbytes for group, nbytes in model.shares.items()},
             f"own of {name}": model.weight_bytes - model.shared_bytes - sum(model.shares.values()),
         },
         pinned=model.residency == "device",
@@ -391,11 +401,11 @@ def read_trace(trace: TraceKeys, folder: Path, problems: list[str]) -> Iterator[
                 if None in row:
                     problems.append(f"{about}, line {reader.line_num}: more fields than the header has")
                     return
-                given = {key: text for key, value in row.items() if (text := (value or "").strip())}
+                cells = {key: text for key, value in row.items() if (text := (value or "").strip())}
                 try:
-                    request = RequestKeys.model_validate(given)
+                    request = RequestKeys.model_validate(cells)
                 except ValidationError as error:
-                    wrong = explain(error.errors()[0], RequestKeys, given)
+                    wrong = explain(error.errors()[0], RequestKeys, cells)
                     problems.append(f"{about}, line {reader.line_num}: {wrong}")
                     return
                 if request.t * trace.scale > LONGEST:

@@ -16,7 +16,7 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-#: seconds that anything in a scenario may take, and the latest time in it: thirty years.
+#: Maximum number of seconds in a scenario, and its latest time: thirty years.
 LONGEST = 1e9
 
 
@@ -25,7 +25,7 @@ def _unquoted(size: object) -> object:
     return int(size) if isinstance(size, str) and size.isascii() and size.isdecimal() else size
 
 
-#: compiled size -> seconds of one execution.
+#: Seconds of one execution, by compiled size.
 Costs = Annotated[
     dict[
         Annotated[int, BeforeValidator(_unquoted), Field(ge=1, strict=True)],
@@ -161,7 +161,7 @@ class ModelKeys(Part):
 
     @model_validator(mode="after")
     def _one_kind_of_cost(self) -> "ModelKeys":
-        if sum(one is not None for one in (self.cost, self.variants, self.compiled)) != 1:
+        if sum(kind is not None for kind in (self.cost, self.variants, self.compiled)) != 1:
             raise ValueError("give either cost or variants, or compiled")
         return self
 
@@ -292,14 +292,14 @@ class TraceKeys(Part):
     scale: float = Field(1.0, gt=0, description="Multiplies all t.")
 
 
-def _listed(one: object) -> object:
-    return one if isinstance(one, list) else [one]
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
 
 
-def _traces(given: object) -> object:
+def _traces(traces: object) -> object:
     return [
-        {"path": one} if isinstance(one, str) else one
-        for one in (given if isinstance(given, list) else [given])
+        {"path": trace} if isinstance(trace, str) else trace
+        for trace in (traces if isinstance(traces, list) else [traces])
     ]
 
 
@@ -322,15 +322,15 @@ class Arrivals(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain_list(cls, given: Any) -> Any:
-        return {"requests": given} if isinstance(given, list) else given
+    def _plain_list(cls, value: Any) -> Any:
+        return {"requests": value} if isinstance(value, list) else value
 
     @property
     def endless(self) -> list[str]:
         """The keys of sources that only the scenario's duration ends."""
         sources: dict[str, Iterable[Poisson | Zipf | Bursts]]
         sources = {"poisson": self.poisson, "zipf": self.zipf, "bursts": self.bursts}
-        endless = [key for key, those in sources.items() if any(one.stop is None for one in those)]
+        endless = [key for key, those in sources.items() if any(source.stop is None for source in those)]
         return endless + (["closed"] if self.closed else [])
 
 

@@ -84,10 +84,10 @@ class _Simulation:
         self.due = [inf] * len(self.devices)
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
-        #: clients by the time of their next request.
+        #: Clients by the time of their next request.
         self.sends: list[tuple[float, int, _SimulatedClient]] = []
         self.sequence = count()
-        #: request -> the client that waits for its end.
+        #: The client that waits for the end of each request.
         self.clients: dict[int, _SimulatedClient] = {}
         self.events = 0
 

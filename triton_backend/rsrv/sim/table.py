@@ -5,7 +5,7 @@ from typing import Any
 
 from rsrv.text import amount, duration, percent, rate
 
-#: models with a line of their own.
+#: Maximum number of models with a separate line.
 _SHOWN = 20
 
 
@@ -58,8 +58,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
+        first, *further = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *further]))
     return "\n".join(lines)
 
 

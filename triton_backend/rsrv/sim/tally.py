@@ -9,7 +9,7 @@ from typing import Any
 from rsrv.scheduler.events import Outcome
 from rsrv.sim.record import ExecutionRecord, LoadRecord, RequestRecord, StartRecord
 
-#: outcome -> its name in the metrics.
+#: Names of the outcomes in the metrics.
 ENDS = {
     Outcome.ANSWERED: "served",
     Outcome.SHED: "shed",
@@ -95,23 +95,23 @@ class Tally:
             "read_bytes": self.read_bytes,
         }
 
-    def execute(self, one: ExecutionRecord, window: float) -> None:
+    def execute(self, execution: ExecutionRecord, window: float) -> None:
         """Count an execution, which started within the window."""
-        self.device_seconds += min(one.ended, window) - one.started
+        self.device_seconds += min(execution.ended, window) - execution.started
         self.dispatches += 1
-        self.useful_rows += one.execute.rows
-        self.padded_rows += one.execute.size - one.execute.rows
-        self.useful += one.useful
-        self.size += one.size
+        self.useful_rows += execution.execute.rows
+        self.padded_rows += execution.execute.size - execution.execute.rows
+        self.useful += execution.useful
+        self.size += execution.size
 
-    def load(self, one: LoadRecord) -> None:
+    def load(self, load: LoadRecord) -> None:
         self.loads += 1
-        self.loaded_bytes += one.nbytes
-        self.read_bytes += one.read_bytes
+        self.loaded_bytes += load.nbytes
+        self.read_bytes += load.read_bytes
 
-    def start(self, one: StartRecord) -> None:
+    def start(self, start: StartRecord) -> None:
         self.starts += 1
-        self.read_bytes += one.read_bytes
+        self.read_bytes += start.read_bytes
 
 
 def in_time(sent: RequestRecord, window: float) -> bool:
@@ -127,10 +127,10 @@ def percentile(ascending: Sequence[float], share: float) -> float | None:
 
 def mean(history: Sequence[tuple[float, int]], window: float) -> float | None:
     """Return the mean over the window of bytes that change at given times."""
-    held = 0.0
+    average = 0.0
     for (since, nbytes), (until, _) in pairwise([*history, (window, 0)]):
-        held += nbytes * (min(until, window) - min(since, window))
-    return ratio(held, window)
+        average += nbytes * (min(until, window) - min(since, window))
+    return ratio(average, window)
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -139,5 +139,5 @@ def ratio(part: float, whole: float) -> float | None:
 
 def rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     return round(value, 9) if isinstance(value, float) else value

@@ -138,7 +138,7 @@ zoo: $(ZOO_VENV) ## export hundreds of PyTorch architectures of other packages, 
 	$(if $(AGPL),$(ZOO_PIP) ultralytics)
 	LD_LIBRARY_PATH=build/zoo/stubs HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/zoo/bin/python -m tests.zoo $(if $(AGPL),--agpl) $(ZOO)
 
-pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, gRPC stubs, and the constants of the native front
+pages: $(FRAMEWORKS) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, gRPC stubs, and the constants of the native front
 	$(BIN)/python tools/make_proto.py
 	$(BIN)/python tools/native_rules.py
 	$(BIN)/python tools/configuration_page.py
@@ -149,6 +149,7 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, g
 	$(BIN)/python tools/simulator_page.py
 	$(BIN)/python tools/memory_picture.py
 	PYTHONPATH=tools $(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
+	PYTHONPATH=tools $(BIN)/python -m tests.e2e.gallery docs/images
 
 # Writes the locks again. Versions stay where the requirements allow it; UPGRADE=1 takes the newest.
 LOCK := $(BIN)/uv pip compile --quiet --no-config $(if $(UPGRADE),--upgrade) pyproject.toml

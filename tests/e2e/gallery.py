@@ -41,7 +41,7 @@ SENTENCES = (
     "It will rain tomorrow.",
     "Take an umbrella with you.",
 )
-TERMS = ("Licensor", "UTF-8", "Contributor")
+TERMS = ("Licensor", "License", "Contributor")
 #: Colours of classes and of terms, which colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
 #: Sentences in a request: the only compiled batch size of the encoder here.
@@ -164,7 +164,7 @@ def forecasts(server: RunningTriton, call: Caller) -> Figure:
         range(1, STEPS + 1), found, "o", color=COLOURS[1], markersize=3, label="forecast before each value"
     )
     axes.set_xlabel("request")
-    axes.legend(loc="lower left", fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=8)
     return made
 
 

@@ -54,10 +54,10 @@ class Runtime(FakeRuntime):
 
     async def work(self) -> None:
         """Change the models in turn, as fast as the control process reads the changes. Never returns."""
-        for watcher in self._watchers:
-            watcher.setblocking(True)
         number = 0
         while True:
+            for watcher in self._watchers:
+                watcher.setblocking(True)
             for _ in range(_CHANGES // _BURSTS):
                 name = self.names[number % len(self.names)]
                 number += 1
@@ -106,6 +106,8 @@ async def measured(folder: Path, count: int) -> list[list[str]]:
             working = asyncio.create_task(runtime.work())
             await asyncio.sleep(_WARM_UP_S)
             rows.append(await cost(f"{_CHANGES} changes per second"))
+            if working.done():
+                working.result()  # It has failed, and the figure is that of idle models.
             working.cancel()
             return rows
     finally:

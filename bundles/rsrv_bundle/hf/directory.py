@@ -94,7 +94,9 @@ class Directory:
         names = given if isinstance(given, dict) else {}
         labels = [names.get(str(index)) for index in range(len(names))]
         if not labels or not all(isinstance(label, str) for label in labels):
-            raise BundleError("config.json: id2label: must name each class by its number from 0 on")
+            raise BundleError(
+                "config.json: id2label: must name each class by its number from 0 on; add the missing ones"
+            )
         return [str(label) for label in labels]
 
     def json(self, name: str) -> Mapping[str, Any]:
@@ -118,7 +120,7 @@ def open_directory(path: Path) -> Directory:
     documents = read_documents(path)
     config = documents[path / "config.json"]
     if not isinstance(config, dict):
-        raise BundleError("config.json: must be an object")
+        raise BundleError("config.json: must be an object; save the model again")
     modules = _modules(path, documents)
     for folder in {path, *(path / str(entry.get("path") or "") for entry in modules)}:
         _check_weights(path, folder, documents)
@@ -135,10 +137,14 @@ def read_documents(path: Path) -> dict[Path, Any]:
     files = list(_files(path))
     for file in files:
         if (file.suffix in _READ or file.name in _VOCABULARIES) and file.stat().st_size > MAX_TOKENIZER:
-            raise BundleError(f"{_name(path, file)}: is larger than {amount(MAX_TOKENIZER)}")
+            raise BundleError(
+                f"{_name(path, file)}: is larger than {amount(MAX_TOKENIZER)}; remove it if the model does not need it"
+            )
     read = [file for file in files if file.suffix == ".json" and file.name not in _VOCABULARIES]
     if (size := sum(file.stat().st_size for file in read)) > MAX_HEADER:
-        raise BundleError(f"{path}: its JSON files have {amount(size)}; {amount(MAX_HEADER)} are allowed")
+        raise BundleError(
+            f"{path}: its JSON files have {amount(size)}; {amount(MAX_HEADER)} are allowed: remove those that the model does not need"
+        )
     documents = {file: _read_json(path, file) for file in read}
     for file, document in documents.items():
         _refuse_code(_name(path, file), document)
@@ -180,11 +186,15 @@ def _read_json(root: Path, file: Path) -> Any:
     name, size = _name(root, file), file.stat().st_size
     limit = MAX_HEADER if file.name.endswith(".index.json") else MAX_JSON
     if size > limit:
-        raise BundleError(f"{name}: has {amount(size)}; {amount(limit)} are allowed")
+        raise BundleError(
+            f"{name}: has {amount(size)}; {amount(limit)} are allowed: remove it if the model does not need it"
+        )
     try:
         return json.loads(file.read_bytes())
     except (ValueError, RecursionError) as e:
-        raise BundleError(f"{name}: is not valid JSON ({type(e).__name__}: {e!s:.200})") from None
+        raise BundleError(
+            f"{name}: is not valid JSON ({type(e).__name__}: {e!s:.200}); save the model again"
+        ) from None
 
 
 def _refuse_code(name: str, document: Any) -> None:
@@ -212,7 +222,9 @@ def _check_activation(where: str, value: Any) -> None:
         return
     prefix, _, name = value.rpartition(".")
     if not prefix.startswith("torch.nn.modules.") or name not in _ACTIVATIONS:
-        raise BundleError(f"{where}: '{value:.100}' is none of torch's {', '.join(_ACTIVATIONS)}")
+        raise BundleError(
+            f"{where}: '{value:.100}' is none of torch's {', '.join(_ACTIVATIONS)}; name one of them"
+        )
 
 
 def _check_options(file: str, document: Mapping[str, Any]) -> None:
@@ -237,20 +249,26 @@ def _check_config(file: str, config: Mapping[str, Any]) -> None:
             waiting.extend((f"{key}.{inner}", item) for inner, item in value.items())
         elif isinstance(value, list):
             if len(value) > _MAX_LIST:
-                raise BundleError(f"{file}: {key}: has {len(value):,} entries; {_MAX_LIST:,} are allowed")
+                raise BundleError(
+                    f"{file}: {key}: has {len(value):,} entries; {_MAX_LIST:,} are allowed: correct it"
+                )
             waiting.extend((key, item) for item in value)
         elif (
             isinstance(value, int)
             and abs(value) > _MAX_SIZE
             and not key.endswith(("max_length", "_id", "theta"))
         ):
-            raise BundleError(f"{file}: {key}: {value!s:.20} is more than {_MAX_SIZE:,}; no model needs that")
+            raise BundleError(
+                f"{file}: {key}: {value!s:.20} is more than {_MAX_SIZE:,}, and no model needs that; correct it"
+            )
         elif (
             isinstance(value, int)
             and value > _MAX_LAYERS
             and any(word in key.rpartition(".")[2] for word in _LAYERS)
         ):
-            raise BundleError(f"{file}: {key}: {value} is more than the {_MAX_LAYERS:,} that are allowed")
+            raise BundleError(
+                f"{file}: {key}: {value} is more than the {_MAX_LAYERS:,} that are allowed; correct it"
+            )
 
 
 def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
@@ -259,21 +277,24 @@ def _modules(root: Path, documents: Mapping[Path, Any]) -> list[dict[str, Any]]:
     if document is None:
         return []
     if not isinstance(document, list) or not all(isinstance(entry, dict) for entry in document):
-        raise BundleError("modules.json: must be a list of objects")
+        raise BundleError("modules.json: must be a list of objects; save the model again")
     for index, entry in enumerate(document):
         kind, folder = entry.get("type"), entry.get("path", "")
         package, _, name = kind.rpartition(".") if isinstance(kind, str) else ("", "", "")
         if package.partition(".")[0] != "sentence_transformers" or name not in _MODULES:
             raise BundleError(
                 f"modules.json: [{index}].type: {kind!r:.100} is none of sentence-transformers'"
-                f" {', '.join(_MODULES)}; rsrv imports no others"
+                f" {', '.join(_MODULES)}; rsrv imports no others; export the model with"
+                " rsrv_bundle.from_torch.export_torch in a program of yours"
             )
         if not isinstance(folder, str) or "/" in folder or "\\" in folder or folder.startswith("."):
             raise BundleError(
                 f"modules.json: [{index}].path: {folder!r:.100} must be the name of a folder beside it"
             )
         if folder and not (root / folder).is_dir() and name in ("Pooling", "Dense"):
-            raise BundleError(f"modules.json: [{index}].path: there is no folder {folder!r:.100}")
+            raise BundleError(
+                f"modules.json: [{index}].path: there is no folder {folder!r:.100}; copy it into the directory"
+            )
     return document
 
 
@@ -305,7 +326,9 @@ def _check_weights(root: Path, folder: Path, documents: Mapping[Path, Any]) -> N
             isinstance(shard, str) and shard in names and shard.endswith(".safetensors")
             for shard in shards.values()
         ):
-            raise BundleError(f"{where}{name}: weight_map: must name safetensors files beside it")
+            raise BundleError(
+                f"{where}{name}: weight_map: must name safetensors files beside it; save the weights again"
+            )
 
 
 def weigh(name: str, file: Path) -> int:

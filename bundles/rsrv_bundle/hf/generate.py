@@ -179,7 +179,7 @@ def _prompts(
     assert generate.tokenizer is not None
     ours = PromptTokeniser(bundle.path / generate.tokenizer, generate.template)
     prompts = []
-    for name, question in {**dict(enumerate(_QUESTIONS)), **own}.items():
+    for name, question in {**{question: question for question in _QUESTIONS}, **own}.items():
         tokens = ours.encode(question)
         if template == TEXT:
             expected = tokenizer(question)["input_ids"]

@@ -100,7 +100,7 @@ def load_model(
         )
     if report.get("mismatched_keys"):
         raise BundleError(
-            f"the weight {min(report['mismatched_keys'])!s:.200} has another shape than config.json says"
+            f"the weight {min(report['mismatched_keys'])!s:.200} has another shape than config.json says; save the model again"
         )
     return model.eval()
 
@@ -133,7 +133,7 @@ def check_tokenizer(tokenizer: Any, longest: int) -> None:
     growth = growth_of(json.loads(file).get("normalizer"))
     if growth > _MAX_GROWTH:
         raise BundleError(
-            f"tokenizer.json: normalizer: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed"
+            f"tokenizer.json: normalizer: may make {growth:,} characters of one; {_MAX_GROWTH} are allowed: shorten its replacements"
         )
     try_tokenizer(file, longest)
 

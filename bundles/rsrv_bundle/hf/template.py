@@ -26,9 +26,9 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
     source: a chat template. special: texts that it may use, such as bos_token. Raises BundleError for a
     template that fails, exceeds a limit, or changes the question.
     """
-    where = "chat_template"
+    where, simpler = "chat_template", "give the directory a simpler one, or none"
     if len(source) > MAX_SOURCE:
-        raise BundleError(f"{where}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed")
+        raise BundleError(f"{where}: has {len(source):,} characters; {MAX_SOURCE:,} are allowed: {simpler}")
     request = json.dumps({"source": source, "special": dict(special)})
     try:
         done = subprocess.run(
@@ -39,21 +39,21 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BundleError(
-            f"{where}: takes longer than {_PATIENCE_S} s; give the directory a simpler one"
-        ) from None
+        raise BundleError(f"{where}: takes longer than {_PATIENCE_S} s; {simpler}") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [
             f"ended by signal {-done.returncode}"
         ]
         raise BundleError(
-            f"{where}: fails in jinja2's sandbox within {MAX_SECONDS} s and {MAX_BYTES >> 20} MB: {lines[-1]:.200}"
+            f"{where}: fails in jinja2's sandbox within {MAX_SECONDS} s and {MAX_BYTES >> 20} MB: {lines[-1]:.200}; {simpler}"
         )
     text = done.stdout.decode(errors="replace")
     if len(text) > MAX_TEXT:
-        raise BundleError(f"{where}: makes more than {MAX_TEXT:,} characters of one question")
+        raise BundleError(f"{where}: makes more than {MAX_TEXT:,} characters of one question; {simpler}")
     if text.count(TEXT) != 1:
-        raise BundleError(f"{where}: has the question {text.count(TEXT)} times; once is needed")
+        raise BundleError(
+            f"{where}: has the question {text.count(TEXT)} times, and once is needed; {simpler}"
+        )
     return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from rsrv_bundle.hf.directory import MAX_JSON, open_directory
 from tests.unit.bundle.hf.directories import plain
 
 CONFIG = {"architectures": ["BertModel"], "model_type": "bert"}
+#: What a user can do, in an error.
+ACTION = re.compile(r"\b(?:convert|copy|correct|export|leave|must|name|pass|remove|save)\b")
 POOLING = "sentence_transformers.models.Pooling"
 
 
@@ -143,9 +146,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize(("make", "reason"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_directory_is_refused(make: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
-    """A directory that has code, leads out, or is too large is refused, and the error names the file."""
-    with pytest.raises(BundleError, match=reason):
+    """A directory that has code, leads out, or is too large is refused. The error names the file, and says what to do."""
+    with pytest.raises(BundleError, match=reason) as caught:
         open_directory(make(tmp_path / "model"))
+    assert ACTION.search(str(caught.value)), f"does not say what to do: {caught.value}"
 
 
 def test_a_plain_directory_is_read(tmp_path: Path) -> None:

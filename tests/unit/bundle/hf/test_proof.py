@@ -36,7 +36,6 @@ def test_empty_answers_are_noted(
         proof, "ServedBundle", lambda _: lambda _: {"detections": np.array([[objects.encode()]], object)}
     )
     recipe: Any = SimpleNamespace(samples={"a": {}}, reference=lambda _: {"detections": json.loads(objects)})
-    assert proof.prove(bundle=SimpleNamespace(name="model"), recipe=recipe, tolerance=1e-4) == {
-        "detections": 0.0
-    }  # type: ignore[arg-type]
+    bundle: Any = SimpleNamespace(name="model")
+    assert proof.prove(bundle, recipe, 1e-4) == {"detections": 0.0}
     assert ("model: detections is empty for all samples" in capsys.readouterr().err) is noted

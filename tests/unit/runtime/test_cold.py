@@ -481,7 +481,7 @@ def test_of_many_idle_models_some_fall_back_at_a_time(
     doublings: dict[str, Path],
 ) -> None:
     """So the loop serves others between the unloads; the next look is soon, until all are cold."""
-    monkeypatch.setattr("rsrv.runtime.registry._FALLS", 3)
+    monkeypatch.setattr("rsrv.runtime.idle_models._FALLS", 3)
     runtime = start_runtime(load_settings("runtime: {start: lazy, idle: {executable: 10m}}"))
     stubs = [start_stub(runtime, doublings[name]) for name in "abcd"]
     for stub in stubs:

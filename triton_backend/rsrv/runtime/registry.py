@@ -1,17 +1,16 @@
 """Models from registration to removal: stubs register them, threads build them, and they serve, drain and end."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from math import inf
 from typing import Any
 
 from rsrv.logs import fields
 from rsrv.runtime.catalog import Catalog, ModelEntry
 from rsrv.runtime.handover import Handover
-from rsrv.runtime.host_copies import WarmModel, choose_cold
+from rsrv.runtime.host_copies import WarmModel
+from rsrv.runtime.idle_models import IdleModels, RegisteredModels
 from rsrv.runtime.model_builder import (
     BundlesRead,
     ModelBuilder,
@@ -46,13 +45,6 @@ log = logging.getLogger("rsrv.registry")
 _MAX_NAME = 255
 #: characters of the reason why a model cannot be loaded
 _MAX_REASON = 4000
-#: seconds between two looks for idle models
-_MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
-#: Number of models that fall back at one check, and seconds until the next check. Each unload blocks the loop for
-#: milliseconds.
-_FALLS, _NEXT_FALLS_S = 16, 0.25
-#: After a stub ignores a dismissal, wait this long before asking it again. It has requests, or imports model.py.
-_STAYS_S = 30.0
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
 #: Reason for a native front. The file of a meta model also counts as hooks.
@@ -91,9 +83,8 @@ class Registry:
         self.start_failures: dict[str, str] = {}
         self._timers = timers
         self._clock = clock
+        self._idle = IdleModels(catalog, scheduler)
         self.look_for_idle()
-        #: Time when models last fell back because memory was short.
-        self._relieved = -inf
         #: Time when waiting connections were last sent their places in the queue.
         self._places_told = -inf
         #: models of the runtime before this one
@@ -208,91 +199,30 @@ class Registry:
 
     def _look_after_limit(self, name: str) -> None:
         """Look for idle models when a model that serves from now on may be idle for too long."""
-        limit = self.catalog.policy.settings.idle_limits(name).executable
-        self._timers.advance(self.dismiss_idle, self._clock() + max(limit, _MIN_LOOK_S))
+        self._timers.advance(self.dismiss_idle, self._idle.limit_ends(name, self._clock()))
 
     def dismiss_idle(self, now: float) -> float:
-        """Dismiss the models that no request has used for `idle.executable`, a few at a time; return when to check again."""
-        again, falls = now + _MAX_LOOK_S, 0
-        limits = self.catalog.policy.settings.idle_limits
-        for one in self._warm(lambda name: limits(name).executable < inf):
-            limit = max(one.limit, one.least)
-            due = min(now, one.since) + limit
-            if due <= now:
-                if not self.catalog.is_dismissed(one.key):
-                    if falls == _FALLS:
-                        return now + _NEXT_FALLS_S
-                    falls += 1
-                    self._fall_back(one, "idle")
-                due = now + limit
-            again = min(again, due)
-        return max(again, now + _MIN_LOOK_S)
+        """Dismiss the models that no request has used for `idle.executable`; return when to check again."""
+        idle, again = self._idle.find_idle(self._registered(), now)
+        for one in idle:
+            self._fall_back(one, "idle")
+        return again
 
     def relieve(self, now: float, shortage: str) -> bool:
-        """Dismiss models because of a `shortage`, the least recently used first; return whether any are leaving.
-
-        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time,
-        because only a measurement shows how much memory that frees.
-        """
-        if self.catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
-            return True
-        self._relieved, settings = now, self.catalog.policy.settings
-        warm = self._warm(
-            lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf
-        )
-        idle = [
-            one
-            for one in warm
-            if one.since + one.least <= now and not self.catalog.is_dismissed(one.key, _STAYS_S)
-        ]
-        users = Counter(
-            chain.from_iterable(self._executables(models) for _, models in self._registered().values())
-        )
-        for one in choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8)):
+        """Dismiss models because of a `shortage`; return whether any are leaving."""
+        chosen = self._idle.choose_for_shortage(self._registered(), now)
+        for one in chosen or ():
             self._fall_back(one, shortage)
-        return bool(idle)
+        return chosen is None or bool(chosen)
 
     def _fall_back(self, one: WarmModel, why: str) -> None:
         log.info("%s: %s, so it falls back to cold", one.name, why, extra=fields(model=one.name))
         self.dismiss(one.key)
 
-    def _registered(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+    def _registered(self) -> RegisteredModels:
         """Return names and models of all registrations, and of the models that are kept without a connection, by key."""
         found = {group.key: (group.name, group.models) for group in self._groups.values()}
         return found | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
-
-    def _executables(self, models: Iterable[str]) -> frozenset[int]:
-        """Return the ids of these models' executables."""
-        entries = (self.catalog.entries.get(key) for key in models)
-        compiled = (entry.model for entry in entries if entry is not None and entry.model is not None)
-        return frozenset(id(one) for model in compiled for one in model.executables.values())
-
-    def _warm(self, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
-        """Yield the serving models and meta models that may fall back by their name.
-
-        A meta model with a pinned model may not.
-        """
-        limits = self.catalog.policy.settings.idle_limits
-        for key, (name, models) in self._registered().items():
-            entries = [self.catalog.entries.get(one) for one in models] if may_fall(name) else []
-            compiled = [
-                one.model for one in entries if one is not None and one.ready and one.model is not None
-            ]
-            if not compiled or len(compiled) < len(models):
-                continue
-            if any(model.residency == "device" for model in compiled):
-                continue
-            yield WarmModel(
-                key,
-                name,
-                max(map(self._scheduler.idle_since, models)),
-                limits(name).executable,
-                max(
-                    (model.pool.spec.idle_timeout_s for model in compiled if model.pool is not None),
-                    default=0.0,
-                ),
-                self._executables(models),
-            )
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s

@@ -1,0 +1,109 @@
+"""Which warm models fall back to cold: models that no request has used for long, and others if memory is short.
+
+Belongs to the loop. It only decides; the registry dismisses the models.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from math import inf
+
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.host_copies import WarmModel, choose_cold
+from rsrv.scheduler.scheduler import Scheduler
+
+#: seconds between two looks for idle models
+_MIN_LOOK_S, _MAX_LOOK_S = 1.0, 60.0
+#: Number of models that fall back at one check, and seconds until the next check. Each unload blocks the loop for
+#: milliseconds.
+_FALLS, _NEXT_FALLS_S = 16, 0.25
+#: After a stub ignores a dismissal, wait this long before asking it again. It has requests, or imports model.py.
+_STAYS_S = 30.0
+
+#: Names of registrations, and of models that are kept without one, with the keys of their models, by key.
+RegisteredModels = Mapping[str, tuple[str, tuple[str, ...]]]
+
+
+class IdleModels:
+    """Chooses among the registered models those that fall back to cold."""
+
+    def __init__(self, catalog: Catalog, scheduler: Scheduler) -> None:
+        self._catalog = catalog
+        self._scheduler = scheduler
+        #: Time when models were last chosen because memory was short.
+        self._relieved = -inf
+
+    def limit_ends(self, name: str, now: float) -> float:
+        """Return when a model that serves from now on may be idle for too long."""
+        limit = self._catalog.policy.settings.idle_limits(name).executable
+        return now + max(limit, _MIN_LOOK_S)
+
+    def find_idle(self, registered: RegisteredModels, now: float) -> tuple[list[WarmModel], float]:
+        """Return a few models that no request has used for `idle.executable`, and when to look again."""
+        again, found = now + _MAX_LOOK_S, list[WarmModel]()
+        limits = self._catalog.policy.settings.idle_limits
+        for one in self._warm(registered, lambda name: limits(name).executable < inf):
+            limit = max(one.limit, one.least)
+            due = min(now, one.since) + limit
+            if due <= now:
+                if not self._catalog.is_dismissed(one.key):
+                    if len(found) == _FALLS:
+                        return found, now + _NEXT_FALLS_S
+                    found.append(one)
+                due = now + limit
+            again = min(again, due)
+        return found, max(again, now + _MIN_LOOK_S)
+
+    def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
+        """Return models that leave because memory is short, the least recently used first. None: others are leaving still.
+
+        Models that start with the server stay, unless `idle.executable` lets them fall back. Few leave at a time,
+        because only a measurement shows how much memory that frees.
+        """
+        if self._catalog.is_dismissing or now < self._relieved + _NEXT_FALLS_S:
+            return None
+        self._relieved, settings = now, self._catalog.policy.settings
+        warm = self._warm(
+            registered,
+            lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf,
+        )
+        idle = [
+            one
+            for one in warm
+            if one.since + one.least <= now and not self._catalog.is_dismissed(one.key, _STAYS_S)
+        ]
+        users = Counter(chain.from_iterable(self._executables(models) for _, models in registered.values()))
+        return choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8))
+
+    def _executables(self, models: Iterable[str]) -> frozenset[int]:
+        """Return the ids of these models' executables."""
+        entries = (self._catalog.entries.get(key) for key in models)
+        compiled = (entry.model for entry in entries if entry is not None and entry.model is not None)
+        return frozenset(id(one) for model in compiled for one in model.executables.values())
+
+    def _warm(self, registered: RegisteredModels, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
+        """Yield the serving models and meta models that may fall back by their name.
+
+        A meta model with a pinned model may not.
+        """
+        limits = self._catalog.policy.settings.idle_limits
+        for key, (name, models) in registered.items():
+            entries = [self._catalog.entries.get(one) for one in models] if may_fall(name) else []
+            compiled = [
+                one.model for one in entries if one is not None and one.ready and one.model is not None
+            ]
+            if not compiled or len(compiled) < len(models):
+                continue
+            if any(model.residency == "device" for model in compiled):
+                continue
+            yield WarmModel(
+                key,
+                name,
+                max(map(self._scheduler.idle_since, models)),
+                limits(name).executable,
+                max(
+                    (model.pool.spec.idle_timeout_s for model in compiled if model.pool is not None),
+                    default=0.0,
+                ),
+                self._executables(models),
+            )

@@ -217,6 +217,30 @@ def test_an_internal_model_serves_running_meta_models_only(
     assert_fails(answer, FakeError.NOT_FOUND, "over")
 
 
+def test_a_sub_call_with_a_later_deadline_ends_with_its_run(
+    runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
+) -> None:
+    """A request that some other code makes with a run's token has the run's deadline, if its own is later."""
+    pause = Pause()
+    (engine, triton), plain = start_through(stopping(pause)), start_engine()
+    one = request(timeout=1000)
+    assert engine.execute([one]) is None
+    pause.reached()
+    runtime.device.gate.clear()
+    thread = send(plain, request())
+    runtime.device.gate.wait_until_held()
+    late = FakeRequest({"x": rows(1)}, int(9e9), with_token(triton.tokens[0]))
+    send(triton.engines["b"], late)
+    wait_until(lambda: queued("b") == 1)
+
+    runtime.pass_time(2000.0)
+
+    assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    runtime.device.gate.set()
+    pause.go()
+    thread.join()
+
+
 def test_a_token_is_good_for_the_models_that_its_meta_model_lists(
     runtime: Runtime, start_through: StartThrough, doublings: dict[str, Path]
 ) -> None:

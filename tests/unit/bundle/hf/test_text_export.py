@@ -129,6 +129,15 @@ def test_each_task_has_a_padded_axis(kind: str, tmp_path: Path) -> None:
     assert bundle.manifest.pad is not None
 
 
+def test_positions_before_the_first_token_count_for_no_length(tmp_path: Path) -> None:
+    """RoBERTa's positions begin behind the id of its padding, so a table of 80 has room for 78 tokens."""
+    directory = directories.roberta(tmp_path / "model")
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 1000}))
+    with pytest.raises(BundleError, match="79 is more than the 78 tokens"):
+        export(directory, HubOptions(lengths=(79,), batch_sizes=(2,)))
+
+
 def test_a_model_that_reads_its_padding_gets_variants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,8 @@ from rsrv.runtime.catalog import FeedEntry, StateFeed
 from rsrv.runtime.crash_history import BlackBox, Death
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.frames import Kind, pack_json, read_header, unpack_json
+from rsrv.wire.memory import read_document
 from rsrv.wire.socket import Closed, send
 from rsrv_bundle import read_bundle
 from tests.builders import FEW_EXAMPLES, broken_bundle, write_meta
@@ -36,6 +37,25 @@ def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
         lane.close()
         raise
     return lane
+
+
+def test_a_command_is_answered_after_its_changes(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """An operator who looks at the models when a pause is answered finds it, however busy the runtime is."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    document = {**runtime.loop._catalog.policy.document, "paused": "hold"}
+    with Operator(runtime) as operator:
+        send(operator._greeted.sock, pack_json(Kind.WATCH, {}))
+        operator.send(command="follow", instance="ours", revision=1, since=None, document=document)
+        frames: list[tuple[Kind, dict[str, Any]]] = []
+        while not frames or frames[-1][0] is not Kind.COMMANDED:
+            frame, fds = operator._greeted.receiver.receive()
+            frames.append((read_header(frame)[0], read_document(fds[0]) if fds else unpack_json(frame)))
+            for fd in fds:
+                os.close(fd)
+
+    kind, change = frames[-2]
+    assert (kind, change["entry"]["paused"]) == (Kind.STATE, "hold")
+    engine.close()
 
 
 def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:

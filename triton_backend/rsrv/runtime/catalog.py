@@ -134,7 +134,7 @@ class FeedEntry(NamedTuple):
 class StateFeed:
     """Entries by key, and the connections that watch them: each change is sent once and in order.
 
-    Changes are sent at the end of the loop's round (`flush`), because a watcher whose connection fails changes entries
+    Changes are sent before commands are answered and at the end of the loop's round (`flush`), because a watcher whose connection fails changes entries
     itself. A watcher that does not read is closed, as any connection is.
     """
 

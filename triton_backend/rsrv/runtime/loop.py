@@ -468,6 +468,8 @@ class Loop:
         finally:
             self._passing_on = False
         if self._commands.unanswered:
+            # A client of the control service looks at the models when its command is answered.
+            self._catalog.feed.flush()
             self._commands.answer()
             # A command may have changed the limit.
             self._timers.set(self._sleep_if_idle, -inf)

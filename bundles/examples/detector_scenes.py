@@ -112,7 +112,7 @@ def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
 def recall_and_precision(known: Scenes, outputs: Mapping[str, Array]) -> tuple[float, float]:
     """Return the share of the shapes that were found, and the share of the found shapes that are right.
 
-    found: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
+    outputs: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
     union with the shape is at least 0.5; a second box for the same shape is wrong.
     """
     right = 0

@@ -343,7 +343,7 @@ def _dtype(token: str) -> Any:
 def named_leaves(subject: str, tree: Any) -> tuple[list[str], list[Any], Any]:
     """Return names, leaves and structure of a tree of arrays, in jax's own (sorted, so repeatable) order.
 
-    Raises BundleError, in which `what` stands for the tree, if two names are equal, or for a leaf that is no array.
+    Raises BundleError, in which `subject` stands for the tree, if two names are equal, or for a leaf that is no array.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") or subject for path, _ in paths]

@@ -102,7 +102,7 @@ class HttpHead:
     def __init__(self, operation: str, encoding: str | None, length: str | None, most: int) -> None:
         """Start a body. Raises Malformed.
 
-        `what` is the operation, `encoding` and `length` are the headers Content-Encoding and
+        `operation` is the operation, `encoding` and `length` are the headers Content-Encoding and
         Inference-Header-Content-Length. A body is read up to `most` bytes, after decompression.
         """
         self._generates = operation != "infer"

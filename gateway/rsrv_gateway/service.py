@@ -202,7 +202,7 @@ def policy_message(section: PlannerOptions) -> pb.Policy:
 def changed_policy(
     section: PlannerOptions, original: PlannerOptions, policy: pb.Policy, paths: Iterable[str]
 ) -> PlannerOptions:
-    """Return `section` with these fields from `wanted`, or from `original` if absent there. Raises InvalidArgument."""
+    """Return `section` with these fields from `policy`, or from `original` if absent there. Raises InvalidArgument."""
     values: dict[str, Any] = {}
     for path in paths:
         if path not in FIELDS:

@@ -194,7 +194,7 @@ class Traffic:
 
 
 def _home(key: str, workers: Sequence[str]) -> str:
-    """Return a worker that depends only on `what`. When workers join or leave, few sequences move."""
+    """Return a worker that depends only on `key`. When workers join or leave, few sequences move."""
 
     def rank(worker: str) -> bytes:
         # JSON may contain surrogates.

@@ -105,16 +105,16 @@ class Histogram:
         return [self.sum, first, *counts]
 
     @classmethod
-    def of(cls, bounds: Sequence[float], said: Trimmed) -> "Histogram":
+    def of(cls, bounds: Sequence[float], trimmed: Trimmed) -> "Histogram":
         """Return the histogram with these bounds of a record."""
-        found = cls(bounds, sum=said.sum)
-        found.counts[said.first : said.first + len(said.counts)] = said.counts
-        return found
+        histogram = cls(bounds, sum=trimmed.sum)
+        histogram.counts[trimmed.first : trimmed.first + len(trimmed.counts)] = trimmed.counts
+        return histogram
 
     @classmethod
     def from_json(cls, bounds: Sequence[float], value: Any) -> "Histogram":
         """Read `to_json` of a histogram with these bounds. Raises ValueError."""
-        found = cls(bounds)
+        histogram = cls(bounds)
         if not isinstance(value, list) or len(value) < 2:
             raise ValueError(f"not a histogram: {value!r:.80}")
         total, first, *counts = value
@@ -124,9 +124,9 @@ class Histogram:
             or set(map(type, value[1:])) != {int}
             or min(value[1:]) < 0
             or max(value[1:]) >= 1 << 53
-            or first + len(counts) > len(found.counts)
+            or first + len(counts) > len(histogram.counts)
         ):
             raise ValueError(f"not a histogram of {len(bounds)} bounds: {value!r:.80}")
-        found.counts[first : first + len(counts)] = counts
-        found.sum = float(total)
-        return found
+        histogram.counts[first : first + len(counts)] = counts
+        histogram.sum = float(total)
+        return histogram

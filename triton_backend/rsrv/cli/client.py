@@ -124,7 +124,7 @@ class Server:
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
 
     def wait(self, call: str, request: Message, task: str, seconds: float = LONG_TIMEOUT_S) -> Any:
-        """Call the service and wait for its work, which a terminal shows as `what`. Raises grpc.RpcError."""
+        """Call the service and wait for its work, which a terminal shows as `task`. Raises grpc.RpcError."""
         with steps(task):
             return self.ask(call, request, seconds)
 

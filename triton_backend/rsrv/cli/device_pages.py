@@ -15,22 +15,22 @@ def weights_text(memory: pb.DeviceMemory | pb.HostMemory) -> str:
 
 def memory_page(answer: pb.GetMemoryResponse) -> None:
     """Print the memory of each device and of its host copies: the calculation of the budget, models, shared tensors, and free memory."""
-    for at, one in enumerate(answer.devices):
-        print(f"{chr(10) if at else ''}device {one.device}: {one.record.memory.name or 'none yet'}")
-        print_pairs([(f"  {name}", text) for name, text in _budget(one)])
-        _print_weights(one)
+    for at, device in enumerate(answer.devices):
+        print(f"{chr(10) if at else ''}device {device.device}: {device.record.memory.name or 'none yet'}")
+        print_pairs([(f"  {name}", text) for name, text in _budget(device)])
+        _print_weights(device)
 
 
-def _print_weights(one: pb.MemoryUse) -> None:
+def _print_weights(use: pb.MemoryUse) -> None:
     """Print the models of a device, and what they share."""
-    shared_with = shared_with_each(one)
+    shared_with = shared_with_each(use)
     print_section(
-        sorted((model for model in one.record.models if not model.meta), key=lambda model: model.name),
+        sorted((model for model in use.record.models if not model.meta), key=lambda model: model.name),
         {
             "MODEL": lambda model: model.name,
             "SIZE": lambda model: amount(model.device_bytes),
-            "OWN": lambda model: amount(one.own_bytes[model.name]),
-            "SHARED": lambda model: amount(shared_bytes(one, model)),
+            "OWN": lambda model: amount(use.own_bytes[model.name]),
+            "SHARED": lambda model: amount(shared_bytes(use, model)),
             "WITH": lambda model: some(shared_with.get(model.name, [])),
             "STATE": lambda model: amount(model.state_bytes) if model.state_bytes else "-",
             "ON DEVICE": lambda model: word(pb.Weights, model.weights) + (", pinned" if model.pinned else ""),
@@ -38,7 +38,7 @@ def _print_weights(one: pb.MemoryUse) -> None:
         },
     )
     print_section(
-        sorted(one.record.shared, key=lambda group: -group.bytes),
+        sorted(use.record.shared, key=lambda group: -group.bytes),
         {
             "SHARED": lambda group: amount(group.bytes),
             "MODELS": lambda group: str(len(group.models)),
@@ -48,9 +48,9 @@ def _print_weights(one: pb.MemoryUse) -> None:
     )
 
 
-def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
+def _budget(use: pb.MemoryUse) -> list[tuple[str, str]]:
     """Return how the device's memory is divided, line by line, and the host's."""
-    record, memory = one.record, one.record.memory
+    record, memory = use.record, use.record.memory
     pairs = []
     if memory.HasField("limit_bytes"):
         pairs += [
@@ -60,8 +60,10 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
     if record.scratch_bytes:
         pairs.append(("executions", amount(record.scratch_bytes)))
     if memory.HasField("budget_bytes"):
-        said = one.HasField("weight_budget_bytes") and one.weight_budget_bytes == memory.budget_bytes
-        why = "runtime.weight_budget_bytes" if said else "the allocator's, less the tenth and executions"
+        configured = use.HasField("weight_budget_bytes") and use.weight_budget_bytes == memory.budget_bytes
+        why = (
+            "runtime.weight_budget_bytes" if configured else "the allocator's, less the tenth and executions"
+        )
         pairs.append(("budget", f"{amount(memory.budget_bytes)} for weights: {why}"))
     weights = weights_text(memory)
     pairs.append(("weights", f"{weights}, {amount(memory.pinned_bytes)} pinned"))
@@ -82,19 +84,19 @@ def _budget(one: pb.MemoryUse) -> list[tuple[str, str]]:
     return [*pairs, ("host", f"{weights_text(record.host)}{limit}")]
 
 
-def shared_bytes(one: pb.MemoryUse, model: pb.ModelRecord) -> int:
+def shared_bytes(use: pb.MemoryUse, model: pb.ModelRecord) -> int:
     """Return the bytes of a model's weights that other models share on a device."""
-    own: int = one.own_bytes[model.name]
+    own: int = use.own_bytes[model.name]
     return model.device_bytes - model.state_bytes - own
 
 
-def shared_with_each(one: pb.MemoryUse) -> dict[str, list[str]]:
+def shared_with_each(use: pb.MemoryUse) -> dict[str, list[str]]:
     """Return the models that share tensors with each model."""
-    found: dict[str, dict[str, None]] = {}
-    for group in one.record.shared:
+    sharers: dict[str, dict[str, None]] = {}
+    for group in use.record.shared:
         for name in group.models:
-            found.setdefault(name, {}).update(dict.fromkeys(group.models))
-    return {name: [other for other in others if other != name] for name, others in found.items()}
+            sharers.setdefault(name, {}).update(dict.fromkeys(group.models))
+    return {name: [model for model in models if model != name] for name, models in sharers.items()}
 
 
 def load_page(answer: pb.GetLoadResponse) -> None:
@@ -142,24 +144,24 @@ def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
     print_section(
         answer.devices,
         {
-            "DEVICE": lambda one: str(one.device),
-            "STATE": lambda one: "alive" if one.alive else "dead",
-            "MODELS": lambda one: str(one.models),
-            "UTILISATION": lambda one: percent(one.utilisation),
-            "BUSY": lambda one: percent(one.busy),
-            "WEIGHTS": lambda one: amount(one.bytes),
-            "BUDGET": lambda one: amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+            "DEVICE": lambda device: str(device.device),
+            "STATE": lambda device: "alive" if device.alive else "dead",
+            "MODELS": lambda device: str(device.models),
+            "UTILISATION": lambda device: percent(device.utilisation),
+            "BUSY": lambda device: percent(device.busy),
+            "WEIGHTS": lambda device: amount(device.bytes),
+            "BUDGET": lambda device: amount(device.budget_bytes) if device.HasField("budget_bytes") else "-",
         },
     )
     print_section(
         answer.models,
         {
-            "MODEL": lambda one: one.name,
-            "DEVICES": lambda one: _numbers(one.devices) or "any",
-            "MOVING TO": lambda one: _numbers(one.moving_to) or "-",
-            "UTILISATION": lambda one: percent(one.utilisation),
-            "SIZE": lambda one: amount(one.bytes),
-            "REASON": lambda one: one.reason or "-",
+            "MODEL": lambda model: model.name,
+            "DEVICES": lambda model: _numbers(model.devices) or "any",
+            "MOVING TO": lambda model: _numbers(model.moving_to) or "-",
+            "UTILISATION": lambda model: percent(model.utilisation),
+            "SIZE": lambda model: amount(model.bytes),
+            "REASON": lambda model: model.reason or "-",
         },
     )
     if answer.moves:
@@ -167,9 +169,9 @@ def placement_page(answer: pb.GetPlacementResponse, *, dry: bool) -> None:
         print_table(
             answer.moves,
             {
-                "MODEL": lambda one: one.model,
-                "FROM": lambda one: _numbers(one.before) or "-",
-                "TO": lambda one: _numbers(one.after) or "-",
+                "MODEL": lambda move: move.model,
+                "FROM": lambda move: _numbers(move.before) or "-",
+                "TO": lambda move: _numbers(move.after) or "-",
             },
         )
     for text in answer.warnings:

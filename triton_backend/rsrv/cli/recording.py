@@ -57,18 +57,18 @@ class Recording:
 
     def begin(self, answer: pb.GetArrivalsResponse) -> bool:
         """Pass over requests of an earlier record; return False if there are more of them."""
-        self._positions = {one.device: one for one in answer.positions}
-        return all(one.next >= one.end for one in answer.positions)
+        self._positions = {position.device: position for position in answer.positions}
+        return all(position.next >= position.end for position in answer.positions)
 
     def take(self, answer: pb.GetArrivalsResponse) -> list[tuple[str | int, ...]]:
         """Handle an answer; return the rows of its requests."""
-        for one in answer.positions:
-            before = self._positions.get(one.device)
-            if before is not None and before.instance == one.instance:
-                self.lost += one.first - before.next
+        for position in answer.positions:
+            before = self._positions.get(position.device)
+            if before is not None and before.instance == position.instance:
+                self.lost += position.first - before.next
             elif before is not None:
                 self.replaced += 1
-            self._positions[one.device] = one
+            self._positions[position.device] = position
         requests = sorted(answer.requests, key=lambda request: request.unix_s)
         if self.began is None and requests:
             self.began = requests[0].unix_s
@@ -90,9 +90,9 @@ def run_record(server: Server) -> int:
     scenario = path.with_suffix(".yaml")
     if path.suffix != ".csv":
         raise CommandLineError(f"{path} must end in .csv; the scenario is written beside it")
-    for one in (path, scenario):
-        if one.exists():
-            raise CommandLineError(f"{one} is there already: name another file, or remove it")
+    for output in (path, scenario):
+        if output.exists():
+            raise CommandLineError(f"{output} is there already: name another file, or remove it")
     before, recording = _look(server), Recording()
     while not recording.begin(server.ask("GetArrivals", recording.question)):
         pass
@@ -110,8 +110,8 @@ def run_record(server: Server) -> int:
         print("the server has gone: its figures are those of the record's start", file=sys.stderr)
         served = before
     # A model that was removed meanwhile still has requests in the trace.
-    names = {one.name for one in served.status.models}
-    served.status.models.extend([one for one in before.status.models if one.name not in names])
+    names = {model.name for model in served.status.models}
+    served.status.models.extend([model for model in before.status.models if model.name not in names])
     # Other commands need no YAML.
     from rsrv_bundle import yaml12
 
@@ -149,7 +149,7 @@ def _answers(server: Server, recording: Recording, seconds: float | None) -> Ite
             answer = server.ask("GetArrivals", recording.question)
             answered = time.monotonic()
             yield answer
-            if any(one.next < one.end for one in answer.positions):
+            if any(position.next < position.end for position in answer.positions):
                 continue
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -193,15 +193,19 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
     # The simulator fills the device in this order.
     listed = sorted(
         status.models,
-        key=lambda one: (one.record.weights != pb.WEIGHTS_RESIDENT, -counts[one.name], one.name),
+        key=lambda model: (model.record.weights != pb.WEIGHTS_RESIDENT, -counts[model.name], model.name),
     )
-    models = {one.name: keys for one in listed if (keys := _model(one, shares.get(one.name, {}), costs))}
+    models = {
+        model.name: keys for model in listed if (keys := _model(model, shares.get(model.name, {}), costs))
+    }
     # A trace can only be simulated if all of its models are in the scenario.
     models |= {name: {"cost": {1: _NEVER_EXECUTED_S}} for name in counts if name not in models}
     usual = {"weight": 1.0, "max_delay_us": 0, "max_queue_depth": status.scheduler.max_queue_depth}
-    for one in listed:
-        policy = {field.name: value for field, value in one.policy.ListFields() if value != usual[field.name]}
-        models.get(one.name, {}).update(policy)
+    for model in listed:
+        policy = {
+            field.name: value for field, value in model.policy.ListFields() if value != usual[field.name]
+        }
+        models.get(model.name, {}).update(policy)
     document: dict[str, Any] = {
         "duration": max(1, ceil(recording.seconds)),
         "device": _device(status),
@@ -217,13 +221,13 @@ def scenario_of(trace: str, recording: Recording, served: ServedState) -> dict[s
 
 def _device(status: pb.GetStatusResponse) -> dict[str, Any]:
     device: dict[str, Any] = {"warm": True}
-    memories = [one.record.memory for one in status.devices]
+    memories = [device.record.memory for device in status.devices]
     budgets = [memory.budget_bytes for memory in memories if memory.HasField("budget_bytes")]
     if budgets:
         device["weight_budget_bytes"] = min(budgets)
-    loaded = [one.record for one in status.models if one.record.loads and one.record.load_seconds > 0]
-    if nbytes := sum(one.device_bytes for one in loaded):
-        device["h2d_bytes_per_s"] = round(nbytes / sum(one.load_seconds for one in loaded))
+    loaded = [model.record for model in status.models if model.record.loads and model.record.load_seconds > 0]
+    if nbytes := sum(record.device_bytes for record in loaded):
+        device["h2d_bytes_per_s"] = round(nbytes / sum(record.load_seconds for record in loaded))
     return device
 
 
@@ -239,18 +243,18 @@ def _model(
 ) -> dict[str, Any] | None:
     """Return the keys of a model. None: the model never executed."""
     variants: dict[int, dict[int, float]] = {}
-    single, jitters = len({one.variant for one in model.record.executables}) == 1, []
-    for one in model.record.executables:
+    single, jitters = len({executable.variant for executable in model.record.executables}) == 1, []
+    for executable in model.record.executables:
         # Spans do not distinguish variants.
-        taken = measured.get((model.name, one.size), ()) if single else ()
+        taken = measured.get((model.name, executable.size), ()) if single else ()
         if len(taken) >= _ENOUGH:
             cost = fmean(taken)
             jitters.append(pstdev(taken) / cost)
-        elif one.HasField("cost_s"):
-            cost = one.cost_s
+        elif executable.HasField("cost_s"):
+            cost = executable.cost_s
         else:
             continue
-        variants.setdefault(one.variant, {})[one.size] = round(cost, 7)
+        variants.setdefault(executable.variant, {})[executable.size] = round(cost, 7)
     if not variants:
         return None
     # A variant that never executed gets the cost of the next one that did.
@@ -285,8 +289,8 @@ def _shares(memory: pb.GetMemoryResponse) -> dict[str, dict[str, int]]:
 
 def _measured(spans: Iterable[pb.Span]) -> dict[tuple[str, int], list[float]]:
     """Return the seconds of executions, by model and size."""
-    found: dict[tuple[str, int], list[float]] = {}
+    seconds_of: dict[tuple[str, int], list[float]] = {}
     for span in spans:
         if span.kind == pb.SPAN_KIND_EXECUTE and not span.failed:
-            found.setdefault((span.model, span.size), []).append(span.seconds)
-    return found
+            seconds_of.setdefault((span.model, span.size), []).append(span.seconds)
+    return seconds_of

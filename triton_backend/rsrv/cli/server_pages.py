@@ -33,7 +33,7 @@ def pattern_page(answer: pb.GetStatusResponse) -> None:
 
 def alias_status_page(answer: pb.GetStatusResponse, name: str) -> None:
     """Print the details of an alias, and of the models behind it."""
-    (alias,) = (one for one in answer.aliases if one.name == name)
+    (alias,) = (shown for shown in answer.aliases if shown.name == name)
     sums = [sum(map(count, alias.targets)) for count in (answered, errors)]
     pairs = [("alias", name), ("requests", f"{sums[0]} answered, {sums[1]} errors")]
     print_pairs([*pairs, ("not served so", one_line(alias.failure))] if alias.failure else pairs)
@@ -46,15 +46,17 @@ def alias_status_page(answer: pb.GetStatusResponse, name: str) -> None:
 
 def doctor_page(answer: pb.DiagnoseResponse) -> None:
     """Print the findings, each with its cause and the change that cures it."""
-    counts = Counter(word(pb.Severity, one.severity) for one in answer.findings)
-    found = ", ".join(
+    counts = Counter(word(pb.Severity, finding.severity) for finding in answer.findings)
+    counted = ", ".join(
         f"{count} {word}{'s' if word != 'critical' and count > 1 else ''}" for word, count in counts.items()
     )
-    print(f"{found or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
-    for one in answer.findings:
-        print(f"\n{styled(word(pb.Severity, one.severity))}: {one_line(one.evidence)}  [{one.name}]")
-        print(f"  why: {one_line(one.cause)}")
-        print(f"  do:  {one_line(one.cure)}")
+    print(f"{counted or 'no findings'}, by the figures of the last {duration(answer.seconds)}")
+    for finding in answer.findings:
+        print(
+            f"\n{styled(word(pb.Severity, finding.severity))}: {one_line(finding.evidence)}  [{finding.name}]"
+        )
+        print(f"  why: {one_line(finding.cause)}")
+        print(f"  do:  {one_line(finding.cure)}")
 
 
 def alias_page(answer: pb.SetAliasResponse) -> None:
@@ -67,7 +69,7 @@ def alias_page(answer: pb.SetAliasResponse) -> None:
 
 def alias_line(alias: pb.Alias) -> str:
     """Return an alias with the models behind it, and their shares of its requests."""
-    parts = [f"{one.model} {share(alias, one)}" for one in alias.targets]
+    parts = [f"{target.model} {share(alias, target)}" for target in alias.targets]
     failure = f" (not served so: {one_line(alias.failure)})" if alias.failure else ""
     return f"{alias.name}: {', '.join(parts)}{failure}"
 
@@ -78,36 +80,36 @@ def models_table(answer: pb.GetStatusResponse, models: Sequence[pb.ModelStatus])
     print_section(
         models,
         {
-            "MODEL": lambda one: one.name,
-            "STATE": lambda one: where[one.name],
-            "PAUSED": lambda one: word(pb.Pause, one.paused),
-            **({"ON": lambda one: " ".join(_holders(one))} if len(answer.devices) > 1 else {}),
-            "SIZE": lambda one: amount(one.record.device_bytes),
-            "QUEUED": lambda one: str(one.record.queued),
-            "RUNNING": lambda one: str(one.record.executing),
-            "ANSWERED": lambda one: str(one.record.outcomes.get("answered", 0)),
-            "ERRORS": lambda one: str(
-                sum(one.record.outcomes.values()) - one.record.outcomes.get("answered", 0)
+            "MODEL": lambda model: model.name,
+            "STATE": lambda model: where[model.name],
+            "PAUSED": lambda model: word(pb.Pause, model.paused),
+            **({"ON": lambda model: " ".join(_holders(model))} if len(answer.devices) > 1 else {}),
+            "SIZE": lambda model: amount(model.record.device_bytes),
+            "QUEUED": lambda model: str(model.record.queued),
+            "RUNNING": lambda model: str(model.record.executing),
+            "ANSWERED": lambda model: str(model.record.outcomes.get("answered", 0)),
+            "ERRORS": lambda model: str(
+                sum(model.record.outcomes.values()) - model.record.outcomes.get("answered", 0)
             ),
-            "MISSES": lambda one: str(one.record.misses),
-            "DEVICE": lambda one: duration(one.record.device_seconds),
-            "RESIDENCY": lambda one: word(pb.Residency, one.record.residency),
+            "MISSES": lambda model: str(model.record.misses),
+            "DEVICE": lambda model: duration(model.record.device_seconds),
+            "RESIDENCY": lambda model: word(pb.Residency, model.record.residency),
             "STUBS": _stubs,
         },
     )
     print_section(
         answer.metas,
         {
-            "META MODEL": lambda one: one.name,
-            "STATE": lambda one: where[one.name],
+            "META MODEL": lambda meta: meta.name,
+            "STATE": lambda meta: where[meta.name],
             "STUBS": _stubs,
-            "QUEUED": lambda one: str(one.record.queued),
-            "RUNNING": lambda one: str(one.record.executing),
-            "ENDED": lambda one: str(sum(one.record.outcomes.values())),
-            "CALLS": lambda one: str(one.record.calls),
-            "DEVICE": lambda one: duration(one.record.device_seconds),
-            "PAUSED": lambda one: word(pb.Pause, one.paused),
-            "CALLS MODELS": lambda one: ", ".join(one.record.calls_models),
+            "QUEUED": lambda meta: str(meta.record.queued),
+            "RUNNING": lambda meta: str(meta.record.executing),
+            "ENDED": lambda meta: str(sum(meta.record.outcomes.values())),
+            "CALLS": lambda meta: str(meta.record.calls),
+            "DEVICE": lambda meta: duration(meta.record.device_seconds),
+            "PAUSED": lambda meta: word(pb.Pause, meta.paused),
+            "CALLS MODELS": lambda meta: ", ".join(meta.record.calls_models),
         },
     )
 
@@ -150,25 +152,29 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
             print_table(
                 model.devices,
                 {
-                    "DEVICE": lambda one: str(one.number),
-                    "STATE": lambda one: life(word(pb.State, one.record.state), weights_of(one.record)),
-                    "QUEUED": lambda one: str(one.record.queued),
-                    "RUNNING": lambda one: str(one.record.executing),
-                    "EXECUTIONS": lambda one: str(one.record.dispatches),
-                    "BUSY": lambda one: duration(one.record.device_seconds),
-                    "MISSES": lambda one: str(one.record.misses),
-                    "LOADS": lambda one: str(one.record.loads),
-                    "ERROR": lambda one: one_line(one.error),
+                    "DEVICE": lambda device: str(device.number),
+                    "STATE": lambda device: life(
+                        word(pb.State, device.record.state), weights_of(device.record)
+                    ),
+                    "QUEUED": lambda device: str(device.record.queued),
+                    "RUNNING": lambda device: str(device.record.executing),
+                    "EXECUTIONS": lambda device: str(device.record.dispatches),
+                    "BUSY": lambda device: duration(device.record.device_seconds),
+                    "MISSES": lambda device: str(device.record.misses),
+                    "LOADS": lambda device: str(device.record.loads),
+                    "ERROR": lambda device: one_line(device.error),
                 },
             )
         print_section(
             model.record.executables,
             {
-                "VARIANT": lambda one: str(one.variant),
-                "SIZE": lambda one: str(one.size),
-                "EXECUTIONS": lambda one: str(one.count),
-                "COST": lambda one: duration(one.cost_s) if one.HasField("cost_s") else "-",
-                "PRODUCTS OF F32": lambda one: _precision(one.precision),
+                "VARIANT": lambda executable: str(executable.variant),
+                "SIZE": lambda executable: str(executable.size),
+                "EXECUTIONS": lambda executable: str(executable.count),
+                "COST": lambda executable: (
+                    duration(executable.cost_s) if executable.HasField("cost_s") else "-"
+                ),
+                "PRODUCTS OF F32": lambda executable: _precision(executable.precision),
             },
         )
     for meta in answer.metas:
@@ -185,41 +191,43 @@ def model_page(answer: pb.GetStatusResponse, memory: pb.GetMemoryResponse | None
 
 def _aliases_of(answer: pb.GetStatusResponse, model: str) -> list[tuple[str, str]]:
     """Return the line about the aliases that lead to a model, if there are any."""
-    found = [
+    aliases = [
         f"{alias.name} ({share(alias, target)})"
         for alias in answer.aliases
         for target in alias.targets
         if target.model == model
     ]
-    return [("aliases", ", ".join(found))] if found else []
+    return [("aliases", ", ".join(aliases))] if aliases else []
 
 
 def reasons(answer: pb.GetStatusResponse) -> list[str]:
     """Return why a server, or the one model in its status, does not serve."""
     where = lives(answer)
-    found = [f"{one.name} {_failed(one, where)}: {one_line(one.text)}" for one in answer.failures]
-    named = {one.name for one in answer.failures}
+    lines = [
+        f"{failure.name} {_failed(failure, where)}: {one_line(failure.text)}" for failure in answer.failures
+    ]
+    named = {failure.name for failure in answer.failures}
     for model in (*answer.models, *answer.metas):
         version = model.versions[-1] if model.versions else None
         state = life(state_of(model.versions), "", model.starting)
         if model.name in named or state == "cold":
             continue
         if version is None:
-            found.append(f"{model.name} is not loaded")
+            lines.append(f"{model.name} is not loaded")
         elif state != "ready":
-            found.append(
+            lines.append(
                 f"{model.name} {state if state == 'failed' else f'is {state}'}"
                 + (f": {one_line(version.error)}" if version.error else "")
             )
-        elif not any(one.stubs for one in model.versions):
-            found.append(f"{model.name} has no stub; it is loaded again")
+        elif not any(version.stubs for version in model.versions):
+            lines.append(f"{model.name} has no stub; it is loaded again")
     above = ("model_failed", "not_served")
-    found += [
-        one_line(one.evidence)
-        for one in answer.findings
-        if one.severity == pb.SEVERITY_CRITICAL and one.name not in above
+    lines += [
+        one_line(finding.evidence)
+        for finding in answer.findings
+        if finding.severity == pb.SEVERITY_CRITICAL and finding.name not in above
     ]
-    return found or ["a model of the repository is not loaded; the server's log says why"]
+    return lines or ["a model of the repository is not loaded; the server's log says why"]
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
@@ -244,8 +252,8 @@ def print_update(update: pb.WatchStateResponse) -> None:
             print(f"the runtime{_which(update.down.device)} does not answer", flush=True)
         case "failures":
             failed = (
-                f"{one.name} is not as its bundle says: {one_line(one.text)}"
-                for one in update.failures.failures
+                f"{failure.name} is not as its bundle says: {one_line(failure.text)}"
+                for failure in update.failures.failures
             )
             print("\n".join(failed) or "all models are as their bundles say", flush=True)
 
@@ -261,14 +269,14 @@ def _print_entry(where: pb.Snapshot | pb.Change, key: str, entry: pb.Entry | Non
         print(f"{number} {key} has left", flush=True)
         return
     version = entry.version
-    said = [
+    parts = [
         life(word(pb.State, version.state), word(pb.Weights, version.weights)),
         word(pb.Residency, entry.residency) and f"residency {word(pb.Residency, entry.residency)}",
         f"{len(version.stubs)} stub{'' if len(version.stubs) == 1 else 's'}",
         word(pb.Pause, version.paused) and f"paused ({word(pb.Pause, version.paused)})",
         one_line(version.error),
     ]
-    print(f"{number} {key} {', '.join(filter(None, said))}", flush=True)
+    print(f"{number} {key} {', '.join(filter(None, parts))}", flush=True)
 
 
 def _print_server(answer: pb.GetStatusResponse) -> None:
@@ -299,7 +307,9 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
 
 def _headline(findings: Sequence[pb.Finding]) -> str:
     """Return the severest finding, and how many more there are; empty if there is nothing urgent."""
-    return headline([(word(pb.Severity, one.severity), one.evidence) for one in findings], "`rsrv doctor`")
+    return headline(
+        [(word(pb.Severity, finding.severity), finding.evidence) for finding in findings], "`rsrv doctor`"
+    )
 
 
 def _device_name(device: pb.DeviceStatus) -> str:
@@ -348,23 +358,23 @@ def _device_pairs(device: pb.DeviceStatus, *, alone: bool) -> list[tuple[str, st
 
 def _sharing(memory: pb.GetMemoryResponse | None, name: str) -> str:
     """Return how many bytes of weights only this model has, and the models with which it shares the rest."""
-    for one in () if memory is None else memory.devices:
-        for model in one.record.models:
-            if model.name == name and (others := shared_with_each(one).get(name)):
-                shared = amount(shared_bytes(one, model))
-                return f", {amount(one.own_bytes[name])} own, {shared} shared with {some(others)}"
+    for use in () if memory is None else memory.devices:
+        for model in use.record.models:
+            if model.name == name and (sharers := shared_with_each(use).get(name)):
+                shared = amount(shared_bytes(use, model))
+                return f", {amount(use.own_bytes[name])} own, {shared} shared with {some(sharers)}"
     return ""
 
 
 def _places(model: pb.ModelStatus) -> str:
     """Return the devices that have the weights of a model, if it is on several."""
-    found = _holders(model)
-    return f" on device {', '.join(found)}" if found and len(model.devices) > 1 else ""
+    holders = _holders(model)
+    return f" on device {', '.join(holders)}" if holders and len(model.devices) > 1 else ""
 
 
 def _holders(model: pb.ModelStatus) -> list[str]:
     """Return the devices that have the weights of a model."""
-    return [str(one.number) for one in model.devices if one.record.weights == pb.WEIGHTS_RESIDENT]
+    return [str(device.number) for device in model.devices if device.record.weights == pb.WEIGHTS_RESIDENT]
 
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
@@ -387,10 +397,10 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
     print_section(
         versions,
         {
-            "VERSION": lambda one: one.key,
-            "STATE": lambda one: life(word(pb.State, one.state), word(pb.Weights, one.weights)),
-            "STUBS": lambda one: " ".join(map(str, one.stubs)),
-            "ERROR": lambda one: one_line(one.error),
+            "VERSION": lambda version: version.key,
+            "STATE": lambda version: life(word(pb.State, version.state), word(pb.Weights, version.weights)),
+            "STUBS": lambda version: " ".join(map(str, version.stubs)),
+            "ERROR": lambda version: one_line(version.error),
         },
     )
 

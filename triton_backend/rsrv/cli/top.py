@@ -238,7 +238,7 @@ def _busy(before: dict[str, Any], now: dict[str, Any], device: dict[str, Any]) -
 
 
 def _whole(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with its unchanged models, which one with `gone` leaves out."""
+    """Return the state with its unchanged models, which a state with the key `gone` leaves out."""
     if "gone" not in state:
         return state
     models = {model["name"]: model for model in (*before.get("models", ()), *state["models"])}

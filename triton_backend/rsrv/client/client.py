@@ -584,10 +584,10 @@ class Client:
         """Close the connection, and end the thread. Calls of other threads are cancelled."""
 
         async def closed() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.close()
 
         if self._thread.is_alive():

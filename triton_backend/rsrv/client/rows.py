@@ -195,7 +195,7 @@ def size_of(value: Any) -> int:
     if array.dtype != object:
         return array.nbytes
     return sum(
-        getattr(one, "nbytes", None) or len(one) if hasattr(one, "__len__") else 8 for one in array.flat
+        getattr(item, "nbytes", None) or len(item) if hasattr(item, "__len__") else 8 for item in array.flat
     )
 
 
@@ -209,7 +209,7 @@ def read_columns(path: Path) -> Any:
     They are .npy, .npz, .parquet, .txt (a text per line), or a folder (a row per file, in the order of names).
     """
     if path.is_dir():
-        return _objects(sorted(one for one in path.iterdir() if one.is_file()))
+        return _objects(sorted(entry for entry in path.iterdir() if entry.is_file()))
     match path.suffix:
         case ".npy":
             # Mapped, so that a data set larger than the memory is read while it is sent.

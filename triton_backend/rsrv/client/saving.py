@@ -81,9 +81,9 @@ class PartialFile:
                 f"{self.path} is no file of rsrv map: move it, or write to another file"
             ) from None
         if stored != job:
-            other = next(key for key in job if stored.get(key) != job[key])
+            changed_key = next(key for key in job if stored.get(key) != job[key])
             raise InputError(
-                f"{self.path} is of another run: its {other} differs; remove it to start from the first row"
+                f"{self.path} is of another run: its {changed_key} differs; remove it to start from the first row"
             )
         whole = self._file.tell()
         while (line := self._file.readline()).endswith(b"\n"):

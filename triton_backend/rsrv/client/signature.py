@@ -160,7 +160,11 @@ def _is_missing(value: Any) -> bool:
 def _converted(value: Any, expected: np.dtype[Any]) -> Array:
     """Return numbers in a type. Raises ValueError if that would cut a fraction, TypeError, OverflowError."""
     array = np.asarray(value, expected)
-    if expected.kind in "iu" and (given := np.asarray(value)).dtype.kind == "f" and (given != array).any():
+    if (
+        expected.kind in "iu"
+        and (original := np.asarray(value)).dtype.kind == "f"
+        and (original != array).any()
+    ):
         raise ValueError("a value has a fraction")
     return array
 

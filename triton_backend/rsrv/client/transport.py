@@ -125,9 +125,9 @@ def connect(
     url: str, headers: Mapping[str, str], root_certificates: str | os.PathLike[str] | None
 ) -> ServerConnection:
     """Return a transport by the scheme of `url`; without one, it is HOST:PORT of gRPC. Raises ValueError."""
-    scheme, _, rest = url.rpartition("://")
+    scheme, _, address = url.rpartition("://")
     if scheme in ("", "grpc", "grpcs"):
-        return _Grpc(rest, headers, scheme == "grpcs" or root_certificates is not None, root_certificates)
+        return _Grpc(address, headers, scheme == "grpcs" or root_certificates is not None, root_certificates)
     if scheme in ("http", "https"):
         return _Http(url.rstrip("/"), headers, root_certificates)
     raise ValueError(f"{url!r} has an unknown scheme: write HOST:PORT for gRPC, or http://HOST:PORT")

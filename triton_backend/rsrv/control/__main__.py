@@ -103,8 +103,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     settings, broken = read_or_keep(options.settings, options.directory / paths.SETTINGS)
     logs.setup(settings.logs.format)
     repository = options.settings.parent
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(server, gone.set)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(server, ended.set)
 
     devices = server_devices(options.directory)
     directories = device_directories(options.server_pid, options.directory, len(devices))
@@ -138,7 +138,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         runtimes,
         cards,
         facts(options.server_pid),
-        lambda: Troubles({name: one.text for name, one in reconciler.failures.items()}, diagnosis.findings),
+        lambda: Troubles(
+            {name: failure.text for name, failure in reconciler.failures.items()}, diagnosis.findings
+        ),
         lambda: reconciler.aliases,
     )
     prewarming = Prewarming(file, runtimes)
@@ -179,7 +181,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     if warning := open_apis_warning(Options(read_command_line(options.server_pid))):
         log.warning("%s", warning)
     works = [
-        gone.wait(),
+        ended.wait(),
         runtimes.run(),
         health.run(),
         reconciler.run(),

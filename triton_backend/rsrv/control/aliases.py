@@ -31,7 +31,7 @@ def alias_messages(
     records = [*devices]
 
     def behind(model: str) -> list[pb.ModelRecord]:
-        return [one.models[model] for one in records if model in one.models]
+        return [record.models[model] for record in records if model in record.models]
 
     return [
         pb.Alias(
@@ -42,8 +42,8 @@ def alias_messages(
                     model=model,
                     shadow=weight == "shadow",
                     weight=0 if weight == "shadow" else weight,
-                    responses=_sum(name, (one.aliases for one in behind(model))),
-                    copies=_sum(name, (one.shadows for one in behind(model))),
+                    responses=_sum(name, (record.aliases for record in behind(model))),
+                    copies=_sum(name, (record.shadows for record in behind(model))),
                 )
                 for model, weight in shares.items()
             ],
@@ -82,7 +82,7 @@ def share(alias: pb.Alias, target: pb.AliasTarget) -> str:
     """Return the part of an alias's requests that a model gets."""
     if target.shadow:
         return "shadow"
-    return percent(target.weight / sum(one.weight for one in alias.targets))
+    return percent(target.weight / sum(target.weight for target in alias.targets))
 
 
 def answered(target: pb.AliasTarget) -> int:

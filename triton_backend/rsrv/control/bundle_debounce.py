@@ -25,7 +25,7 @@ def _is_bundle(signature: Signature) -> bool:
 
 
 def _bundles(state: _State) -> _State:
-    return tuple((root, found) for root, found in state if _is_bundle(found))
+    return tuple((root, bundle) for root, bundle in state if _is_bundle(bundle))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class BundleDebounce:
         # The bundles of a root that is no longer watched are gone.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         seen_before = self.sightings
-        told = [line for path, seen in roots.items() if (line := self._root(path, seen))]
+        lines = [line for path, seen in roots.items() if (line := self._root(path, seen))]
         if self._first is None or self.sightings != seen_before:
             self._first = now
         self.agreed = now - self._first >= self._pause
@@ -97,7 +97,7 @@ class BundleDebounce:
                     self._known.add(name)
                 if _bundles(state) != _bundles(before):
                     changed.add(name)
-        return frozenset(changed), told
+        return frozenset(changed), lines
 
     def _root(self, path: Path, seen: Seen) -> str:
         """Take one look at a root; return a line for the log, or an empty text."""
@@ -117,8 +117,8 @@ class BundleDebounce:
     def _states(self) -> dict[str, _State]:
         states: dict[str, _State] = {}
         for path, root in self._roots.items():
-            for name, found in root.bundles.items():
-                states[name] = (*states.get(name, ()), (path, found))
+            for name, bundle_state in root.bundles.items():
+                states[name] = (*states.get(name, ()), (path, bundle_state))
         return states
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:

@@ -195,7 +195,7 @@ class BundleStates:
     @property
     def failures(self) -> dict[str, BundleFailure]:
         """Failures by model."""
-        return {name: one.failure for name, one in self._bundles.items() if one.failure is not None}
+        return {name: bundle.failure for name, bundle in self._bundles.items() if bundle.failure is not None}
 
     @property
     def busy(self) -> frozenset[str]:
@@ -208,7 +208,7 @@ class BundleStates:
         return self._in({BundleState.UNLOADING})
 
     def _in(self, states: Collection[BundleState]) -> frozenset[str]:
-        return frozenset(name for name, one in self._bundles.items() if one.state in states)
+        return frozenset(name for name, bundle in self._bundles.items() if bundle.state in states)
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -260,18 +260,18 @@ class BundleStates:
         return failure
 
     def set_broken(
-        self, found: Mapping[str, str], now: float, wall: float, uncompared: Collection[str] = ()
+        self, broken: Mapping[str, str], now: float, wall: float, uncompared: Collection[str] = ()
     ) -> dict[str, BundleFailure]:
         """Take the broken bundles of the whole repository; return those that broke, or whose reason has changed.
 
         The `uncompared` ones keep their state. A model that Triton loads or unloads keeps its state until that has
         ended and its bundle is compared again.
         """
-        for name in self._in(_BROKEN) - found.keys() - set(uncompared):
+        for name in self._in(_BROKEN) - broken.keys() - set(uncompared):
             self._bundles[name].failure = None
             self.apply(name, BundleEvent.CHECK, now)
         news = {}
-        for name, text in found.items():
+        for name, text in broken.items():
             state = self.state(name)
             known = self._bundles[name].failure if state in _BROKEN else None
             if state not in (BundleState.LOADING, BundleState.UNLOADING) and (
@@ -328,8 +328,8 @@ class BundleStates:
         """Remove and return the bundles to compare now, because they changed or because their time has come."""
         due = {
             name
-            for name, one in self._bundles.items()
-            if one.state not in _BUSY and one.due_at is not None and one.due_at <= now
+            for name, bundle in self._bundles.items()
+            if bundle.state not in _BUSY and bundle.due_at is not None and bundle.due_at <= now
         }
         for name in due:
             bundle = self._bundles[name]
@@ -350,7 +350,9 @@ class BundleStates:
         busy = self.busy.intersection(waited_for)
         times = [self._bundles[name].busy_since + LOAD_PATIENCE_S for name in busy]
         times += [
-            one.due_at for one in self._bundles.values() if one.state not in _BUSY and one.due_at is not None
+            bundle.due_at
+            for bundle in self._bundles.values()
+            if bundle.state not in _BUSY and bundle.due_at is not None
         ]
         return min(times, default=None)
 
@@ -358,8 +360,9 @@ class BundleStates:
         """Return the models to unload whose bundles need no comparison before."""
         return [
             name
-            for name, one in self._bundles.items()
-            if one.state is BundleState.UNLOAD_PENDING and (one.check_at is None or one.check_at > now)
+            for name, bundle in self._bundles.items()
+            if bundle.state is BundleState.UNLOAD_PENDING
+            and (bundle.check_at is None or bundle.check_at > now)
         ]
 
     def _drop_idle(self, name: str) -> None:

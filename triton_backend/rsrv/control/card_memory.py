@@ -34,7 +34,7 @@ def read_card_memory(devices: Mapping[int, str]) -> dict[int, CardMemory]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise NoFigures(f"NVML says {error}") from None
-    found = {}
+    memory_of = {}
     for number, name in devices.items():
         with suppress(pynvml.NVMLError):
             if name.isdecimal():
@@ -42,9 +42,9 @@ def read_card_memory(devices: Mapping[int, str]) -> dict[int, CardMemory]:
             else:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name.encode())
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            found[number] = CardMemory(int(memory.used), int(memory.total))
+            memory_of[number] = CardMemory(int(memory.used), int(memory.total))
     pynvml.nvmlShutdown()
-    return found
+    return memory_of
 
 
 class Cards:

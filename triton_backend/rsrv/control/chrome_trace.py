@@ -28,12 +28,15 @@ class SpanReader:
 
     def take(self, answer: pb.GetTimelineResponse) -> bool:
         """Take the answer to a question. Return True if a further question would return more spans."""
-        before, self._instances = self._instances, {one.device: one.instance for one in answer.positions}
+        before, self._instances = (
+            self._instances,
+            {position.device: position.instance for position in answer.positions},
+        )
         # A runtime that has ended meanwhile keeps no spans.
         ended = {device for device, instance in before.items() if self._instances.get(device) != instance}
         self.spans = [*(span for span in self.spans if span.device not in ended), *answer.spans]
         self.question = pb.GetTimelineRequest(positions=answer.positions)
-        return bool(answer.spans) and any(one.next < one.end for one in answer.positions)
+        return bool(answer.spans) and any(position.next < position.end for position in answer.positions)
 
 
 def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
@@ -74,15 +77,15 @@ def _name(device: int, group: str, *, alone: bool) -> str:
 
 
 def _event(span: pb.Span, process: int, lane: int) -> dict[str, Any]:
-    what = word(pb.SpanKind, span.kind)
+    label = word(pb.SpanKind, span.kind)
     args: dict[str, Any] = {"version": span.key}
     if span.kind == pb.SPAN_KIND_EXECUTE:
         args |= {"rows": span.rows, "size": span.size, "requests": span.requests}
     if span.failed:
         args["failed"] = True
     event = {
-        "name": span.model if span.kind == pb.SPAN_KIND_EXECUTE else f"{what} {span.model}",
-        "cat": what,
+        "name": span.model if span.kind == pb.SPAN_KIND_EXECUTE else f"{label} {span.model}",
+        "cat": label,
         "pid": process,
         "tid": lane,
         "ts": round(span.start_unix_s * 1e6, 1),

@@ -60,14 +60,14 @@ def _read(path: Path) -> Overrides:
     """Read a file of overrides. A missing file overrides nothing. Raises OSError or ValueError if it cannot be read."""
     if not path.exists():
         return Overrides()
-    found = _OVERRIDES.validate_json(path.read_bytes())
+    overrides = _OVERRIDES.validate_json(path.read_bytes())
     try:
-        check_scheduler(found.scheduler)
-        for name, one in found.models.items():
-            check_model(name, one.settings)
+        check_scheduler(overrides.scheduler)
+        for name, override in overrides.models.items():
+            check_model(name, override.settings)
     except SettingsError as error:
         raise ValueError(str(error)) from None
-    return found
+    return overrides
 
 
 class DesiredState:
@@ -86,7 +86,7 @@ class DesiredState:
         self._path, self._copy = path, path.with_suffix(".last.json")
         self._file = document_of(settings)
         self._overrides = self._read()
-        self._asked = max((one.asked for one in self._overrides.models.values()), default=0)
+        self._asked = max((override.asked for override in self._overrides.models.values()), default=0)
         self._followers: list[Callable[[], None]] = []
 
     def _read(self) -> Overrides:
@@ -108,15 +108,15 @@ class DesiredState:
         overrides = self._overrides
         models = dict(self._file["models"])
         for name, own in overrides.models.items():
-            models[name] = wanted = DesiredModel()
+            models[name] = desired = DesiredModel()
             if section := self.section(name):
-                wanted["settings"] = section
+                desired["settings"] = section
             if own.paused != "as all":
-                wanted["paused"] = own.paused
+                desired["paused"] = own.paused
             if device in own.prefetched:
-                wanted["prefetched"] = True
+                desired["prefetched"] = True
             if own.asked:
-                wanted["asked"] = own.asked
+                desired["asked"] = own.asked
         return DesiredDocument(
             scheduler=self.scheduler, runtime=self._file["runtime"], paused=overrides.paused, models=models
         )
@@ -191,7 +191,7 @@ class DesiredState:
         """Stop prefetching the named models (None: all models) onto devices."""
         for name in [*self._overrides.models] if names is None else names:
             own = self._model(name)
-            own.prefetched = [one for one in own.prefetched if one not in devices]
+            own.prefetched = [device for device in own.prefetched if device not in devices]
         self._keep()
 
     def pause(self, names: Collection[str] | None, mode: PauseMode | None) -> None:
@@ -214,7 +214,7 @@ class DesiredState:
 
     def _keep(self) -> None:
         models = self._overrides.models
-        self._overrides.models = {name: one for name, one in models.items() if not one.empty}
+        self._overrides.models = {name: override for name, override in models.items() if not override.empty}
         try:
             text = _OVERRIDES.dump_json(self._overrides).decode()
             for path in (self._path, self._copy):

@@ -41,7 +41,7 @@ _LOOK_S, _LOOKS = 15.0, 5
 def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
     """Return the findings of the window between two moments, the severest first."""
     case = Case(before, now, windows(before, now))
-    found = [finding for rule in SERVER_RULES for finding in rule(case)]
+    findings = [finding for rule in SERVER_RULES for finding in rule(case)]
     for window in case.windows:
         where = f"device {window.number}: " if len(now.devices) > 1 else ""
         on_device = [finding for rule in DEVICE_RULES for finding in rule(case, window)]
@@ -50,8 +50,8 @@ def find(before: ServerFigures, now: ServerFigures) -> list[ServerFinding]:
             (COMMON_RULES, {**window.models, **window.metas}),
         ):
             on_device += [finding for rule in rules for finding in _worst(case, window, rule, models)]
-        found += [replace(one, evidence=where + one.evidence) for one in on_device]
-    return sorted(found, key=lambda one: SEVERITIES.index(one.severity))
+        findings += [replace(finding, evidence=where + finding.evidence) for finding in on_device]
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _worst(
@@ -59,14 +59,16 @@ def _worst(
 ) -> Iterator[ServerFinding]:
     """Yield one finding of each name. It is about the model with the most requests, and names the other models."""
     several: dict[str, list[tuple[str, ServerFinding]]] = {}
-    for one in models.values():
-        if (finding := rule(case, window, one)) is not None:
-            several.setdefault(finding.name, []).append((one.name, finding))
-    for found in several.values():
-        found.sort(key=lambda one: (-models[one[0]].ended, by_number(one[0])))
-        worst = min((one for _, one in found), key=lambda one: SEVERITIES.index(one.severity))
-        others = [name for name, one in found if one is not worst]
-        yield replace(worst, evidence=worst.evidence + (f"; also {some(others)}" if others else ""))
+    for activity in models.values():
+        if (finding := rule(case, window, activity)) is not None:
+            several.setdefault(finding.name, []).append((activity.name, finding))
+    for pairs in several.values():
+        pairs.sort(key=lambda pair: (-models[pair[0]].ended, by_number(pair[0])))
+        worst = min((finding for _, finding in pairs), key=lambda finding: SEVERITIES.index(finding.severity))
+        other_models = [name for name, finding in pairs if finding is not worst]
+        yield replace(
+            worst, evidence=worst.evidence + (f"; also {some(other_models)}" if other_models else "")
+        )
 
 
 class Diagnosis:
@@ -155,15 +157,15 @@ class Diagnosis:
             },
             # A runtime is not informed when a model ends that it could not start.
             entries={
-                key: one
-                for key, one in runtimes.entries.items()
-                if one["state"] != "failed" or self._health.has(one["name"])
+                key: entry
+                for key, entry in runtimes.entries.items()
+                if entry["state"] != "failed" or self._health.has(entry["name"])
             },
             failures=dict(self._lifecycle.failures),
             process_ends=dict(self._lifecycle.process_ends),
             settings=file.settings,
             scheduler=dict(overrides.scheduler),
-            policies={name: dict(one.settings) for name, one in overrides.models.items()},
+            policies={name: dict(override.settings) for name, override in overrides.models.items()},
             settings_refused=file.refused,
             settings_waiting=file.waiting,
             openai_closed=await asyncio.to_thread(self._openai_closed, file.settings.openai),

@@ -29,13 +29,13 @@ _SCOPE = InstrumentationScope("rsrv")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-def make_spans(told: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
+def make_spans(values: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
     """Make OpenTelemetry's spans of the spans of the runtime and the stubs.
 
-    `told`: as in the answer to the command `traces` (docs/protocol.md); equal ones give equal spans. `offset_ns`: the
+    `values`: as in the answer to the command `traces` (docs/protocol.md); equal ones give equal spans. `offset_ns`: the
     difference of Unix time and CLOCK_MONOTONIC, the clock of the spans, in nanoseconds.
     """
-    return [_make_span(Span(*one), offset_ns, resource) for one in told]
+    return [_make_span(Span(*value), offset_ns, resource) for value in values]
 
 
 def _make_span(span: Span, offset_ns: int, resource: Resource) -> ReadableSpan:
@@ -61,8 +61,8 @@ def _context(trace: str, span: str) -> SpanContext:
 
 def _id(span: Span) -> str:
     """Return the id of a span without one: the same for equal spans, so that a collector can drop duplicates."""
-    what = f"{span.trace} {span.parent} {span.name} {span.start_ns}"
-    return blake2b(what.encode(errors="replace"), digest_size=8).hexdigest()
+    identity = f"{span.trace} {span.parent} {span.name} {span.start_ns}"
+    return blake2b(identity.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _text(text: str) -> str:
@@ -161,27 +161,27 @@ class Exporting:
 
     async def step(self) -> bool:
         """Read an answer's spans of each device and send them; return True if more are ready. Raises StatusError."""
-        since = {number: (one.instance, one.next) for number, one in self._positions.items()}
-        said = await self._runtimes.read_on("traces", since)
-        return any([await self._take(number, one) for number, one in said.items()])
+        since = {number: (position.instance, position.next) for number, position in self._positions.items()}
+        answers = await self._runtimes.read_on("traces", since)
+        return any([await self._take(number, answer) for number, answer in answers.items()])
 
-    async def _take(self, number: int, said: Mapping[str, Any]) -> bool:
+    async def _take(self, number: int, answer: Mapping[str, Any]) -> bool:
         """Send the spans of a device; return True if more are ready."""
         before = self._positions.get(number)
         if before is None:
             # Do not count spans that the first runtime has dropped by now: an earlier control process may have
             # exported them.
-            before = _Position(said["instance"], said["first"], said["dropped"])
-        elif before.instance != said["instance"]:
-            before = _Position(said["instance"], 0, 0)
-        self.counts["dropped"] += said["first"] - before.next + said["dropped"] - before.dropped
-        self._positions[number] = _Position(said["instance"], said["next"], said["dropped"])
-        if said["spans"]:
-            well = await asyncio.to_thread(self._export, number, said["instance"], said["spans"])
-            self.counts["exported" if well else "failed"] += len(said["spans"])
-        return bool(said["next"] < said["end"])
+            before = _Position(answer["instance"], answer["first"], answer["dropped"])
+        elif before.instance != answer["instance"]:
+            before = _Position(answer["instance"], 0, 0)
+        self.counts["dropped"] += answer["first"] - before.next + answer["dropped"] - before.dropped
+        self._positions[number] = _Position(answer["instance"], answer["next"], answer["dropped"])
+        if answer["spans"]:
+            well = await asyncio.to_thread(self._export, number, answer["instance"], answer["spans"])
+            self.counts["exported" if well else "failed"] += len(answer["spans"])
+        return bool(answer["next"] < answer["end"])
 
-    def _export(self, device: int, instance: str, told: Sequence[Sequence[Any]]) -> bool:
+    def _export(self, device: int, instance: str, spans: Sequence[Sequence[Any]]) -> bool:
         offset_ns = time.time_ns() - time.monotonic_ns()
         resource = self._resource.merge(Resource({"service.instance.id": instance, "rsrv.device": device}))
-        return self._send(make_spans(told, offset_ns, resource))
+        return self._send(make_spans(spans, offset_ns, resource))

@@ -93,11 +93,11 @@ class ServerFigures:
     @property
     def importing(self) -> dict[str, tuple[float, int]]:
         """The models whose model.py is being imported: the seconds so far, and the line where that is (0: elsewhere)."""
-        found: dict[str, tuple[float, int]] = {}
+        imports: dict[str, tuple[float, int]] = {}
         for device in self.devices.values():
-            for name, one in device.records.device.importing.items():
-                found[name] = max(found.get(name, (0.0, 0)), (one.seconds, one.line))
-        return found
+            for name, started in device.records.device.importing.items():
+                imports[name] = max(imports.get(name, (0.0, 0)), (started.seconds, started.line))
+        return imports
 
     @property
     def imports_hold_loads(self) -> bool:
@@ -106,14 +106,16 @@ class ServerFigures:
 
     def waits_for_import(self, model: str) -> bool:
         """Return whether a model is served only when its model.py has been imported: no other stub has it ready."""
-        versions = (one for one in self.entries.values() if one["name"] == model and one["state"] == "ready")
-        return model in self.importing and len({pid for one in versions for pid in one["stubs"]}) < 2
+        versions = (
+            entry for entry in self.entries.values() if entry["name"] == model and entry["state"] == "ready"
+        )
+        return model in self.importing and len({pid for entry in versions for pid in entry["stubs"]}) < 2
 
     def policy(self, model: str, key: str) -> Any:
         """Return a setting of a model."""
         own = self.settings.models.get(model)
-        found = None if own is None else getattr(own, key)
-        return self.policies.get(model, {}).get(key, found)
+        default = None if own is None else getattr(own, key)
+        return self.policies.get(model, {}).get(key, default)
 
     def schedule(self, key: str) -> Any:
         """Return a setting of the scheduler."""
@@ -141,7 +143,7 @@ class ModelActivity:
 
     def measured(self, figure: str, bounds: Sequence[float] = SECONDS) -> Histogram:
         """Return the values that were added to a histogram."""
-        before, now = (Histogram.of(bounds, getattr(one, figure)) for one in (self._before, self.now))
+        before, now = (Histogram.of(bounds, getattr(record, figure)) for record in (self._before, self.now))
         return now.since(before)
 
     @cached_property
@@ -189,16 +191,20 @@ class ModelActivity:
     def costs(self) -> dict[int, float]:
         """Expected seconds of an execution by its batch size, for the variant that was executed most."""
         counts: dict[int, int] = {}
-        for one in self.now.executables:
-            counts[one.variant] = counts.get(one.variant, 0) + one.count
+        for executable in self.now.executables:
+            counts[executable.variant] = counts.get(executable.variant, 0) + executable.count
         most = max(counts, key=lambda variant: counts[variant], default=0)
-        return {one.size: one.cost_s for one in self.now.executables if one.variant == most}
+        return {
+            executable.size: executable.cost_s
+            for executable in self.now.executables
+            if executable.variant == most
+        }
 
     def hook_seconds(self, *hooks: str) -> float:
         """Return the seconds in these functions of model.py."""
         before, now = (
-            sum(float(one.hooks[hook].sum) for hook in hooks if hook in one.hooks)
-            for one in (self._before, self.now)
+            sum(float(record.hooks[hook].sum) for hook in hooks if hook in record.hooks)
+            for record in (self._before, self.now)
         )
         return now - before
 
@@ -221,7 +227,7 @@ class DeviceWindow:
 
 def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
     """Return the windows of the devices whose runtimes answer; a runtime that is younger than `before` has less of it."""
-    found = []
+    windows = []
     for number, device in now.devices.items():
         old = before.devices.get(number)
         same = old is not None and old.instance == device.instance
@@ -231,25 +237,25 @@ def windows(before: ServerFigures, now: ServerFigures) -> list[DeviceWindow]:
             continue
         was = old.records.models if same and old is not None else {}
         active = _activities(was, device.records.models)
-        metas = {name: one for name, one in active.items() if one.now.meta}
-        models = {name: one for name, one in active.items() if not one.now.meta}
+        metas = {name: activity for name, activity in active.items() if activity.now.meta}
+        models = {name: activity for name, activity in active.items() if not activity.now.meta}
         # A meta model's seconds are those of its calls, which count for the called models.
-        busy = min(1.0, sum(one.device_s for one in models.values()) / seconds)
-        busiest = max(models.values(), key=lambda one: one.device_s, default=None)
-        found.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
-    return found
+        busy = min(1.0, sum(activity.device_s for activity in models.values()) / seconds)
+        busiest = max(models.values(), key=lambda activity: activity.device_s, default=None)
+        windows.append(DeviceWindow(number, seconds, device.records, models, metas, busy, busiest))
+    return windows
 
 
 def _activities(
     before: Mapping[str, pb.ModelRecord], now: Mapping[str, pb.ModelRecord]
 ) -> dict[str, ModelActivity]:
-    found = {}
+    activities = {}
     for name, record in now.items():
         was = before.get(name, _NO_RECORD)
         # With a thousand models, most were idle, and their records have not changed.
         if record is not was or record.queued:
-            found[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
-    return found
+            activities[name] = ModelActivity(was if _grows(was, record) else _NO_RECORD, record)
+    return activities
 
 
 def _grows(before: pb.ModelRecord, now: pb.ModelRecord) -> bool:
@@ -260,19 +266,22 @@ def _grows(before: pb.ModelRecord, now: pb.ModelRecord) -> bool:
 # --- arithmetic -------------------------------------------------------------------------------------------
 
 
-def best_size(one: ModelActivity) -> tuple[int | None, float]:
+def best_size(activity: ModelActivity) -> tuple[int | None, float]:
     """Return the power of two that saves most as a further batch size, and the share of the device time that it saves.
 
     Executions have the rows of their interval's upper bound. Without known costs, the share is 0.
     """
     rows = [
         (int(bound), count)
-        for bound, count in zip(ROWS, one.measured("batch_rows", ROWS).counts, strict=False)
+        for bound, count in zip(ROWS, activity.measured("batch_rows", ROWS).counts, strict=False)
         if count
     ]
-    costs = one.costs
+    costs = activity.costs
     if not costs:
-        average, compiled = one.rows / one.dispatches, (one.rows + one.padding) / one.dispatches
+        average, compiled = (
+            activity.rows / activity.dispatches,
+            (activity.rows + activity.padding) / activity.dispatches,
+        )
         size = next((int(bound) for bound in ROWS if bound >= average), None)
         return (size if size is not None and size < compiled else None), 0.0
 
@@ -292,8 +301,8 @@ def best_size(one: ModelActivity) -> tuple[int | None, float]:
 
 def _interpolated(costs: Mapping[int, float], size: int) -> float:
     """Return the expected seconds of a size that is not compiled: interpolated between its neighbours, or between the smallest size and zero."""
-    above = min(one for one in costs if one > size)
-    below = max((one for one in costs if one < size), default=0)
+    above = min(known_size for known_size in costs if known_size > size)
+    below = max((known_size for known_size in costs if known_size < size), default=0)
     low = costs.get(below, 0.0)
     return low + (costs[above] - low) * (size - below) / (above - below)
 
@@ -311,6 +320,6 @@ def mean(histogram: Histogram) -> float:
 
 def merged(bounds: tuple[float, ...], several: Iterable[Histogram]) -> Histogram:
     total = Histogram(bounds)
-    for one in several:
-        total.add(one)
+    for histogram in several:
+        total.add(histogram)
     return total

@@ -51,13 +51,13 @@ class ControlEndpoint:
 
 def running() -> list[ControlEndpoint]:
     """Return the control services of all running servers, by pid."""
-    found = []
+    servers = []
     for pid, socket in sockets("gpu*"):
         options = Options(read_command_line(pid))
         repository = options.last("model-repository", options.last("model-store", "."))
         ports = options.last("grpc-port", "8001"), options.last("http-port", "8000")
         started_in = working_directory(pid)
-        found.append(
+        servers.append(
             ControlEndpoint(
                 pid,
                 socket,
@@ -66,7 +66,7 @@ def running() -> list[ControlEndpoint]:
                 tuple(int(port) for port in ports if port.isdecimal()),
             )
         )
-    return found
+    return servers
 
 
 def sockets(kind: str) -> Iterator[tuple[int, Path]]:
@@ -126,7 +126,7 @@ def choose(which: str | None, running: Sequence[ControlEndpoint], kind: str, sta
     listed = "; ".join(
         # Two servers of one folder may have no ports of their own.
         f"{endpoint} ({endpoint.address})"
-        if sum(str(other) == str(endpoint) for other in running) > 1
+        if sum(str(server) == str(endpoint) for server in running) > 1
         else str(endpoint)
         for endpoint in matching or running
     )

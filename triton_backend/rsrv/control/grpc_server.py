@@ -211,7 +211,7 @@ def _server(service: Any, health: Any, kind: ServiceKind, token: Renewed[bytes] 
     kind.add(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     described = (kind.file, health_pb2.DESCRIPTOR)
-    names = [one.full_name for file in described for one in file.services_by_name.values()]
+    names = [service.full_name for file in described for service in file.services_by_name.values()]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     return server
 

@@ -139,7 +139,9 @@ def word(enum: Any, value: int) -> str:
 @functools.cache
 def members(enum: Any) -> dict[str, int]:
     """Return the members of a generated enum, or of its descriptor, but for UNSPECIFIED."""
-    found = getattr(enum, "DESCRIPTOR", enum)
+    descriptor = getattr(enum, "DESCRIPTOR", enum)
     # Names in the protobuf begin with the enum's own: RESIDENCY_DEVICE.
-    prefix = found.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {one.name.removeprefix(prefix).lower(): one.number for one in found.values if one.number}
+    prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {
+        value.name.removeprefix(prefix).lower(): value.number for value in descriptor.values if value.number
+    }

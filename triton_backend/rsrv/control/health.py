@@ -27,7 +27,7 @@ class Health(HealthService):
         self._lifecycle = lifecycle
         self._decides = decides
         self._expected = (
-            {found.parent.parent.name for found in repository.glob(f"*/{BUNDLE_FOLDER}")}
+            {folder.parent.parent.name for folder in repository.glob(f"*/{BUNDLE_FOLDER}")}
             if decides
             else set()
         )
@@ -64,9 +64,9 @@ class Health(HealthService):
         if not missing:
             return missing
         unwanted = self._lifecycle.unwanted
-        gone = {name for name in missing if name in unwanted or not self.has(name)}
-        self._expected -= gone
-        return missing - gone
+        forgotten = {name for name in missing if name in unwanted or not self.has(name)}
+        self._expected -= forgotten
+        return missing - forgotten
 
     def has(self, name: str) -> bool:
         """Return True if the repository has the model."""
@@ -95,4 +95,4 @@ class Health(HealthService):
         folder, shares = self._repository / name, self._lifecycle.aliases.get(name, {})
         if Path(name).name != name or not is_alias(folder):
             return {name}
-        return {one for one in carried(folder) if shares.get(one, 1) not in (0, "shadow")}
+        return {target for target in carried(folder) if shares.get(target, 1) not in (0, "shadow")}

@@ -55,7 +55,9 @@ class HttpServer:
         connections = {*server.connections}
         # A new connection is not yet among those of the server.
         self._idle = {
-            one: since for one, since in self._idle.items() if one in connections or now - since < 1
+            connection: since
+            for connection, since in self._idle.items()
+            if connection in connections or now - since < 1
         }
         if len(connections) >= _MAX_CONNECTIONS and not self._close_idle(now - _IDLE_S):
             return _Full()

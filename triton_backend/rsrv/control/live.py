@@ -188,16 +188,16 @@ class Live:
         if changed is None or changed["state"] == "loading":
             return ""
         name, presence = changed["name"], self._runtimes.presence
-        found = served(presence.devices[device].versions(name)).get(name)
-        if found is not None and found["state"] == "ready":
-            return f"version {found['digest'][:12]} serves"
+        version = served(presence.devices[device].versions(name)).get(name)
+        if version is not None and version["state"] == "ready":
+            return f"version {version['digest'][:12]} serves"
         return "the model is cold" if presence.waits(name) else "no other version serves"
 
     def _note_failures(self, failures: Mapping[str, str]) -> None:
         """Add a line to the event log for each model that has failed or recovered since the last call."""
         before, self._failures = self._failures, dict(failures)
         entries = self._runtimes.entries.values() if failures != before else ()
-        serving = self._runtimes.cold | {one["name"] for one in entries if one["state"] == "ready"}
+        serving = self._runtimes.cold | {entry["name"] for entry in entries if entry["state"] == "ready"}
         for name, text in failures.items():
             if before.get(name) != text:
                 how = failed_how(serves=name in serving)
@@ -223,8 +223,8 @@ class Live:
 
     def note(self, text: str, *, moves: bool = False) -> None:
         """Add a line to the event log. A full log loses its oldest move of weights, or else its oldest line."""
-        said = {"t": round(self._clock(), 3), "text": text, **({"moves": True} if moves else {})}
-        event = Event("log", json.dumps(said))
+        line = {"t": round(self._clock(), 3), "text": text, **({"moves": True} if moves else {})}
+        event = Event("log", json.dumps(line))
         self._log.append(event)
         if moves:
             self._moved.append(event)
@@ -270,7 +270,12 @@ class Live:
         instance = " ".join(link.state.instance for link in runtimes.live.values())
         failures, findings = self._troubles()
         self._note_failures(failures)
-        state = {"t": now, "up": True, "instance": instance, "findings": [asdict(one) for one in findings]}
+        state = {
+            "t": now,
+            "up": True,
+            "instance": instance,
+            "findings": [asdict(finding) for finding in findings],
+        }
         models, first, cold = self._models, not self._state, runtimes.cold
         records: dict[int, RuntimeRecords] = {}
         try:
@@ -294,21 +299,21 @@ class Live:
         if not self._watchers:
             return
         # Thousands of rows that never change would be a megabyte a second.
-        changed = [one for name, one in models.items() if one is not self._models.get(name)]
-        gone = {} if first else {"gone": [name for name in self._models if name not in models]}
+        changed = [model for name, model in models.items() if model is not self._models.get(name)]
+        removed = {} if first else {"gone": [name for name in self._models if name not in models]}
         # After the first state, the page waits for rates.
         self._looks_left = 0 if first else min(_MAX_LOOKS, -(-len(changed) // _CHANGES_A_LOOK))
         state["next_s"] = max(1, self._looks_left) * self._every
         aliases = alias_messages(self._aliases(), failures, records.values())
-        state["aliases"] = [alias_picture(one) for one in aliases]
+        state["aliases"] = [alias_picture(alias) for alias in aliases]
         same = ("aliases",) if state["aliases"] == self._state.get("aliases") else ()
         self._state, self._models = state, models
         names = Event("cold", json.dumps(sorted(cold)))
         if first or names != self._cold:
             self._cold = names
             self._tell(names)
-        told = {key: value for key, value in state.items() if key not in same}
-        self._tell(Event("state", json.dumps({**told, "models": changed, **gone})))
+        fields = {key: value for key, value in state.items() if key not in same}
+        self._tell(Event("state", json.dumps({**fields, "models": changed, **removed})))
 
     def _on(self) -> dict[str, list[int]]:
         """Return the devices that hold the weights, by model."""
@@ -346,19 +351,21 @@ class Live:
             return
         self._memory_of, self._memory_at = runtimes.other_changes, now
         whole = await runtimes.records(whole=True)
-        uses = {number: messages.memory_use(number, one) for number, one in whole.items()}
+        uses = {number: messages.memory_use(number, record) for number, record in whole.items()}
         self._memory = Event("memory", json.dumps({n: memory_picture(use) for n, use in uses.items()}))
         self._tell(self._memory)
 
     async def _read_timeline(self) -> None:
         for _ in range(_MAX_ANSWERS):
-            said = await self._runtimes.read_on("timeline", self._positions)
+            answers = await self._runtimes.read_on("timeline", self._positions)
             now = self._clock()
-            self._positions |= {number: (one["instance"], one["next"]) for number, one in said.items()}
+            self._positions |= {
+                number: (answer["instance"], answer["next"]) for number, answer in answers.items()
+            }
             spans = [
                 (kind, key.rpartition("@")[0], round(now - ago, 6), seconds, *counts, number)
-                for number, one in said.items()
-                for kind, key, ago, seconds, *counts in one["spans"]
+                for number, answer in answers.items()
+                for kind, key, ago, seconds, *counts in answer["spans"]
                 if ago - seconds < _TIMELINE_S
             ]
             if spans:
@@ -368,7 +375,7 @@ class Live:
             # The clock may have been set back.
             while self._spans and abs(now - self._spans[0][0]) > _TIMELINE_S:
                 self._spans.popleft()
-            if all(one["next"] >= one["end"] for one in said.values()):
+            if all(answer["next"] >= answer["end"] for answer in answers.values()):
                 return
 
 
@@ -391,14 +398,14 @@ class OneServer:
                 yield "server", event.name, event.json
 
     async def panel(self, server: str, model: str) -> dict[str, Any]:
-        found = await page_calls.panel(self._ask, model, time.time())
-        return {**found, **await self._tensors(model), "latency": self._live.latency(model)}
+        page = await page_calls.panel(self._ask, model, time.time())
+        return {**page, **await self._tensors(model), "latency": self._live.latency(model)}
 
     async def trace(self, server: str) -> str:
         return await page_calls.trace(self._ask)
 
-    async def steer(self, server: str, model: str, what: str) -> None:
-        await page_calls.steer(self._ask, model, what)
+    async def steer(self, server: str, model: str, action: str) -> None:
+        await page_calls.steer(self._ask, model, action)
 
     async def infer(self, server: str, model: str, inputs: Any) -> tuple[int, str]:
         # Check the name first: the page serves only rsrv's models, and Triton may have others. Without a name, all

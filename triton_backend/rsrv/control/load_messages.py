@@ -17,7 +17,9 @@ def load(
     aliases: Mapping[str, Shares],
 ) -> pb.GetLoadResponse:
     """`devices`: the numbers of all; `records`: those of the runtimes that answer."""
-    metas = {one.name: one.calls_models for record in records.values() for one in record.models if one.meta}
+    metas = {
+        model.name: model.calls_models for record in records.values() for model in record.models if model.meta
+    }
     return pb.GetLoadResponse(
         devices=[
             _device_load(number, records[number]) if number in records else pb.DeviceLoad(number=number)
@@ -43,7 +45,9 @@ def _device_load(number: int, record: pb.DeviceRecord) -> pb.DeviceLoad:
         pb.DeviceLoad,
         record,
         number=number,
-        models=[select(pb.ModelLoad, one, requests=one.answered) for one in record.models if not one.meta],
+        models=[
+            select(pb.ModelLoad, model, requests=model.answered) for model in record.models if not model.meta
+        ],
         **limits,
     )
 

@@ -39,10 +39,10 @@ def version(key: str, entry: ModelVersion) -> pb.Version:
 
 
 def by_name(entries: Mapping[str, ModelVersion]) -> dict[str, dict[str, ModelVersion]]:
-    found: dict[str, dict[str, ModelVersion]] = {}
+    versions_of: dict[str, dict[str, ModelVersion]] = {}
     for key, entry in entries.items():
-        found.setdefault(entry["name"], {})[key] = entry
-    return found
+        versions_of.setdefault(entry["name"], {})[key] = entry
+    return versions_of
 
 
 def version_list(versions: Versions) -> list[pb.Version]:
@@ -94,11 +94,11 @@ def model_status(
         devices=[
             pb.ModelOnDevice(
                 number=number,
-                record=_figures(records.get(number, pb.ModelRecord()), found),
-                error=found["error"] or "",
+                record=_figures(records.get(number, pb.ModelRecord()), version),
+                error=version["error"] or "",
             )
             for number, versions_there in sorted(devices.items())
-            if (found := _served(versions_there)) is not None
+            if (version := _served(versions_there)) is not None
         ],
         starting=starting,
         bundle=bundle,
@@ -119,8 +119,8 @@ def _figures(record: pb.ModelRecord, served: ModelVersion | None) -> pb.ModelRec
 
 def _served(versions: Versions) -> ModelVersion | None:
     """Return the version that is served. If there is none, return the one to be served next."""
-    found = list(versions.values())
-    ready = [entry for entry in found if entry["state"] == "ready"] or found
+    entries = list(versions.values())
+    ready = [entry for entry in entries if entry["state"] == "ready"] or entries
     return ready[-1] if ready else None
 
 
@@ -189,9 +189,9 @@ def memory_use(number: int, records: RuntimeRecords, budget: int | None = None) 
     use = pb.MemoryUse(device=number, record=records.device, weight_budget_bytes=budget)
     use.record.models.extend(records.models.values())
     use.record.shared.extend(records.shared)
-    for name, one in records.models.items():
-        if not one.meta:
-            use.own_bytes[name] = one.device_bytes - one.state_bytes - shared[name]
+    for name, record in records.models.items():
+        if not record.meta:
+            use.own_bytes[name] = record.device_bytes - record.state_bytes - shared[name]
     without_histograms(use.record)
     return use
 
@@ -202,12 +202,12 @@ def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementRespon
         mode=mode,
         generation=generation,
         models=[
-            copied(pb.PlacedModel, one, devices=map(int, one.placed), moving_to=map(int, one.moving_to))
-            for one in sorted(status.models, key=lambda one: one.name)
+            copied(pb.PlacedModel, model, devices=map(int, model.placed), moving_to=map(int, model.moving_to))
+            for model in sorted(status.models, key=lambda model: model.name)
         ],
         devices=[
-            copied(pb.DevicePlacement, one, device=int(one.name))
-            for one in sorted(status.workers, key=lambda one: int(one.name))
+            copied(pb.DevicePlacement, worker, device=int(worker.name))
+            for worker in sorted(status.workers, key=lambda worker: int(worker.name))
         ],
         moves=[
             pb.PlacementMove(model=name, before=map(int, before), after=map(int, after))
@@ -217,21 +217,22 @@ def placement(mode: str, generation: int, trial: Trial) -> pb.GetPlacementRespon
     )
 
 
-def _positions(said: Mapping[int, Json]) -> list[pb.TimelinePosition]:
+def _positions(answers: Mapping[int, Json]) -> list[pb.TimelinePosition]:
     keys = ("instance", "first", "next", "end")
     return [
-        pb.TimelinePosition(device=number, **{key: one[key] for key in keys}) for number, one in said.items()
+        pb.TimelinePosition(device=number, **{key: answer[key] for key in keys})
+        for number, answer in answers.items()
     ]
 
 
-def arrivals(said: Mapping[int, Json]) -> pb.GetArrivalsResponse:
-    """`said`: the answers of the devices."""
+def arrivals(answers: Mapping[int, Json]) -> pb.GetArrivalsResponse:
+    """Return the message for the answers of the devices."""
     return pb.GetArrivalsResponse(
-        positions=_positions(said),
+        positions=_positions(answers),
         requests=[
             pb.Arrival(
                 model=key.rpartition("@")[0],
-                unix_s=one["unix_s"] + at,
+                unix_s=answer["unix_s"] + at,
                 rows=rows,
                 variant=variant,
                 deadline_s=deadline_s,
@@ -239,16 +240,16 @@ def arrivals(said: Mapping[int, Json]) -> pb.GetArrivalsResponse:
                 call=call,
                 device=number,
             )
-            for number, one in said.items()
-            for at, key, rows, variant, deadline_s, priority, call in one["requests"]
+            for number, answer in answers.items()
+            for at, key, rows, variant, deadline_s, priority, call in answer["requests"]
         ],
     )
 
 
-def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
-    """`said`: the answers of the devices; `now`: Unix time of these, in seconds."""
+def timeline(answers: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
+    """Return the message for the answers of the devices. `now` is their Unix time in seconds."""
     return pb.GetTimelineResponse(
-        positions=_positions(said),
+        positions=_positions(answers),
         spans=[
             pb.Span(
                 kind=member(pb.SpanKind, kind),
@@ -262,48 +263,50 @@ def timeline(said: Mapping[int, Json], now: float) -> pb.GetTimelineResponse:
                 failed=failed,
                 device=number,
             )
-            for number, one in said.items()
-            for kind, key, ago, seconds, rows, size, requests, failed in one["spans"]
+            for number, answer in answers.items()
+            for kind, key, ago, seconds, rows, size, requests, failed in answer["spans"]
         ],
     )
 
 
-def finding(found: ServerFinding) -> pb.Finding:
-    return copied(pb.Finding, found, severity=member(pb.Severity, found.severity))
+def finding(server_finding: ServerFinding) -> pb.Finding:
+    return copied(pb.Finding, server_finding, severity=member(pb.Severity, server_finding.severity))
 
 
-def history(said: Mapping[int, Json]) -> pb.GetHistoryResponse:
-    """`said`: the answers of the devices."""
+def history(answers: Mapping[int, Json]) -> pb.GetHistoryResponse:
+    """Return the message for the answers of the devices."""
     return pb.GetHistoryResponse(
         histories=[
             pb.History(
                 key=key,
                 device=number,
-                waits_for=one["waits_for"],
-                records=[_record(record, answer["unix_s"]) for record in one["records"]],
+                waits_for=history_of_key["waits_for"],
+                records=[_record(record, answer["unix_s"]) for record in history_of_key["records"]],
             )
-            for number, answer in said.items()
-            for key, one in answer["histories"].items()
+            for number, answer in answers.items()
+            for key, history_of_key in answer["histories"].items()
         ]
     )
 
 
-def _record(said: Json, unix_s: float) -> pb.HistoryRecord:
-    return pb.HistoryRecord(unix_s=unix_s + said["at"], clock_s=said["at"], **_same(pb.HistoryRecord, said))
+def _record(record: Json, unix_s: float) -> pb.HistoryRecord:
+    return pb.HistoryRecord(
+        unix_s=unix_s + record["at"], clock_s=record["at"], **_same(pb.HistoryRecord, record)
+    )
 
 
-def slow_request(said: Json, unix_s: float, device: int) -> pb.SlowRequest:
+def slow_request(slow: Json, unix_s: float, device: int) -> pb.SlowRequest:
     """Return a request of one device, whose clock was 0 at `unix_s`."""
-    requests, rows, size = said["batch"] or (0, 0, 0)
+    requests, rows, size = slow["batch"] or (0, 0, 0)
     return pb.SlowRequest(
         device=device,
-        model=said["key"].rpartition("@")[0],
-        arrived_unix_s=unix_s + said["at"],
+        model=slow["key"].rpartition("@")[0],
+        arrived_unix_s=unix_s + slow["at"],
         batch_requests=requests,
         batch_rows=rows,
         batch_size=size,
-        evicted=None if said["evicted"] is None else _record(said["evicted"], unix_s),
-        **_same(pb.SlowRequest, said, frozenset({"evicted"})),
+        evicted=None if slow["evicted"] is None else _record(slow["evicted"], unix_s),
+        **_same(pb.SlowRequest, slow, frozenset({"evicted"})),
     )
 
 
@@ -317,9 +320,9 @@ def update(device: int, update: StateUpdate) -> pb.WatchStateResponse:
         case None:
             return pb.WatchStateResponse(down=pb.RuntimeDown(device=device))
         case StateSnapshot(instance, revision, entries):
-            found = [_entry(key, entry) for key, entry in entries.items()]
+            shown = [_entry(key, entry) for key, entry in entries.items()]
             return pb.WatchStateResponse(
-                snapshot=pb.Snapshot(device=device, instance=instance, revision=revision, entries=found)
+                snapshot=pb.Snapshot(device=device, instance=instance, revision=revision, entries=shown)
             )
         case StateChange(instance, revision, key, entry):
             changed = None if entry is None else _entry(key, entry)

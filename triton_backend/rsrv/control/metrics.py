@@ -86,7 +86,9 @@ class Metrics:
         except StatusError as error:
             log.error("no runtime returns its figures: %s", error)
         entries = runtimes.entries.values() if runtimes.up or runtimes.asleep else ()
-        starting = {name: "importing model.py" for one in records.values() for name in one.device.importing}
+        starting = {
+            name: "importing model.py" for record in records.values() for name in record.device.importing
+        }
         states = states_of_models(
             *(entries, self._failed(), runtimes.cold, starting),
             aliases=self._aliases(),
@@ -110,9 +112,9 @@ def expose(records: Mapping[int, RuntimeRecords], server: ServerFacts) -> str:
     """Return the text. `records`: those of the devices whose runtimes answer."""
     # Most models are in use on some of the devices only.
     page = _Exposition(sparse=len(records) > 1)
-    for number, one in records.items():
-        _put_device(page, str(number), one.device)
-        for name, model in one.models.items():
+    for number, record in records.items():
+        _put_device(page, str(number), record.device)
+        for name, model in record.models.items():
             _put_common(page, (name, str(number)), model)
             (_put_meta if model.meta else _put_model)(page, (name, str(number)), model)
     for name in {*server.models, *server.failed}:
@@ -121,7 +123,9 @@ def expose(records: Mapping[int, RuntimeRecords], server: ServerFacts) -> str:
     for number, restarts in server.restarts.items():
         page.put("rsrv_runtime_up", (str(number),), float(number in records or number in server.asleep))
         page.put("rsrv_runtime_restarts_total", (str(number),), restarts)
-    for (name, severity), count in Counter((one.name, one.severity) for one in server.findings).items():
+    for (name, severity), count in Counter(
+        (finding.name, finding.severity) for finding in server.findings
+    ).items():
         page.put("rsrv_findings", (name, severity), count)
     page.put_each("rsrv_trace_spans_total", (), server.spans)
     page.put("rsrv_build_info", (server.version,), 1.0)
@@ -210,20 +214,20 @@ class _Exposition:
             self.put(family, (*labels, key), value)
 
     def measure(
-        self, family: str, labels: Sequence[str], bounds: Sequence[float], said: pb.Histogram
+        self, family: str, labels: Sequence[str], bounds: Sequence[float], message: pb.Histogram
     ) -> None:
         """Add a histogram."""
-        found, lines = Histogram.of(bounds, said), self._lines[family]
-        if self._sparse and not any(found.counts):
+        histogram, lines = Histogram.of(bounds, message), self._lines[family]
+        if self._sparse and not any(histogram.counts):
             return
         inside = _labelled(family, labels)
         start = f'{family}_bucket{{{inside}{"," if inside else ""}le="'
         count = 0
-        for bound, more in zip((*map(repr, bounds), "+Inf"), found.counts, strict=True):
+        for bound, more in zip((*map(repr, bounds), "+Inf"), histogram.counts, strict=True):
             count += more
             lines.append(f'{start}{bound}"}} {count}\n')
         braced = f"{{{inside}}}" if inside else ""
-        lines.append(f"{family}_sum{braced} {found.sum!r}\n{family}_count{braced} {count}\n")
+        lines.append(f"{family}_sum{braced} {histogram.sum!r}\n{family}_count{braced} {count}\n")
 
     def text(self) -> str:
         """Return the text, without families that have no samples."""

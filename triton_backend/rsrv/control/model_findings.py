@@ -12,56 +12,59 @@ from rsrv.text import amount, duration, percent
 # --- of a model on a device: the model that is worst off speaks for all --------------------------------------------
 
 
-def _failing(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    failed = max(one.outcomes.get("failed", 0), one.responses.get("internal", 0))
-    total = max(one.ended, sum(one.responses.values()))
+def _failing(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    failed = max(activity.outcomes.get("failed", 0), activity.responses.get("internal", 0))
+    total = max(activity.ended, sum(activity.responses.values()))
     if failed < 3 or failed < 0.01 * total:
         return None
-    hooks = one.responses.get("internal", 0) > one.outcomes.get("failed", 0)
+    hooks = activity.responses.get("internal", 0) > activity.outcomes.get("failed", 0)
     return ServerFinding(
         "requests_fail",
         "critical",
-        f"{one.name}: {failed} of {total} answers are failures of the server",
-        one.now.failure
+        f"{activity.name}: {failed} of {total} answers are failures of the server",
+        activity.now.failure
         or ("a function of its model.py raises or hangs" if hooks else "its executions or loads fail"),
         "read the server's log, which has the whole reason of each, and fix what it names",
     )
 
 
-def _padding(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    total = one.rows + one.padding
-    if one.dispatches < FEW or one.padding < 0.5 * total:
+def _padding(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    total = activity.rows + activity.padding
+    if activity.dispatches < FEW or activity.padding < 0.5 * total:
         return None
-    share, compiled = one.device_s / window.seconds, total / one.dispatches
-    size, saved = best_size(one)
+    share, compiled = activity.device_s / window.seconds, total / activity.dispatches
+    size, saved = best_size(activity)
     if size is None:
         return None
-    together = sorted({size, *one.costs}) if one.costs else []
+    together = sorted({size, *activity.costs}) if activity.costs else []
     sizes = f", `rsrv-bundle export --batch-sizes {','.join(map(str, together))}`" if together else ""
     gain = f" (saves up to {percent(saved)} of its device time" if saved else " ("
     return ServerFinding(
         "padding",
         "warning" if window.busy >= 0.5 and share >= 0.1 else "note",
-        f"{percent(one.padding / total)} of the rows of {one.name} are padding ({one.padding}, beside {one.rows} rows of requests)",
-        f"an execution has {one.rows / one.dispatches:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
+        f"{percent(activity.padding / total)} of the rows of {activity.name} are padding ({activity.padding}, beside {activity.rows} rows of requests)",
+        f"an execution has {activity.rows / activity.dispatches:.2g} of the {compiled:.2g} rows that it is compiled for, on average",
         f"export batch size {size} as well{sizes}{gain}{'; ' if saved else ''}costs one more compilation)",
     )
 
 
-def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    if not one.costs or max(one.costs) > 1 or one.dispatches < 2 * FEW:
+def _single_rows(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    if not activity.costs or max(activity.costs) > 1 or activity.dispatches < 2 * FEW:
         return None
-    if window.busy < 0.5 or one.device_s < 0.3 * window.seconds:
+    if window.busy < 0.5 or activity.device_s < 0.3 * window.seconds:
         return None
-    wait = mean(one.queue_wait)
-    if wait < 2 * mean(one.execute):
+    wait = mean(activity.queue_wait)
+    if wait < 2 * mean(activity.execute):
         return None
-    limit, limited = f"models.{one.name}.max_batch_size", case.now.policy(one.name, "max_batch_size") == 1
+    limit, limited = (
+        f"models.{activity.name}.max_batch_size",
+        case.now.policy(activity.name, "max_batch_size") == 1,
+    )
     return ServerFinding(
         "single_rows",
         "warning",
-        f"{one.name} executes one row at a time while requests wait {duration(wait)} on average; it takes "
-        f"{percent(one.device_s / window.seconds)} of the device's time",
+        f"{activity.name} executes one row at a time while requests wait {duration(wait)} on average; it takes "
+        f"{percent(activity.device_s / window.seconds)} of the device's time",
         f"{limit} is 1, so requests cannot share an execution"
         if limited
         else "its bundle has batch size 1 only, so requests cannot share an execution",
@@ -72,92 +75,92 @@ def _single_rows(case: Case, window: DeviceWindow, one: ModelActivity) -> Server
     )
 
 
-def _starved(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+def _starved(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
     most = window.busiest
     if (
         most is None
-        or most is one
+        or most is activity
         or window.busy < 0.8
-        or one.ended < 5
-        or one.grown("misses") >= 0.2 * one.ended
+        or activity.ended < 5
+        or activity.grown("misses") >= 0.2 * activity.ended
     ):
         return None
-    share, rival_share = (model.device_s / window.seconds for model in (one, most))
+    share, rival_share = (model.device_s / window.seconds for model in (activity, most))
     if rival_share < 0.4 or share > 0.5 * rival_share or case.now.schedule("discipline") != "fair":
         return None
-    wait = mean(one.queue_wait)
-    if wait < max(0.01, 5 * mean(one.execute)):
+    wait = mean(activity.queue_wait)
+    if wait < max(0.01, 5 * mean(activity.execute)):
         return None
-    mine, other = (case.now.policy(model.name, "weight") or 1.0 for model in (one, most))
-    evidence = f"{one.name} waits {duration(wait)} on average behind {most.name}, which takes {percent(rival_share)} of the device's time"
+    mine, weight_of_most = (case.now.policy(model.name, "weight") or 1.0 for model in (activity, most))
+    evidence = f"{activity.name} waits {duration(wait)} on average behind {most.name}, which takes {percent(rival_share)} of the device's time"
     if wait < 2 * mean(most.execute):
         # Weights order executions, but do not interrupt them.
         return ServerFinding(
             "starved",
             "note",
             evidence,
-            f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {one.name} {duration(mean(one.execute))}",
+            f"an execution of {most.name} takes {duration(mean(most.execute))}, one of {activity.name} {duration(mean(activity.execute))}",
             f"export smaller batch sizes for {most.name} (a row then costs more time, and requests of more rows are refused), "
-            f"or give {one.name} a device of its own (models.{one.name}.devices)",
+            f"or give {activity.name} a device of its own (models.{activity.name}.devices)",
         )
     return ServerFinding(
         "starved",
         "warning",
-        f"{evidence} with weight {other:g}",
-        f"{one.name} has weight {mine:g} and executes {duration(mean(one.execute))} at a time",
-        f"`rsrv policy {one.name} --weight {2 * max(mine, other):g}`, which takes that time from {most.name}; "
-        f"models.{one.name}.weight in rsrv.yaml keeps it",
+        f"{evidence} with weight {weight_of_most:g}",
+        f"{activity.name} has weight {mine:g} and executes {duration(mean(activity.execute))} at a time",
+        f"`rsrv policy {activity.name} --weight {2 * max(mine, weight_of_most):g}`, which takes that time from {most.name}; "
+        f"models.{activity.name}.weight in rsrv.yaml keeps it",
     )
 
 
-def _held_back(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    delay = (case.now.policy(one.name, "max_delay_us") or 0) / 1e6
-    if not delay or one.dispatches < FEW or mean(one.queue_wait) < 0.5 * delay:
+def _held_back(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    delay = (case.now.policy(activity.name, "max_delay_us") or 0) / 1e6
+    if not delay or activity.dispatches < FEW or mean(activity.queue_wait) < 0.5 * delay:
         return None
-    if one.ended > 1.2 * one.dispatches or window.busy > 0.5:
+    if activity.ended > 1.2 * activity.dispatches or window.busy > 0.5:
         return None
     return ServerFinding(
         "held_back",
         "note",
-        f"requests of {one.name} wait {duration(mean(one.queue_wait))} for others to share an execution, but "
-        f"{one.dispatches} executions had {one.ended} requests",
+        f"requests of {activity.name} wait {duration(mean(activity.queue_wait))} for others to share an execution, but "
+        f"{activity.dispatches} executions had {activity.ended} requests",
         f"max_delay_us is {delay * 1e6:g}, and few requests come at the same time",
-        f"`rsrv policy {one.name} --max-delay-us 0`; in later bursts, fewer requests then share an execution",
+        f"`rsrv policy {activity.name} --max-delay-us 0`; in later bursts, fewer requests then share an execution",
     )
 
 
-def _slow_hooks(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    seconds = one.hook_seconds("pre", "post")
+def _slow_hooks(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    seconds = activity.hook_seconds("pre", "post")
     if not seconds:
         return None
-    request = one.measured("request")
+    request = activity.measured("request")
     requests = sum(request.counts)
     if requests < FEW or seconds < 0.005 * requests:
         return None
     # If hooks limit the model, requests wait for the hooks of other requests, so the share of their own hooks is
     # small.
-    each, on_device = seconds / requests, mean(one.queue_wait) + mean(one.execute)
-    if each < 0.5 * mean(request) and (not one.dispatches or each < on_device):
+    each, on_device = seconds / requests, mean(activity.queue_wait) + mean(activity.execute)
+    if each < 0.5 * mean(request) and (not activity.dispatches or each < on_device):
         return None
     return ServerFinding(
         "slow_hooks",
         "note",
-        f"{one.name} spends {duration(each)} of a request's {duration(mean(request))} in preprocess and postprocess",
+        f"{activity.name} spends {duration(each)} of a request's {duration(mean(request))} in preprocess and postprocess",
         "these run in one Python process per model, on the CPU",
         "make them faster, or move their work into the model",
     )
 
 
-def _queue_full(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    refused = one.refused.get("queue_full", 0)
-    if refused < 5 or refused < 0.01 * one.ended:
+def _queue_full(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    refused = activity.refused.get("queue_full", 0)
+    if refused < 5 or refused < 0.01 * activity.ended:
         return None
-    limit = case.now.policy(one.name, "max_queue_depth") or case.now.schedule("max_queue_depth")
+    limit = case.now.policy(activity.name, "max_queue_depth") or case.now.schedule("max_queue_depth")
     busy = window.busy >= 0.7
     return ServerFinding(
         "queue_full",
         "warning",
-        f"{one.name} refused {refused} of {one.ended} requests (QUEUE_FULL); {limit} may wait",
+        f"{activity.name} refused {refused} of {activity.ended} requests (QUEUE_FULL); {limit} may wait",
         f"the device is busy {percent(window.busy)} of the time"
         + (
             ": it cannot do more"
@@ -166,22 +169,22 @@ def _queue_full(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerF
         ),
         "add devices, or let clients send less; a longer queue only adds latency"
         if busy
-        else f"`rsrv policy {one.name} --max-queue-depth {2 * limit}`; the last requests of a burst then wait longer",
+        else f"`rsrv policy {activity.name} --max-queue-depth {2 * limit}`; the last requests of a burst then wait longer",
     )
 
 
-def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    refused = one.refused.get("no_memory", 0)
+def _no_memory(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    refused = activity.refused.get("no_memory", 0)
     if not refused:
         return None
     memory = window.records.device.memory
-    size, budget, pinned = one.now.device_bytes, budget_of(window), memory.pinned_bytes
+    size, budget, pinned = activity.now.device_bytes, budget_of(window), memory.pinned_bytes
     limit = "" if budget is None else f" (the budget is {amount(budget)})"
     crowded = budget is not None and pinned > 0 and pinned + size > budget
     return ServerFinding(
         "no_memory",
         "critical",
-        f"{one.name} refused {refused} of {one.ended} requests: its {amount(size)} of weights found no memory beside the "
+        f"{activity.name} refused {refused} of {activity.ended} requests: its {amount(size)} of weights found no memory beside the "
         f"{amount(memory.held_bytes)} on the device{limit}",
         f"pinned weights take {amount(pinned)} and are never evicted"
         if crowded
@@ -193,24 +196,24 @@ def _no_memory(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFi
     )
 
 
-def _not_resident(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    refused = one.refused.get("not_resident", 0)
-    if refused < 5 or refused < 0.01 * one.ended:
+def _not_resident(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    refused = activity.refused.get("not_resident", 0)
+    if refused < 5 or refused < 0.01 * activity.ended:
         return None
     return ServerFinding(
         "not_resident",
         "warning",
-        f"{one.name} refused {refused} of {one.ended} requests: its weights are not on the device",
+        f"{activity.name} refused {refused} of {activity.ended} requests: its weights are not on the device",
         "lifecycle.mode is explicit: requests load no weights",
-        f"the control plane must prefetch it first (`rsrv prefetch {one.name}`)",
+        f"the control plane must prefetch it first (`rsrv prefetch {activity.name}`)",
     )
 
 
-def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    missed = one.counted("missed")
+def _late(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    missed = activity.counted("missed")
     stage = max(missed, key=lambda stage: missed[stage], default="")
     late = missed.get(stage, 0)
-    if late < 5 or late < 0.05 * one.ended:
+    if late < 5 or late < 0.05 * activity.ended:
         return None
     edf, places = case.now.schedule("discipline") == "edf", case.now.schedule("meta_concurrency")
     cause, cure = {
@@ -219,12 +222,12 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
             "compare the clocks (chrony, NTP), or use gRPC's timeouts, which need no clock",
         ),
         "load": (
-            f"requests wait for weights; a load takes {duration(mean(one.measured('load')) or None)}",
-            f"`rsrv pin {one.name}`, which leaves the others less room, or raise runtime.weight_budget_bytes",
+            f"requests wait for weights; a load takes {duration(mean(activity.measured('load')) or None)}",
+            f"`rsrv pin {activity.name}`, which leaves the others less room, or raise runtime.weight_budget_bytes",
         ),
         "execute": (
-            f"an execution takes {duration(mean(one.execute))}",
-            f"limit the batch size (models.{one.name}.max_batch_size), export smaller batch sizes, or set later deadlines",
+            f"an execution takes {duration(mean(activity.execute))}",
+            f"limit the batch size (models.{activity.name}.max_batch_size), export smaller batch sizes, or set later deadlines",
         ),
         "gate": (
             f"runs of meta models wait: scheduler.meta_concurrency lets {places} run at a time",
@@ -242,33 +245,33 @@ def _late(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding
     return ServerFinding(
         f"deadlines_{stage}",
         "warning",
-        f"{one.name} missed the deadlines of {late} of {one.ended} requests",
+        f"{activity.name} missed the deadlines of {late} of {activity.ended} requests",
         cause,
         cure,
     )
 
 
-def _bad_requests(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
-    invalid, total = one.responses.get("invalid", 0), sum(one.responses.values())
+def _bad_requests(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
+    invalid, total = activity.responses.get("invalid", 0), sum(activity.responses.values())
     if invalid < 10 or invalid < 0.1 * total:
         return None
     return ServerFinding(
         "bad_requests",
         "note",
-        f"{one.name} answered {invalid} of {total} requests with INVALID",
+        f"{activity.name} answered {invalid} of {total} requests with INVALID",
         "clients send wrong shapes, dtypes or names, or more rows than the largest batch size",
         "correct the clients: the error's message names the tensor and what is allowed",
     )
 
 
-def _meta_waits(case: Case, window: DeviceWindow, one: ModelActivity) -> ServerFinding | None:
+def _meta_waits(case: Case, window: DeviceWindow, activity: ModelActivity) -> ServerFinding | None:
     places = case.now.schedule("meta_concurrency")
-    if one.now.executing < places or one.now.queued < 4 * places or window.busy > 0.5:
+    if activity.now.executing < places or activity.now.queued < 4 * places or window.busy > 0.5:
         return None
     return ServerFinding(
         "meta_waits",
         "note",
-        f"{one.now.queued} runs of {one.name} wait while the device is idle {percent(1 - window.busy)} of the time",
+        f"{activity.now.queued} runs of {activity.name} wait while the device is idle {percent(1 - window.busy)} of the time",
         f"scheduler.meta_concurrency lets {places} run at a time",
         f"`rsrv scheduler meta_concurrency={2 * places}`; runs then keep more tensors on the device",
     )

@@ -101,8 +101,8 @@ class ModelLoader:
         self._replaced |= await asyncio.to_thread(unfinished, self._repository)
         states = await self._triton.states() if self._replaced else {}
         for name in self._replaced:
-            wanted = states[name] != "dismissed" if name in states else load_unknown
-            if wanted and name not in self._tasks:
+            load = states[name] != "dismissed" if name in states else load_unknown
+            if load and name not in self._tasks:
                 self._start(name, BundleEvent.LOAD, self._load(name, unchanged=True, resumed=True))
 
     def fail(self, name: str, text: str, *, retry: bool = True) -> None:
@@ -150,8 +150,8 @@ class ModelLoader:
                 unchanged = True
             if unchanged:
                 took = self._now() - started
-                said = fields(model=name, event="replaced", seconds=round(took, 3))
-                log.info("%s is loaded, after %.1f s", name, took, extra=said)
+                event_fields = fields(model=name, event="replaced", seconds=round(took, 3))
+                log.info("%s is loaded, after %.1f s", name, took, extra=event_fields)
             self.served[name] = version
             self._states.apply(name, BundleEvent.LOADED, self._now())
 

@@ -119,61 +119,65 @@ class Overview:
             aliases: Names of the aliases. They have no picture.
             asleep: True if all devices sleep.
         """
-        self.work, found = Work(), {}
-        starting = {name: step for one in records.values() for name, step in one.device.starting.items()}
+        self.work, shown_models = Work(), {}
+        starting = {
+            name: step for record in records.values() for name, step in record.device.starting.items()
+        }
         for name, entry in served(entries.values()).items():
-            one = self._shown.get(name) or _Shown()
-            said = {number: there.models[name] for number, there in records.items() if name in there.models}
-            changed = self._read(one, said, now)
-            while len(one.looks) > 1 and one.looks[1][0] <= now - _WINDOW_S:
-                one.looks.popleft()
+            shown = self._shown.get(name) or _Shown()
+            devices = {
+                number: there.models[name] for number, there in records.items() if name in there.models
+            }
+            changed = self._read(shown, devices, now)
+            while len(shown.looks) > 1 and shown.looks[1][0] <= now - _WINDOW_S:
+                shown.looks.popleft()
             # An idle model's percentile disappears when its window has passed.
-            changed |= len(one.looks) == 1 and one.json.get("p99_s") is not None
-            source = (entry, failures.get(name), on.get(name), starting.get(name), list(said), asleep)
-            if changed or source != one.source:
-                one.source = source
-                one.json = {
+            changed |= len(shown.looks) == 1 and shown.json.get("p99_s") is not None
+            source = (entry, failures.get(name), on.get(name), starting.get(name), list(devices), asleep)
+            if changed or source != shown.source:
+                shown.source = source
+                shown.json = {
                     **_state(entry, starting.get(name, ""), broken=name in failures, asleep=asleep),
-                    **_picture([*said.values()]),
-                    "p99_s": _p99(one.looks, now),
+                    **_picture([*devices.values()]),
+                    "p99_s": _p99(shown.looks, now),
                     "error": failures.get(name) or entry["error"],
                     "on": on.get(name, []),
                 }
-            found[name] = one
+            shown_models[name] = shown
         for name in failed_models(failures, aliases):
-            if name not in found and name not in cold:
-                found[name] = one = self._shown.get(name) or _Shown()
-                if one.source != failures[name]:
-                    one.source, one.json = failures[name], _failed(name, failures[name])
-        self._shown, self._began = found, True
-        return {name: one.json for name, one in found.items()}
+            if name not in shown_models and name not in cold:
+                shown_models[name] = shown = self._shown.get(name) or _Shown()
+                if shown.source != failures[name]:
+                    shown.source, shown.json = failures[name], _failed(name, failures[name])
+        self._shown, self._began = shown_models, True
+        return {name: shown.json for name, shown in shown_models.items()}
 
     def latency(self, model: str) -> list[tuple[float | None, int]]:
         """Return the requests of a model by the upper bound of their seconds, from the first interval that has any on."""
-        one = self._shown.get(model)
-        counts = one.looks[-1][1].counts if one is not None and one.looks else []
+        shown = self._shown.get(model)
+        counts = shown.looks[-1][1].counts if shown is not None and shown.looks else []
         there = [at for at, count in enumerate(counts) if count]
         pairs = list(zip((*SECONDS, None), counts, strict=bool(counts)))
         return pairs[there[0] : there[-1] + 1] if there else []
 
-    def _read(self, one: _Shown, said: Mapping[int, pb.ModelRecord], now: float) -> bool:
+    def _read(self, shown: _Shown, devices: Mapping[int, pb.ModelRecord], now: float) -> bool:
         """Take over a model's records of all devices; return True if any changed."""
-        if one.looks and one.looks[-1][0] > now:
-            one.looks.clear()  # the clock was set back
+        if shown.looks and shown.looks[-1][0] > now:
+            shown.looks.clear()  # the clock was set back
         changed = False
-        for number, record in said.items():
-            before = one.seen.get(number)
+        for number, record in devices.items():
+            before = shown.seen.get(number)
             if before is None or before.record is not record:
                 changed = True
-                one.seen[number] = seen = _CountedRecord(record, Histogram.of(SECONDS, record.request))
+                shown.seen[number] = seen = _CountedRecord(record, Histogram.of(SECONDS, record.request))
                 if self._began:
                     self.work.count(before, seen)
-        if changed or not one.looks:
-            several = [seen.request for seen in one.seen.values()]
+        if changed or not shown.looks:
+            several = [seen.request for seen in shown.seen.values()]
             total = several[0] if len(several) == 1 else Histogram(SECONDS)
-            for other in several if len(several) > 1 else ():
-                total.add(other)
-            one.looks.append((now, total))
+            for histogram in several if len(several) > 1 else ():
+                total.add(histogram)
+            shown.looks.append((now, total))
         return changed
 
 
@@ -187,14 +191,14 @@ def device_picture(records: RuntimeRecords) -> dict[str, Any]:
         **{kind: getattr(memory, f"{kind}_bytes") for kind in ("pinned", "logical", "physical", "held")},
         "host": records.device.host.physical_bytes,
         # A meta model's seconds are those of its calls, which count for the called models.
-        "device_s": sum(one.device_seconds for one in records.models.values() if not one.meta),
+        "device_s": sum(model.device_seconds for model in records.models.values() if not model.meta),
     }
 
 
 def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
     """Return as JSON, for a device, the bytes of each model that no other model shares, and the bytes of shared tensors with their models."""
     record = use.record
-    state = {one.name: one.state_bytes for one in record.models}
+    state = {model.name: model.state_bytes for model in record.models}
     return {
         "scratch": record.scratch_bytes,
         "models": {name: own + state[name] for name, own in sorted(use.own_bytes.items())},
@@ -204,12 +208,12 @@ def memory_picture(use: pb.MemoryUse) -> dict[str, Any]:
 
 def served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     """Return one version of each name."""
-    found: dict[str, ModelVersion] = {}
+    best: dict[str, ModelVersion] = {}
     for entry in entries:
-        other = found.get(entry["name"])
-        if other is None or _RANK[entry["state"]] <= _RANK[other["state"]]:
-            found[entry["name"]] = entry
-    return found
+        earlier = best.get(entry["name"])
+        if earlier is None or _RANK[entry["state"]] <= _RANK[earlier["state"]]:
+            best[entry["name"]] = entry
+    return best
 
 
 def states_of_models(
@@ -222,19 +226,19 @@ def states_of_models(
     asleep: bool,
 ) -> dict[str, str]:
     """Return the state of each model and meta model by name, in the words of docs/operating.md."""
-    broken, found = set(failed_models(failures, aliases)), {}
+    broken, states = set(failed_models(failures, aliases)), {}
     for name, entry in served(entries).items():
         weights, step = entry["weights"] or "", starting.get(name, "")
-        found[name] = life(entry["state"], weights, step, broken=name in broken, asleep=asleep)
-    for name in {*broken, *cold} - found.keys():
-        found[name] = life("cold" if name in cold else "", "", broken=name in broken, asleep=asleep)
-    return found
+        states[name] = life(entry["state"], weights, step, broken=name in broken, asleep=asleep)
+    for name in {*broken, *cold} - states.keys():
+        states[name] = life("cold" if name in cold else "", "", broken=name in broken, asleep=asleep)
+    return states
 
 
 def _state(entry: ModelVersion, step: str, *, broken: bool, asleep: bool) -> dict[str, Any]:
-    kept = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
+    fields = {key: entry[key] for key in ("name", "kind", "state", "residency", "paused")}
     text = life(entry["state"], entry["weights"] or "", step, broken=broken, asleep=asleep)
-    return {**kept, "weights": text}
+    return {**fields, "weights": text}
 
 
 def _failed(name: str, why: str) -> dict[str, Any]:
@@ -254,7 +258,7 @@ def _picture(devices: Sequence[pb.ModelRecord]) -> dict[str, Any]:
         "errors": record.errors,
         "device_s": record.device_seconds,
         "loads": loads,
-        "load_s": sum(one.load.sum for one in devices) / loads if loads else None,
+        "load_s": sum(record.load.sum for record in devices) / loads if loads else None,
         "tokens": record.tokens.get("answer", 0),
         "bytes": record.device_bytes if devices and not record.meta else None,
     }
@@ -277,19 +281,22 @@ def describe(before: ModelVersion | None, after: ModelVersion | None, serving: s
     if either is None:
         return None
     name, version = either["name"], f"version {either['digest'][:12]}" if either["digest"] else "a version"
-    now, was = (None if one is None else life(one["state"], one["weights"] or "") for one in (after, before))
+    now, was = (
+        None if version is None else life(version["state"], version["weights"] or "")
+        for version in (after, before)
+    )
     if after is None:
         return f"{name}: {version} has left; {serving}"
-    told = []
+    lines = []
     if before is None or after["state"] != before["state"]:
         # After an update of a model, two versions have events.
-        told.append(f"{version} has failed: {after['error']}" if now == "failed" else f"{version} is {now}")
+        lines.append(f"{version} has failed: {after['error']}" if now == "failed" else f"{version} is {now}")
         if now == "leaving":
-            told.append(serving)
+            lines.append(serving)
     elif now != was and now is not None:
-        told.append(now)
+        lines.append(now)
     if before is not None and after["residency"] != before["residency"]:
-        told.append(f"residency {after['residency']}")
+        lines.append(f"residency {after['residency']}")
     if after["paused"] != (None if before is None else before["paused"]):
-        told.append(f"paused ({after['paused']})" if after["paused"] else "not paused")
-    return f"{name}: {'; '.join(told)}" if told else None
+        lines.append(f"paused ({after['paused']})" if after["paused"] else "not paused")
+    return f"{name}: {'; '.join(lines)}" if lines else None

@@ -35,24 +35,26 @@ async def panel(ask: Ask, model: str, now: float) -> dict[str, Any]:
     except PageError:  # of a meta model
         slowest = pb.GetRequestsResponse()
     del slowest.requests[_MAX_SLOW:]
-    facts = [pair for one in status.models for pair in model_facts(one)]
-    facts += [pair for one in status.metas for pair in meta_facts(one)]
-    for one in (version for found in (*status.models, *status.metas) for version in found.versions):
-        state = life(word(pb.State, one.state) or "cold", word(pb.Weights, one.weights))
-        facts.append(("version", " ".join([one.key, state, one_line(one.error)]).strip()))
+    facts = [pair for model in status.models for pair in model_facts(model)]
+    facts += [pair for meta in status.metas for pair in meta_facts(meta)]
+    for shown_version in (
+        version for model_status in (*status.models, *status.metas) for version in model_status.versions
+    ):
+        state = life(word(pb.State, shown_version.state) or "cold", word(pb.Weights, shown_version.weights))
+        facts.append(("version", " ".join([shown_version.key, state, one_line(shown_version.error)]).strip()))
     return {
         "history": history,
         "slowest": request_lines(slowest, now),
         "facts": facts,
         "executables": [
             (
-                str(one.variant),
-                str(one.size),
-                str(one.count),
-                duration(one.cost_s) if one.HasField("cost_s") else "-",
+                str(executable.variant),
+                str(executable.size),
+                str(executable.count),
+                duration(executable.cost_s) if executable.HasField("cost_s") else "-",
             )
-            for found in status.models
-            for one in found.record.executables
+            for model_status in status.models
+            for executable in model_status.record.executables
         ],
     }
 
@@ -65,13 +67,13 @@ async def trace(ask: Ask) -> str:
     return await asyncio.to_thread(lambda: json.dumps(chrome_trace(reader.spans)))
 
 
-async def steer(ask: Ask, model: str, what: str) -> None:
+async def steer(ask: Ask, model: str, action: str) -> None:
     """Carry out one of the page's actions."""
-    match what:
+    match action:
         case "prefetch":
             await ask("Prefetch", pb.PrefetchRequest(model=model))
         case "evict":
             await ask("Evict", pb.EvictRequest(target=pb.Target(model=model)))
         case _:
-            residency = member(pb.Residency, RESIDENCIES[what])
+            residency = member(pb.Residency, RESIDENCIES[action])
             await ask("SetResidency", pb.SetResidencyRequest(model=model, residency=residency))

@@ -56,7 +56,7 @@ class Trial:
 
 def _pinned(settings: Settings) -> set[str]:
     """Return the models that rsrv.yaml restricts to some devices."""
-    return {name for name, one in settings.models.items() if one.devices is not None}
+    return {name for name, section in settings.models.items() if section.devices is not None}
 
 
 class Placing:
@@ -164,10 +164,10 @@ class Placing:
         Nothing changes. For a server that packs. Raises StatusError, InvalidArgument.
         """
         self._runtimes.chosen(dead)
-        for one in added:
-            if not (one.name and 0.0 <= one.device_seconds_per_s < inf):
+        for model in added:
+            if not (model.name and 0.0 <= model.device_seconds_per_s < inf):
                 raise InvalidArgument(
-                    f"{one.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
+                    f"{model.name or 'a model without a name'}: a model to add has a name, bytes and device seconds per second"
                 )
         async with self._looking:
             return await asyncio.to_thread(self._try, {str(number) for number in dead}, without, added)
@@ -184,7 +184,7 @@ class Placing:
         status = self._planner.status()
         if status is None:
             raise StatusError("UNAVAILABLE", "the runtimes' loads are not known yet; try again in a second")
-        packed = self._planner.packed(views, {one.name: one.device_seconds_per_s for one in added}, now)
+        packed = self._planner.packed(views, {model.name: model.device_seconds_per_s for model in added}, now)
         targets = self._planner.targets()
         moves = {
             name: (targets.get(name, ()), packed.targets().get(name, ()))
@@ -205,7 +205,7 @@ class Placing:
         ready = {number: frozenset(links[number].presence.ready) for number in records}
         arriving = self._arrivals(list(ready.values()))
         server = load_messages.load(range(len(links)), records, self.mode, {})
-        self._positions = {number: (one.instance, one.next) for number, one in records.items()}
+        self._positions = {number: (position.instance, position.next) for number, position in records.items()}
         self._seen = {
             device.number: load_messages.view_of(
                 device, server, ready[device.number] - arriving, self._seen.get(device.number)
@@ -288,10 +288,10 @@ class Placing:
 
 def _changed(view: WorkerView, without: Collection[str], added: Sequence[pb.AddedModel]) -> WorkerView:
     """Return a device's view without some models and with further ones."""
-    new = {one.name: ModelView(bytes=one.bytes, weights=WeightsView.ABSENT) for one in added}
+    new = {model.name: ModelView(bytes=model.bytes, weights=WeightsView.ABSENT) for model in added}
     return replace(
         view,
         ready=(view.ready - {*without}).union(new),
-        models={name: one for name, one in view.models.items() if name not in without} | new,
+        models={name: model for name, model in view.models.items() if name not in without} | new,
         calls={name: called - {*without} for name, called in view.calls.items() if name not in without},
     )

@@ -131,9 +131,9 @@ class DevicePresence:
             name: since for name, since in self._dismissed.items() if since > until or name in unconnected
         }
 
-    def forget(self, gone: Collection[str]) -> None:
+    def forget(self, names: Collection[str]) -> None:
         """Stop expecting the stubs of these models."""
-        self._before.difference_update(gone)
+        self._before.difference_update(names)
 
 
 def _put(names: set[str], name: str, belongs: bool) -> None:
@@ -185,16 +185,18 @@ class Presence:
         if not (self.up or self.asleep):
             return set()
         live = [device for device in self.devices if device.up]
-        return self._waiting.difference(*(names for one in live for names in (one.ready, one.loading)))
+        return self._waiting.difference(
+            *(names for device in live for names in (device.ready, device.loading))
+        )
 
     @property
     def serving(self) -> set[str]:
         """Models that accept requests, as `serves`."""
-        found = self.cold
+        names = self.cold
         for device in self._known:
-            found |= device.ready
-            found |= device.loading & self._started
-        return found
+            names |= device.ready
+            names |= device.loading & self._started
+        return names
 
     def serves(self, name: str) -> bool:
         """Return True if the model accepts requests.

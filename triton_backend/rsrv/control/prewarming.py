@@ -69,7 +69,7 @@ class Prewarming:
     async def follow_schedule(self) -> None:
         """Start the models whose time has come since the last look."""
         now, models = self._clock(), self._file.settings.models
-        names = [name for name, one in models.items() if due(one.warm_at, self._last, now)]
+        names = [name for name, section in models.items() if due(section.warm_at, self._last, now)]
         if names:
             paths = await asyncio.to_thread(_bundles, self._file.path.parent, names)
             log.info("models start by their schedule: %s", ", ".join(sorted(paths)))
@@ -84,11 +84,13 @@ class Prewarming:
         """
         self._follow_updates()
         bundles = {name: model.bundle for name, model in self._kept.items()}
-        gone = await asyncio.to_thread(lambda: [name for name, path in bundles.items() if not path.exists()])
-        for name in gone:
+        missing = await asyncio.to_thread(
+            lambda: [name for name, path in bundles.items() if not path.exists()]
+        )
+        for name in missing:
             self._kept.pop(name, None)
-        for link in self._runtimes.live.values() if gone else ():
-            for some in in_commands(gone):
+        for link in self._runtimes.live.values() if missing else ():
+            for some in in_commands(missing):
                 await link.command({"command": "start", "models": dict.fromkeys(some)})
         self._follow_updates()
         live = {link.state.instance for link in self._runtimes.live.values()}
@@ -141,34 +143,32 @@ class Prewarming:
         """Return the names of the runtimes' models in these states."""
         return {entry["name"] for entry in self._runtimes.entries.values() if entry["state"] in states}
 
-    async def start(self, wanted: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
-        """Start cold models, and return the states of all wanted models.
-
-        `look`: start only models of earlier calls that were lost.
+    async def start(self, patterns: Collection[str], *, look: bool = False) -> list[pb.StartedModel]:
+        """Start cold models, and return the states of all matching models.
 
         Args:
-            wanted: Names or patterns, with * and ?; none: all models.
-            look: Start no others.
+            patterns: Names, or patterns with * and ?. Without any, all models are meant.
+            look: Start only models of earlier calls that were lost.
 
         Raises:
             LookupError: a name or a pattern matches no model.
             RuntimeDown: no runtime answers.
         """
-        paths = await asyncio.to_thread(self._matching, wanted)
+        paths = await asyncio.to_thread(self._matching, patterns)
         failed = await self._start(paths, look=look)
-        found = served(self._runtimes.entries.values())
-        return [_started(name, found.get(name), failed.get(name, "")) for name in sorted(paths)]
+        versions = served(self._runtimes.entries.values())
+        return [_started(name, versions.get(name), failed.get(name, "")) for name in sorted(paths)]
 
-    def _matching(self, wanted: Collection[str]) -> dict[str, Path]:
+    def _matching(self, patterns: Collection[str]) -> dict[str, Path]:
         repository = self._file.path.parent
         names = our_models(repository)
-        found = set(names) if not wanted else set()
-        for pattern in wanted:
+        matched = set(names) if not patterns else set()
+        for pattern in patterns:
             matching = {name for name in names if fnmatchcase(name, pattern)}
             if not matching:
                 raise LookupError(f"there is no model {pattern!r}{nearest(pattern, sorted(names))}")
-            found |= matching
-        return _bundles(repository, found)
+            matched |= matching
+        return _bundles(repository, matched)
 
     async def _start(self, paths: Mapping[str, Path], *, look: bool = False) -> dict[str, str]:
         """Ask runtimes to start models that no runtime has. Return the models that cannot start, with the reasons."""
@@ -183,7 +183,7 @@ class Prewarming:
                 *self._runtimes.placement.get(name, ()),
                 *by_preference(name, len(self._runtimes.links)),
             ]
-            device = next((one for one in devices if one in live), None)
+            device = next((number for number in devices if number in live), None)
             if device is not None:
                 by_device.setdefault(device, []).append(name)
         if not live:
@@ -204,10 +204,10 @@ class Prewarming:
                     }
                     bundles = {name: str(path) for name, path in missing.items()}
                     await link.command({"command": "start", "models": bundles})
-                said = await link.command(
+                answer = await link.command(
                     {"command": "start", "models": dict.fromkeys(some, ""), "look": True}
                 )
-                failed |= said["failed"]
+                failed |= answer["failed"]
         return failed
 
 
@@ -220,10 +220,10 @@ def _started(name: str, entry: ModelVersion | None, failed: str) -> pb.StartedMo
 
 def _bundles(repository: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the bundles of models of the repository; in place of a meta model, those of the models that it calls."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for name in names:
         called = carried(repository / name)
-        found |= {one: repository / name / CALLS_FOLDER / one for one in called}
+        folders |= {callee: repository / name / CALLS_FOLDER / callee for callee in called}
         if not called:
-            found[name] = repository / name / BUNDLE_FOLDER
-    return found
+            folders[name] = repository / name / BUNDLE_FOLDER
+    return folders

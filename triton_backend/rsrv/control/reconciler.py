@@ -82,9 +82,9 @@ class ServerPolicy(UpdatePolicy):
 
     def is_readable(self, name: str) -> bool:
         """Return whether the bundle on disk equals the state on which the looks agreed."""
-        found = self._debounce.settled(name) or ()
-        return bool(found) and all(
-            sign(_place(root, name), linked=self._linked) == signature for root, signature in found
+        paths = self._debounce.settled(name) or ()
+        return bool(paths) and all(
+            sign(_place(root, name), linked=self._linked) == signature for root, signature in paths
         )
 
     def reserve(self, name: str) -> bool:
@@ -218,7 +218,7 @@ class Reconciler:
         if self._barred:
             raise ReloadError("FAILED_PRECONDITION", f"{name} can't be changed: {self._barred}")
         before = self._aliases
-        self._aliases = {one: found for one, found in before.items() if one != name}
+        self._aliases = {alias: targets for alias, targets in before.items() if alias != name}
         if shares is not None:
             self._aliases[name] = shares
         await self._loader.wait({name})
@@ -255,19 +255,19 @@ class Reconciler:
             raise ReloadError(
                 "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
             )
-        without = {name for name, gone in done.of(Gone).items() if not gone.carriers}
-        for one in names & (without | done.names(Retained)):
+        without = {name for name, result in done.of(Gone).items() if not result.carriers}
+        for name_of_model in names & (without | done.names(Retained)):
             raise ReloadError(
                 "FAILED_PRECONDITION",
-                f"{one}: there is no bundle, or its directory is not mounted; the model is as it was",
+                f"{name_of_model}: there is no bundle, or its directory is not mounted; the model is as it was",
             )
         broken = done.of(Broken)
-        for one in names & broken.keys():
-            raise ReloadError("FAILED_PRECONDITION", f"{one}: {broken[one].reason}")
+        for name_of_model in names & broken.keys():
+            raise ReloadError("FAILED_PRECONDITION", f"{name_of_model}: {broken[name_of_model].reason}")
         await self._loader.wait(names)
-        for one in names & self.failures.keys():
-            code = "FAILED_PRECONDITION" if one in done.of(Torn) else "INTERNAL"
-            raise ReloadError(code, f"{one} failed: {self.failures[one].text}")
+        for name_of_model in names & self.failures.keys():
+            code = "FAILED_PRECONDITION" if name_of_model in done.of(Torn) else "INTERNAL"
+            raise ReloadError(code, f"{name_of_model} failed: {self.failures[name_of_model].text}")
 
     def _models_of(self, name: str) -> set[str]:
         """Return the models of the repository that a name means: itself, or the meta models that carry it."""
@@ -308,8 +308,8 @@ class Reconciler:
         return self._debounce.unsettled
 
     def _take_look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
-        changed, told = self._debounce.look(seen, self._now())
-        for line in told:
+        changed, lines = self._debounce.look(seen, self._now())
+        for line in lines:
             log.warning("%s", line)
         return changed
 
@@ -354,8 +354,8 @@ class Reconciler:
             stubs_only = {name for name in due if self._states.state(name) is BundleState.RELOAD_FAILED}
         for name in stubs_only:
             self._replace(name)
-        if rest := set(due) - stubs_only:
-            await self._update(rest)
+        if remaining := set(due) - stubs_only:
+            await self._update(remaining)
 
     async def _unload_pending(self) -> None:
         async with self._writing:
@@ -440,13 +440,13 @@ class Reconciler:
         for name, written in done.of(Written).items():
             self._loader.load(name, written.replaced)
         for name in done.of(Unchanged):
-            self._follow_unchanged(name, wanted=reload and name in named, named=names is not None)
-        for name, gone in done.of(Gone).items():
+            self._follow_unchanged(name, expected=reload and name in named, named=names is not None)
+        for name, result in done.of(Gone).items():
             if self._barred:
                 text = f"its bundle or alias is gone, and it can't be unloaded: {self._barred}"
                 self._loader.fail(name, text, retry=False)
             else:
-                self._states.orphan(name, gone.carriers, now)
+                self._states.orphan(name, result.carriers, now)
         # If bundles are not followed, the error asks the operator to try again.
         for name in done.of(Later):
             if self._follows or name in self.failures:
@@ -465,16 +465,16 @@ class Reconciler:
                     # Its root was missing so briefly that no look noticed. So no look will notice its return either.
                     self._states.check(name, now + self._lifecycle.poll_s)
 
-    def _follow_unchanged(self, name: str, *, wanted: bool, named: bool) -> None:
-        """Load a model that equals its bundle if it is `wanted`, has failed, or is not served. `named`: it was asked for."""
+    def _follow_unchanged(self, name: str, *, expected: bool, named: bool) -> None:
+        """Load a model that equals its bundle if it is `expected`, has failed, or is not served. `named` is True if an operator named it."""
         now = self._now()
         if name in self._states.busy:
             self._states.retain(name, now)
             return
         # A model that failed although there is nothing to write has lost its stub, and has none yet.
-        wanted = wanted or name in self.failures
+        expected = expected or name in self.failures
         loaded = self._loader.served.get(name) == version_of(self._repository / name)
-        if not self._barred and (wanted or not loaded):
+        if not self._barred and (expected or not loaded):
             self._loader.load(name, unchanged=named)
         else:
             self._states.conclude(name, BundleEvent.MATCHED, now)
@@ -495,8 +495,12 @@ class Reconciler:
                 self._loader.served[name] = version
 
     def _repository_update(self) -> RepositoryUpdate:
-        wanted = replace(RepositorySettings.of(self._settings, self._triton.program), aliases=self._aliases)
-        return RepositoryUpdate(self._repository, self._sources.read(), wanted, self._policy, self._known)
+        repository_settings = replace(
+            RepositorySettings.of(self._settings, self._triton.program), aliases=self._aliases
+        )
+        return RepositoryUpdate(
+            self._repository, self._sources.read(), repository_settings, self._policy, self._known
+        )
 
     def _report(self, done: Update, now: float) -> None:
         """Record and log the failures."""
@@ -507,7 +511,7 @@ class Reconciler:
         for line in unknown - self._unknown:
             log.warning("%s: %s", SETTINGS_FILE, line)
         self._unknown = unknown
-        reasons = {name: one.reason for name, one in done.of(Broken).items()}
+        reasons = {name: result.reason for name, result in done.of(Broken).items()}
         broken = self._states.set_broken(reasons, now, time.time(), done.uncompared)
         for name, failure in broken.items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))

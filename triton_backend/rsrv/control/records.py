@@ -22,14 +22,16 @@ _NUMBERS = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_DOUBLE)
 _FIELDS = pb.ModelRecord.DESCRIPTOR.fields
 #: Figures that are added up over the devices, and counts by a name.
 _SUMMED = tuple(
-    one.name for one in _FIELDS if one.type in _NUMBERS and not one.is_repeated and one.name not in _OF_ONE
+    field.name
+    for field in _FIELDS
+    if field.type in _NUMBERS and not field.is_repeated and field.name not in _OF_ONE
 )
 _COUNTS = tuple(
-    one.name
-    for one in _FIELDS
-    if one.message_type is not None
-    and one.message_type.GetOptions().map_entry
-    and one.message_type.fields_by_name["value"].type in _NUMBERS
+    field.name
+    for field in _FIELDS
+    if field.message_type is not None
+    and field.message_type.GetOptions().map_entry
+    and field.message_type.fields_by_name["value"].type in _NUMBERS
 )
 
 
@@ -45,11 +47,11 @@ class RuntimeRecords:
 
     def updated(self, latest: pb.DeviceRecord) -> "RuntimeRecords":
         """Return the records after an answer of the runtime."""
-        models = {one.name: self._detached(one, changed=latest.since > 0) for one in latest.models}
+        models = {model.name: self._detached(model, changed=latest.since > 0) for model in latest.models}
         shared: Sequence[pb.SharedTensors] = list(latest.shared)
         if latest.since:
             # An answer always has the records of all meta models.
-            models = {name: one for name, one in self.models.items() if not one.meta} | models
+            models = {name: model for name, model in self.models.items() if not model.meta} | models
             shared = self.shared
         device = pb.DeviceRecord()
         del latest.models[:], latest.shared[:]
@@ -90,14 +92,14 @@ def without_histograms(record: M) -> M:
 @cache
 def _histograms(record: Descriptor) -> list[str]:
     """Return the names of a message's fields that are histograms, or histograms by a name."""
-    found = []
-    for one in record.fields:
-        kind = one.message_type
+    names = []
+    for part in record.fields:
+        kind = part.message_type
         if kind is not None and kind.GetOptions().map_entry:
             kind = kind.fields_by_name["value"].message_type
         if kind is pb.Histogram.DESCRIPTOR:
-            found.append(one.name)
-    return found
+            names.append(part.name)
+    return names
 
 
 def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
@@ -115,10 +117,10 @@ def total(records: Sequence[pb.ModelRecord]) -> pb.ModelRecord:
             mine = getattr(sums, name)
             for key, count in getattr(record, name).items():
                 mine[key] += count
-        counted = {(one.variant, one.size): one for one in sums.executables}
+        counted = {(executable.variant, executable.size): executable for executable in sums.executables}
         for executable in record.executables:
-            if (one := counted.get((executable.variant, executable.size))) is not None:
-                one.count += executable.count
+            if (counted_one := counted.get((executable.variant, executable.size))) is not None:
+                counted_one.count += executable.count
         sums.weights_state = min(sums.weights_state, record.weights_state, key=_WEIGHT_STATES.index)
     return sums
 
@@ -142,8 +144,8 @@ def _figures(kind: Descriptor, record: Descriptor) -> list[tuple[str, bool, bool
     """Return the figures that a message shares with a record: name, whether it may be absent, and whether it is a sum."""
     fields = record.fields_by_name
     return [
-        (name, fields[name].has_presence, fields[name].is_repeated and not one.is_repeated)
-        for name, one in kind.fields_by_name.items()
+        (name, fields[name].has_presence, fields[name].is_repeated and not field.is_repeated)
+        for name, field in kind.fields_by_name.items()
         if name in fields
     ]
 

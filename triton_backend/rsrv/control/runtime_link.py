@@ -201,22 +201,22 @@ class DocumentSender:
         """The latest revision that was sent on this connection. 0: the next document is sent whole."""
         return 0 if self._sent is None else self._sent[0]
 
-    def is_reached(self, revision: int, said: Mapping[str, Any]) -> bool:
+    def is_reached(self, revision: int, answer: Mapping[str, Any]) -> bool:
         """Return True if the runtime's answer to a document says that it follows this revision or a later one."""
-        return said.get("instance") == self._desired.instance and said.get("revision", 0) >= revision
+        return answer.get("instance") == self._desired.instance and answer.get("revision", 0) >= revision
 
     def _send(self) -> None:
         """Send the document if it has changed since it was last sent on this connection."""
         if self._connection is None:
             return  # The next connection begins with the whole document.
-        revision, wanted = self._desired.revision, self._desired.document(self._device)
+        revision, document = self._desired.revision, self._desired.document(self._device)
         since: int | None = None
-        changes: DesiredDocument | DesiredChanges = wanted
+        changes: DesiredDocument | DesiredChanges = document
         if self._sent is not None:
-            since, changes = self._sent[0], difference(self._sent[1], wanted)
+            since, changes = self._sent[0], difference(self._sent[1], document)
             if not changes:
                 return
-        self._sent = revision, wanted
+        self._sent = revision, document
         self.answer = self._connection.ask_large(
             {
                 "command": "follow",
@@ -231,15 +231,15 @@ class DocumentSender:
     def _on_followed(self, revision: int, since: int | None, answer: Answer) -> None:
         if answer.cancelled():
             return
-        said = answer.result()
-        if "error" in said:
-            log.error("%s refuses revision %d of its settings: %s", self._who, revision, said["error"])
+        reply = answer.result()
+        if "error" in reply:
+            log.error("%s refuses revision %d of its settings: %s", self._who, revision, reply["error"])
             # Send the whole document next time. Otherwise, a retry by the operator would send nothing.
             self._sent = None
-        elif self.is_reached(revision, said):
+        elif self.is_reached(revision, reply):
             log.debug("%s follows revision %d of its settings", self._who, revision)
         elif since is None:
-            log.error("%s follows another control process: %s", self._who, said)
+            log.error("%s follows another control process: %s", self._who, reply)
         else:
             # The runtime has refused an earlier revision, so these changes do not apply. Send the whole document.
             self._sent = None

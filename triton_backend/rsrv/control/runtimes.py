@@ -165,14 +165,14 @@ class Runtimes:
                         changed.add(key)
                     case _:
                         changed = None
-        found = [link.state.entries for link in (*self.live.values(),) or self.links]
+        tables = [link.state.entries for link in (*self.live.values(),) or self.links]
         if changed is None:
-            self._merged = merge(found)
+            self._merged = merge(tables)
         else:
             # Weights of hundreds of models may move within a second.
             for key in changed:
-                self._merged |= merge([{key: entries[key]} for entries in found if key in entries])
-                if not any(key in entries for entries in found):
+                self._merged |= merge([{key: entries[key]} for entries in tables if key in entries])
+                if not any(key in entries for entries in tables):
                     self._merged.pop(key, None)
         return self._merged
 
@@ -212,8 +212,8 @@ class Runtimes:
 
     async def query(self, question: Command) -> Answers:
         """Ask all runtimes with a command that changes nothing. Raises RuntimeDown, StatusError if none answers."""
-        asked = self.live or dict(enumerate(self.links))
-        answers, _ = await self._ask(asked, lambda _, link: link.command(question))
+        links = self.live or dict(enumerate(self.links))
+        answers, _ = await self._ask(links, lambda _, link: link.command(question))
         return answers
 
     async def records(self, *, whole: bool = False) -> dict[int, RuntimeRecords]:
@@ -251,11 +251,13 @@ class Runtimes:
 
         Raises StatusError if there is no such model.
         """
-        found = [one for one in self.entries.values() if one["name"] == model and one["state"] in _PRESENT]
-        called = {key.rpartition("@")[0] for one in found for key in one["models"]}
+        versions = [
+            entry for entry in self.entries.values() if entry["name"] == model and entry["state"] in _PRESENT
+        ]
+        called = {key.rpartition("@")[0] for version in versions for key in version["models"]}
         if called:
             return sorted(called)
-        if not found:
+        if not versions:
             if model not in self.cold | self.presence.returning:
                 raise StatusError("NOT_FOUND", f"there is no model {model!r:.200}")
             if callees := await asyncio.to_thread(self._callees, model):
@@ -384,22 +386,24 @@ class Runtimes:
         links: Mapping[int, RuntimeLink], ask: Callable[[int, RuntimeLink], Awaitable[T]]
     ) -> tuple[dict[int, T], dict[int, StatusError]]:
         """Ask all at once; return the answers and the refusals. If none answers, raise the most informative refusal."""
-        said = await asyncio.gather(
+        replies = await asyncio.gather(
             *(ask(number, link) for number, link in links.items()), return_exceptions=True
         )
         answers: dict[int, T] = {}
         refusals: dict[int, StatusError] = {}
-        for number, one in zip(links, said, strict=True):
-            if isinstance(one, StatusError):
-                refusals[number] = one
-            elif isinstance(one, BaseException):
-                raise one
+        for number, reply in zip(links, replies, strict=True):
+            if isinstance(reply, StatusError):
+                refusals[number] = reply
+            elif isinstance(reply, BaseException):
+                raise reply
             else:
-                answers[number] = one
+                answers[number] = reply
         if not answers:
             # The refusal of a runtime that is up is more informative than RuntimeDown.
             down = next(iter(refusals.values()), RuntimeDown())
-            raise next((one for one in refusals.values() if not isinstance(one, RuntimeDown)), down)
+            raise next(
+                (refusal for refusal in refusals.values() if not isinstance(refusal, RuntimeDown)), down
+            )
         return answers, refusals
 
     async def read_on(self, command: str, since: Positions) -> Answers:
@@ -438,7 +442,7 @@ class DeviceStateFeed:
         """Wait for the next change or snapshot; return the number of its device with it."""
         while True:
             count = len(self._parts)
-            for number in ((self._next + one) % count for one in range(count)):
+            for number in ((self._next + offset) % count for offset in range(count)):
                 if self._parts[number].pending:
                     self._next = number + 1
                     return number, self._parts[number].take()
@@ -450,10 +454,10 @@ class DeviceStateFeed:
             part.close()
 
 
-def merge(found: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
+def merge(tables: Sequence[Mapping[str, ModelVersion]]) -> dict[str, ModelVersion]:
     """Return the versions of several runtimes as those of one: each version has the best of its states on the devices, the best state of its weights, and the stubs of the devices in that best state."""
     by_key: dict[str, list[ModelVersion]] = {}
-    for entries in found:
+    for entries in tables:
         for key, entry in entries.items():
             by_key.setdefault(key, []).append(entry)
     return {key: same[0] if len(same) == 1 else _merge_one(same) for key, same in by_key.items()}

@@ -101,27 +101,31 @@ MIN_PART_S = 50e-6
 def history_lines(answer: pb.GetHistoryResponse, now: float) -> list[str]:
     """Return a line per record of all histories, oldest first, then what absent weights wait for at Unix time `now`."""
     several = len(answer.histories) > 1
-    devices = len({one.device for one in answer.histories}) > 1
+    devices = len({history.device for history in answer.histories}) > 1
     timed, waits = [], []
-    for one in answer.histories:
-        where = f"device {one.device}, {one.key}: " if devices else f"{one.key}: " if several else ""
-        told = ((record.unix_s, record_sentence(record)) for record in one.records)
-        timed += [(at, where + text) for at, text in told if text]
-        if one.waits_for:
-            waits.append(f"{clock_time(now, now)} {where}its weights are {one.waits_for}")
+    for history in answer.histories:
+        where = (
+            f"device {history.device}, {history.key}: " if devices else f"{history.key}: " if several else ""
+        )
+        sentences = ((record.unix_s, record_sentence(record)) for record in history.records)
+        timed += [(at, where + text) for at, text in sentences if text]
+        if history.waits_for:
+            waits.append(f"{clock_time(now, now)} {where}its weights are {history.waits_for}")
     timed.sort(key=lambda line: line[0])
     return [*(f"{clock_time(at, now)} {one_line(text)}" for at, text in timed), *map(one_line, waits)]
 
 
 def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
     """Return a line per request, the newest last; before it, the eviction of the weights that it waited for."""
-    several = len({one.device for one in answer.requests}) > 1
+    several = len({request.device for request in answer.requests}) > 1
     timed: list[tuple[float, str]] = []
-    for one in answer.requests:
-        where = f" on device {one.device}" if several else ""
-        timed.append((one.arrived_unix_s, request_sentence(one, where)))
-        if one.HasField("evicted"):
-            timed.append((one.evicted.unix_s, f"{one.model}{where} was {record_sentence(one.evicted)}"))
+    for request in answer.requests:
+        where = f" on device {request.device}" if several else ""
+        timed.append((request.arrived_unix_s, request_sentence(request, where)))
+        if request.HasField("evicted"):
+            timed.append(
+                (request.evicted.unix_s, f"{request.model}{where} was {record_sentence(request.evicted)}")
+            )
     # Requests that waited for the same weights name the same eviction.
     lines = sorted(dict.fromkeys(timed), key=lambda line: line[0])
     return [f"{clock_time(at, now)} {one_line(text)}" for at, text in lines]
@@ -130,21 +134,21 @@ def request_lines(answer: pb.GetRequestsResponse, now: float) -> list[str]:
 def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     """Return a sentence about how one request's time was spent."""
     rows = f"{slow.rows} {'row' if slow.rows == 1 else 'rows'}"
-    asked = ", asked for by a meta model," if slow.call else ""
+    by_meta = ", asked for by a meta model," if slow.call else ""
     parts = [
         (slow.paused_s, "for the end of a pause"),
         (slow.weights_s, "for its weights"),
         (slow.peers_s, "for others to join (max_delay_us)"),
         (slow.others_s, _behind(slow)),
     ]
-    told = [f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= MIN_PART_S]
+    parts_shown = [f"{duration(seconds)} {part}" for seconds, part in parts if seconds >= MIN_PART_S]
     waited = sum(seconds for seconds, _ in parts)
     divided = f" in {slow.parts} parts" if slow.parts else ""
-    text = f"request {slow.number} of {rows}{divided} for {slow.model}{where}{asked} "
+    text = f"request {slow.number} of {rows}{divided} for {slow.model}{where}{by_meta} "
     text += (
-        f"waited {duration(waited)}: {', '.join(told)}"
-        if len(told) > 1
-        else f"waited {''.join(told) or 'for nothing'}"
+        f"waited {duration(waited)}: {', '.join(parts_shown)}"
+        if len(parts_shown) > 1
+        else f"waited {''.join(parts_shown) or 'for nothing'}"
     )
     if slow.batch_requests:
         text += f"; {'executes' if slow.outcome == 'executing' else 'executed'} {_batch(slow)}"
@@ -154,7 +158,7 @@ def request_sentence(slow: pb.SlowRequest, where: str = "") -> str:
     deadline = f", with a deadline of {duration(slow.deadline_s)}" if slow.HasField("deadline_s") else ""
     text = f"{text}; {_OUTCOMES.get(slow.outcome, slow.outcome)} {duration(slow.seconds)}{deadline}"
     sides = ((slow.before_s, "before (preprocess, inputs)"), (slow.after_s, "after (postprocess, answer)"))
-    front = " and ".join(f"{duration(seconds)} {what}" for seconds, what in sides if seconds >= MIN_PART_S)
+    front = " and ".join(f"{duration(seconds)} {part}" for seconds, part in sides if seconds >= MIN_PART_S)
     return f"{text}; its model's process took {front}" if front else text
 
 
@@ -164,8 +168,8 @@ def _behind(slow: pb.SlowRequest) -> str:
 
 
 def _batch(slow: pb.SlowRequest) -> str:
-    others = slow.batch_requests - 1
-    shared = f"with {others} {'other' if others == 1 else 'others'}" if others else "alone"
+    further = slow.batch_requests - 1
+    shared = f"with {further} {'other' if further == 1 else 'others'}" if further else "alone"
     return shared + (f", padded to {slow.batch_size}" if slow.batch_size > slow.batch_rows else "")
 
 
@@ -174,10 +178,10 @@ def record_sentence(record: pb.HistoryRecord) -> str:
     if record.what.startswith("refused "):
         reason = record.what.partition(" ")[2]
         return f"{_requests(record.requests)} refused: {_REFUSALS.get(reason, reason)}"
-    found = _SENTENCES.get((record.what, record.why), _SENTENCES.get((record.what, "")))
-    if found is None:  # of a newer runtime
+    sentence = _SENTENCES.get((record.what, record.why), _SENTENCES.get((record.what, "")))
+    if sentence is None:  # of a newer runtime
         return f"{record.what} {record.why}".rstrip()
-    return found.format(
+    return sentence.format(
         requests=_requests(record.requests),
         alone="together" if record.requests > 1 else "alone",
         rows=_rows(record),

@@ -49,7 +49,7 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
             # A restart counts when the old runtime ends, a life when the next one answers.
             planned = min(times, device.restarts - (0 if old is None else old.restarts))
             deaths = times - planned
-            told = [
+            reasons = [
                 *([f"the runtime of device {number} died {_count(deaths, 'time')}"] if deaths else []),
                 *(
                     [f"`rsrv restart` replaced the runtime of device {number} {_count(planned, 'time')}"]
@@ -60,7 +60,7 @@ def _runtime_restarts(case: Case) -> Iterator[ServerFinding]:
             yield ServerFinding(
                 "runtime_restarts",
                 "warning" if deaths > 1 else "note",
-                f"{', and '.join(told)}, in {_span(case)}",
+                f"{', and '.join(reasons)}, in {_span(case)}",
                 "it crashed, hung, or was killed, as by the kernel's out-of-memory killer"
                 if deaths
                 else "an operator's `rsrv restart`",
@@ -93,24 +93,27 @@ def _process_ended(case: Case) -> Iterator[ServerFinding]:
 def _model_failed(case: Case) -> Iterator[ServerFinding]:
     entries = case.now.entries.values()
     named = {
-        state: {one["name"] for one in entries if one["state"] == state} for state in ("ready", "failed")
+        state: {entry["name"] for entry in entries if entry["state"] == state}
+        for state in ("ready", "failed")
     }
     # A cold model starts with its next request, unless the latest request could not start it.
     ready = named["ready"] | case.now.cold - named["failed"]
     ready -= {name for name in ready if case.now.waits_for_import(name)}
-    texts = {name: one.text for name, one in case.now.failures.items()}
-    for one in entries:
-        if one["state"] == "failed" and one["name"] not in ready:
-            texts.setdefault(one["name"], one["error"] or "")
-    since = {name: one.since for name, one in case.now.failures.items()}
+    texts = {name: failure.text for name, failure in case.now.failures.items()}
+    for entry in entries:
+        if entry["state"] == "failed" and entry["name"] not in ready:
+            texts.setdefault(entry["name"], entry["error"] or "")
+    since = {name: failure.since for name, failure in case.now.failures.items()}
     kinds: tuple[tuple[str, Severity, str], ...] = (
         ("model_failed", "critical", "has failed"),
         ("bundle_refused", "warning", "is served in an older version"),
     )
-    for name, severity, what in kinds:
-        names = sorted((one for one in texts if (one in ready) == (name == "bundle_refused")), key=by_number)
+    for name, severity, predicate in kinds:
+        names = sorted(
+            (model for model in texts if (model in ready) == (name == "bundle_refused")), key=by_number
+        )
         if names:
-            ages = [case.now.unix_s - since[one] for one in names if one in since]
+            ages = [case.now.unix_s - since[model] for model in names if model in since]
             age = f", for {duration(max(ages))} now" if ages and max(ages) > 0 else ""
             reason = texts[names[0]]
             # If the reason ends with `barred`, the server's flags are to blame, not the bundle.
@@ -123,7 +126,7 @@ def _model_failed(case: Case) -> Iterator[ServerFinding]:
             yield ServerFinding(
                 name,
                 severity,
-                f"{some(names)} {what if len(names) == 1 else what.replace('is ', 'are ').replace('has ', 'have ')}{age}",
+                f"{some(names)} {predicate if len(names) == 1 else predicate.replace('is ', 'are ').replace('has ', 'have ')}{age}",
                 _short(reason) or "the log has the reason",
                 remedy,
             )
@@ -134,15 +137,15 @@ def _slow_import(case: Case) -> Iterator[ServerFinding]:
     slow = [name for name, (seconds, _) in importing.items() if seconds >= _IMPORT_S]
     if not slow:
         return
-    longest, *others = sorted(slow, key=lambda name: (-importing[name][0], by_number(name)))
+    longest, *further = sorted(slow, key=lambda name: (-importing[name][0], by_number(name)))
     seconds, line = importing[longest]
     where = f"line {line} of its model.py" if line else "its model.py"
-    held = f"imports hold {len(importing.keys() & case.now.loading)} of Triton's {_count(threads, 'load thread')}"
+    load_threads = f"imports hold {len(importing.keys() & case.now.loading)} of Triton's {_count(threads, 'load thread')}"
     blocked = case.now.starting or case.now.imports_hold_loads
     if case.now.starting:
         effect = "Triton opens its ports after all first models, so none is served"
     elif longest in case.now.loading:
-        effect = f"other {'loads wait behind' if blocked else 'models load beside'} it: {held}"
+        effect = f"other {'loads wait behind' if blocked else 'models load beside'} it: {load_threads}"
     else:
         effect = "its requests wait for it"
     alone = case.now.waits_for_import(longest)
@@ -151,7 +154,7 @@ def _slow_import(case: Case) -> Iterator[ServerFinding]:
         "slow_import",
         "critical" if blocked or alone else "warning",
         f"{longest}'s model.py has been importing for {duration(seconds)}"
-        f"{'' if alone else ', and an older version is served'}; {effect}{f'; also {some(others)}' if others else ''}",
+        f"{'' if alone else ', and an older version is served'}; {effect}{f'; also {some(further)}' if further else ''}",
         f"{where} waits or loops: for a download, a lock, or another process",
         "end what it waits for, or put what it downloads into the bundle; "
         + (
@@ -163,10 +166,12 @@ def _slow_import(case: Case) -> Iterator[ServerFinding]:
 
 
 def _not_served(case: Case) -> Iterator[ServerFinding]:
-    starting = {one["name"] for one in case.now.entries.values() if one["state"] in ("loading", "failed")}
-    others = starting | case.now.failures.keys()
-    waits = {name: s for name, s in case.now.missing.items() if s >= _UNSERVED_S and name not in others}
-    if not waits or not any(one.instance for one in case.now.devices.values()):
+    starting = {
+        entry["name"] for entry in case.now.entries.values() if entry["state"] in ("loading", "failed")
+    }
+    explained = starting | case.now.failures.keys()
+    waits = {name: s for name, s in case.now.missing.items() if s >= _UNSERVED_S and name not in explained}
+    if not waits or not any(device.instance for device in case.now.devices.values()):
         return
     if case.now.imports_hold_loads:
         return  # slow_import has the cause
@@ -193,11 +198,11 @@ def _not_served(case: Case) -> Iterator[ServerFinding]:
 
 
 def _paused(case: Case) -> Iterator[ServerFinding]:
-    paused = {one["name"] for one in case.now.entries.values() if one["paused"]}
+    paused = {entry["name"] for entry in case.now.entries.values() if entry["paused"]}
     waiting = {
-        name: one.now.queued + one.refused.get("paused", 0)
+        name: activity.now.queued + activity.refused.get("paused", 0)
         for window in case.windows
-        for name, one in window.models.items()
+        for name, activity in window.models.items()
         if name in paused
     }
     names = sorted((name for name, count in waiting.items() if count), key=by_number)
@@ -254,7 +259,7 @@ def _shm_full(case: Case) -> Iterator[ServerFinding]:
         ("host copies of weights", shm.weights),
         ("other files", shm.others),
     ]
-    used = ", ".join(f"{what} take {amount(size)}" for what, size in uses if size)
+    used = ", ".join(f"{use} take {amount(size)}" for use, size in uses if size)
     # Advice about less than a tenth of the used bytes would free too little.
     notable = 0.1 * (shm.total - shm.free)
     cures = ["give the container more of it (--shm-size)"]
@@ -311,7 +316,7 @@ def _renewals(case: Case) -> Iterator[ServerFinding]:
 
 
 def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
-    seconds, idle = case.now.t - case.before.t, 1 - max((one.busy for one in case.windows), default=1.0)
+    seconds, idle = case.now.t - case.before.t, 1 - max((window.busy for window in case.windows), default=1.0)
     waits = {}
     for name, (count, total) in case.now.queues.items():
         old_count, old_total = case.before.queues.get(name, (0, 0.0))
@@ -335,7 +340,7 @@ def _waits_in_triton(case: Case) -> Iterator[ServerFinding]:
 def _uneven(case: Case) -> Iterator[ServerFinding]:
     if len(case.windows) < 2:
         return
-    most, least = (choose(case.windows, key=lambda one: one.busy) for choose in (max, min))
+    most, least = (choose(case.windows, key=lambda window: window.busy) for choose in (max, min))
     busiest, waiting = most.busiest, _waiting(most)
     if busiest is None or most.busy < 0.9 or least.busy > 0.3 or waiting < FEW:
         return
@@ -378,19 +383,19 @@ def _binding(case: Case, name: str, free: int) -> tuple[str, str]:
 
 def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     budget, models = budget_of(window), window.models.values()
-    arrived = sum(one.ended + one.now.queued for one in models)
-    misses = sum(one.grown("misses") for one in models)
-    evicted = sum(one.counted("evictions").get("room", 0) for one in models)
+    arrived = sum(model.ended + model.now.queued for model in models)
+    misses = sum(model.grown("misses") for model in models)
+    evicted = sum(model.counted("evictions").get("room", 0) for model in models)
     if budget is None or arrived < FEW or misses < 0.2 * arrived or evicted < 5:
         return
-    used = [one for one in models if one.ended or one.now.queued]
-    asked = _together(case, window, used)
-    load = merged(SECONDS, (one.measured("load") for one in models)).quantile(0.5)
-    busiest = max(used, key=lambda one: one.grown("misses")).name
+    used = [model for model in models if model.ended or model.now.queued]
+    needed = _together(case, window, used)
+    load = merged(SECONDS, (model.measured("load") for model in models)).quantile(0.5)
+    busiest = max(used, key=lambda model: model.grown("misses")).name
     pin = f"pin what must be fast (`rsrv pin {busiest}`; the others wait longer)"
-    if case.now.settings.runtime.weight_budget_bytes is not None and asked > budget:
+    if case.now.settings.runtime.weight_budget_bytes is not None and needed > budget:
         cure = (
-            f"set runtime.weight_budget_bytes: {asked} in rsrv.yaml ({amount(asked - budget)} more of the device's "
+            f"set runtime.weight_budget_bytes: {needed} in rsrv.yaml ({amount(needed - budget)} more of the device's "
             f"memory) and `rsrv restart`, or {pin}"
         )
     else:
@@ -398,7 +403,7 @@ def _weights_thrash(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]
     yield ServerFinding(
         "weights_thrash",
         "warning",
-        f"weights thrash: {amount(asked)} are asked for, {amount(budget)} fit; {percent(min(1.0, misses / arrived))} "
+        f"weights thrash: {amount(needed)} are asked for, {amount(budget)} fit; {percent(min(1.0, misses / arrived))} "
         f"of {arrived} requests waited for weights, {duration(load)} a load at the median",
         f"{len(used)} models take turns on the device, and each load evicts what the next request needs",
         cure,
@@ -422,7 +427,7 @@ def _too_big(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     budget = budget_of(window)
     if budget is None:
         return
-    sizes = {name: one.device_bytes for name, one in window.records.models.items()}
+    sizes = {name: model.device_bytes for name, model in window.records.models.items()}
     names = [name for name, size in sizes.items() if size > budget]
     if names:
         size = max(sizes[name] for name in names)
@@ -440,7 +445,7 @@ def _overloaded(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     waiting, most = _waiting(window), window.busiest
     if most is None or window.busy < 0.9 or waiting < FEW:
         return
-    wait = merged(SECONDS, (one.queue_wait for one in window.models.values())).quantile(0.5)
+    wait = merged(SECONDS, (model.queue_wait for model in window.models.values())).quantile(0.5)
     if wait is None or wait < 0.1:
         return
     yield ServerFinding(
@@ -489,18 +494,18 @@ def _no_cache(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
     device = window.records.device
     read = [
-        one
-        for one in window.models.values()
-        if one.now.device_bytes
-        and not one.now.host_bytes
-        and one.grown("loads") >= 3
-        and (case.now.policy(one.name, "residency") or "system") != "unpinned"
+        model
+        for model in window.models.values()
+        if model.now.device_bytes
+        and not model.now.host_bytes
+        and model.grown("loads") >= 3
+        and (case.now.policy(model.name, "residency") or "system") != "unpinned"
     ]
     if read and device.HasField("host_limit_bytes"):
         yield ServerFinding(
             "disk_loads",
             "warning",
-            f"weights of {some([one.name for one in read])} were read from disk {sum(one.grown('loads') for one in read)} "
+            f"weights of {some([model.name for model in read])} were read from disk {sum(model.grown('loads') for model in read)} "
             f"times; host copies take {amount(device.host.physical_bytes)} of {amount(device.host_limit_bytes)}",
             "host memory has no room for their copies",
             "raise runtime.host_memory_bytes, or the container's limit of memory",
@@ -510,17 +515,19 @@ def _disk_loads(case: Case, window: DeviceWindow) -> Iterator[ServerFinding]:
 def _together(case: Case, window: DeviceWindow, used: list[ModelActivity]) -> int:
     """Return the bytes of these models and of the pinned models, whose room is reserved even without requests."""
     sizes = {
-        name: one.device_bytes
-        for name, one in window.records.models.items()
-        if not one.meta and case.now.policy(name, "residency") == "device"
-    } | {one.name: one.now.device_bytes for one in used}
+        name: model.device_bytes
+        for name, model in window.records.models.items()
+        if not model.meta and case.now.policy(name, "residency") == "device"
+    } | {model.name: model.now.device_bytes for model in used}
     # Tensors that models share are stored once.
-    saved = sum(one.bytes * max(0, len(sizes.keys() & {*one.models}) - 1) for one in window.records.shared)
+    saved = sum(
+        group.bytes * max(0, len(sizes.keys() & {*group.models}) - 1) for group in window.records.shared
+    )
     return sum(sizes.values()) - saved
 
 
 def _waiting(window: DeviceWindow) -> int:
-    return sum(one.now.queued for one in window.models.values())
+    return sum(model.now.queued for model in window.models.values())
 
 
 def _count(number: int, word: str) -> str:

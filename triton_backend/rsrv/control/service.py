@@ -102,16 +102,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         # A model that is not built yet, or could not be built, has no record.
         names = {
             kind: {
-                one.name
-                for said in records.values()
-                for one in said.models.values()
-                if one.meta == (kind == "meta")
+                model.name
+                for record in records.values()
+                for model in record.models.values()
+                if model.meta == (kind == "meta")
             }
             | {entry["name"] for entry in entries.values() if entry["kind"] == kind}
             for kind in ("model", "meta")
         }
         # Whether a cold model is a meta model is known only when it has started.
-        starting = {name: step for said in records.values() for name, step in said.device.starting.items()}
+        starting = {
+            name: step for record in records.values() for name, step in record.device.starting.items()
+        }
         if awaited := runtimes.awaited:
             # A stub that imports model.py sees the end of its runtime afterwards, and connects to the next one then.
             repository = self._server.repository.absolute()
@@ -136,10 +138,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         known = {**await runtimes.last_records(), **records}
 
         def told(name: str) -> dict[int, pb.ModelRecord]:
-            return {number: said.models[name] for number, said in known.items() if name in said.models}
+            return {number: record.models[name] for number, record in known.items() if name in record.models}
 
         def versions(name: str) -> dict[int, messages.Versions]:
-            return {number: found[name] for number, found in by_device.items() if name in found}
+            return {number: models[name] for number, models in by_device.items() if name in models}
 
         cards, now = await self._monitoring.cards.memory(), self._clock()
         return pb.GetStatusResponse(
@@ -212,7 +214,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise RuntimeAsleep
         budget = self._server.file.settings.runtime.weight_budget_bytes
         return pb.GetMemoryResponse(
-            devices=[messages.memory_use(number, one, budget) for number, one in sorted(records.items())]
+            devices=[
+                messages.memory_use(number, record, budget) for number, record in sorted(records.items())
+            ]
         )
 
     @answers
@@ -250,16 +254,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if bool(request.model) == bool(request.request):
             _refuse("name either a model or a request")
         if request.model:
-            said = await self._ask_about(request.model, "slowest")
+            answers_of_devices = await self._ask_about(request.model, "slowest")
         else:
-            said = await self._runtimes.query({"command": "find", "request": request.request})
-        found = [
-            messages.slow_request(slow, one["unix_s"], number)
-            for number, one in said.items()
-            for slow in one["requests"]
+            answers_of_devices = await self._runtimes.query({"command": "find", "request": request.request})
+        slow_requests = [
+            messages.slow_request(slow, answer["unix_s"], number)
+            for number, answer in answers_of_devices.items()
+            for slow in answer["requests"]
         ]
-        found.sort(key=(lambda one: -one.seconds) if request.model else (lambda one: one.arrived_unix_s))
-        return pb.GetRequestsResponse(requests=found)
+        slow_requests.sort(
+            key=(lambda slow: -slow.seconds) if request.model else (lambda slow: slow.arrived_unix_s)
+        )
+        return pb.GetRequestsResponse(requests=slow_requests)
 
     @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
@@ -288,9 +294,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if clock() >= due:
                     # No event announces a failure.
                     due = clock() + _FAILURES_LOOK_S
-                    found = self._lifecycle.failures
+                    failures_shown = self._lifecycle.failures
                     failures = pb.Failures(
-                        failures=[messages.failure(name, found[name]) for name in sorted(found)]
+                        failures=[
+                            messages.failure(name, failures_shown[name]) for name in sorted(failures_shown)
+                        ]
                     )
                     if failures != sent:
                         sent = failures
@@ -342,39 +350,41 @@ class ControlService(control_pb2_grpc.ControlServicer):
         subscriptions = [link.state.subscribe() for link in self._runtimes.links]
         try:
             # The state before the command: the load may begin, and fail, before the answer.
-            before = [one.take() for one in subscriptions]
+            before = [subscription.take() for subscription in subscriptions]
             followed = await self._runtimes.change(change, devices)
             if wait:
                 serving = [number for number in followed if _serves(before[number], model)]
                 if not serving:
                     text = f"{model} is cold: its weights will be loaded when it starts, with a request or `rsrv prefetch --warm {model}`"
                     raise StatusError("FAILED_PRECONDITION", text)
-                waits = (_until_resident(before[one], subscriptions[one], model) for one in serving)
+                waits = (_until_resident(before[number], subscriptions[number], model) for number in serving)
                 ended = await asyncio.gather(*waits, return_exceptions=True)
                 # A device that died meanwhile loads the weights when it is back.
-                failed = [one for one in ended if one is not None]
-                failed.sort(key=lambda one: isinstance(one, RuntimeDown))
+                failed = [error for error in ended if error is not None]
+                failed.sort(key=lambda error: isinstance(error, RuntimeDown))
                 if failed and (len(failed) == len(ended) or not isinstance(failed[0], RuntimeDown)):
                     raise failed[0]
         finally:
-            for one in subscriptions:
-                one.close()
+            for subscription in subscriptions:
+                subscription.close()
 
     @steers
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         model, runtimes = _target(request.target), self._runtimes
         names = None if model is None else await runtimes.named(model)
-        said: Answers = {}
+        answers: Answers = {}
         try:
             # The command comes first. If the document changed first, the runtime would evict the models by itself, and this
             # answer would not list them.
-            said = await runtimes.command({"command": "evict", "model": model}, request.devices)
+            answers = await runtimes.command({"command": "evict", "model": model}, request.devices)
         except StatusError as error:
             if error.code != "NOT_FOUND":  # it is cold
                 raise
         devices = runtimes.chosen(request.devices).keys()
         await runtimes.change(lambda: runtimes.desired.evict(names, devices), devices)
-        return pb.EvictResponse(models=sorted({name for one in said.values() for name in one["models"]}))
+        return pb.EvictResponse(
+            models=sorted({name for answer in answers.values() for name in answer["models"]})
+        )
 
     @steers
     async def Compact(self, request: pb.CompactRequest) -> pb.CompactResponse:
@@ -403,7 +413,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @steers
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
-        placed = {_model(one.model): list(one.devices) for one in request.models}
+        placed = {_model(model.model): list(model.devices) for model in request.models}
         return pb.SetPlacementResponse(generation=self._placing.impose(placed))
 
     # --- scheduling --------------------------------------------------------------------------------------
@@ -458,10 +468,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id is empty")
-        said = await self._runtimes.command({"command": "abort", "request": request.request_id})
+        answers = await self._runtimes.command({"command": "abort", "request": request.request_id})
         return pb.AbortResponse(
-            aborted=sum(one["aborted"] for one in said.values()),
-            executing=sum(one["executing"] for one in said.values()),
+            aborted=sum(answer["aborted"] for answer in answers.values()),
+            executing=sum(answer["executing"] for answer in answers.values()),
         )
 
     # --- the runtimes ---------------------------------------------------------------------------------------
@@ -476,14 +486,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 raise StatusError("FAILED_PRECONDITION", f"nothing was restarted: {error}") from None
             answer = pb.RestartResponse()
             for number in chosen:
-                one = await self._runtimes.restart(number, request.drain_s, force=request.force)
-                if one.missing:
+                result = await self._runtimes.restart(number, request.drain_s, force=request.force)
+                if result.missing:
                     raise StatusError(
                         "ABORTED",
-                        f"device {number} was restarted, and {', '.join(one.missing)} did not return; rsrv status and the "
+                        f"device {number} was restarted, and {', '.join(result.missing)} did not return; rsrv status and the "
                         "server's log say why. Devices after it were not restarted",
                     )
-                answer.devices.add(number=number, first_s=one.first_s, all_s=one.all_s)
+                answer.devices.add(number=number, first_s=result.first_s, all_s=result.all_s)
                 self._server.file.restarted(number)
         return answer
 
@@ -542,7 +552,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         name, desired = request.alias.name, self._runtimes.desired
         if request.HasField("alias"):
             targets = request.alias.targets
-            raw = {one.model: "shadow" if one.shadow else one.weight for one in targets}
+            raw = {target.model: "shadow" if target.shadow else target.weight for target in targets}
             if len(raw) < len(targets):
                 raise InvalidArgument("a model is behind the alias twice: name each one once")
             try:
@@ -576,7 +586,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             versions = (
                 entry for link in self._runtimes.live.values() for entry in link.state.entries.values()
             )
-            if not any(one["name"] == model and one["state"] == "loading" for one in versions):
+            if not any(version["name"] == model and version["state"] == "loading" for version in versions):
                 return
             await self._runtimes.wait_change(seen)
 
@@ -609,8 +619,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def StopProfile(self, request: pb.StopProfileRequest) -> pb.StopProfileResponse:
         await self._runtimes.slow_command({number: {"command": "profile"} for number in self._runtimes.live})
-        found = sorted(self._profiles().glob(f"*-{self._server.pid}"))
-        return pb.StopProfileResponse(directory=str(found[-1]) if found else "")
+        folders = sorted(self._profiles().glob(f"*-{self._server.pid}"))
+        return pb.StopProfileResponse(directory=str(folders[-1]) if folders else "")
 
     def _profiles(self) -> Path:
         return PROFILES.expanduser().absolute()
@@ -619,7 +629,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 def _positions(
     request: pb.GetLoadRequest | pb.GetTimelineRequest | pb.GetArrivalsRequest,
 ) -> dict[int, tuple[str, int]]:
-    return {one.device: (one.instance, one.next) for one in request.positions}
+    return {position.device: (position.instance, position.next) for position in request.positions}
 
 
 def _model(name: str) -> str:
@@ -664,10 +674,10 @@ async def _until_resident(update: StateUpdate, subscription: Subscription, model
         mine = [
             key for key, entry in entries.items() if entry["name"] == model and entry["state"] != "failed"
         ]
-        wanted = {k for key in mine for k in (entries[key]["models"] or [key]) if k in entries}
-        if not wanted:
+        awaited = {k for key in mine for k in (entries[key]["models"] or [key]) if k in entries}
+        if not awaited:
             raise StatusError("ABORTED", f"the model {model!r} is gone")
-        weights = {key: entries[key]["weights"] for key in wanted if entries[key]["state"] != "leaving"}
+        weights = {key: entries[key]["weights"] for key in awaited if entries[key]["state"] != "leaving"}
         if all(where == "resident" for where in weights.values()):
             return
         if any(where == "absent" and key in loading for key, where in weights.items()):

@@ -44,10 +44,10 @@ class SettingsFile:
 
     async def read(self) -> Settings:
         """Read the file. Raises SettingsError; then the settings stay."""
-        found = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
-        self.settings, self.refused = found, ""
+        settings = await asyncio.to_thread(lambda: read_settings(self.path if self.path.exists() else None))
+        self.settings, self.refused = settings, ""
         self.waiting = self._compare()
-        return found
+        return settings
 
     def restarted(self, device: int) -> None:
         """Record that the runtime of a device has read the file."""
@@ -61,7 +61,9 @@ class SettingsFile:
 
     def _compare(self) -> list[str]:
         waiting: dict[Effect, dict[str, None]] = {}
-        for before, effect in [(one, "restart") for one in self._runtimes] + [(self._at_start, "server")]:
+        for before, effect in [(settings, "restart") for settings in self._runtimes] + [
+            (self._at_start, "server")
+        ]:
             for key, when in differences(before, self.settings):
                 if when == effect:
                     waiting.setdefault(when, {})[key] = None

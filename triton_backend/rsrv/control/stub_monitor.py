@@ -38,12 +38,12 @@ def stub_processes(server_pid: int, repository: Path) -> set[str]:
     A stub's command line has the path of model.py with the repository as tritonserver's own command line spells it. It may
     be relative to the working directory of tritonserver.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     start, end = os.fsencode(repository) + b"/", f"/{VERSION}/model.py".encode()
     try:
         directory = os.readlink(os.fsencode(f"/proc/{server_pid}/cwd"))
     except OSError:
-        return found  # the server has ended
+        return names  # the server has ended
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with contextlib.suppress(OSError):
@@ -52,8 +52,8 @@ def stub_processes(server_pid: int, repository: Path) -> set[str]:
                         continue
                     path = os.path.normpath(os.path.join(directory, word))
                     if path.startswith(start):
-                        found.add(os.fsdecode(path[len(start) : -len(end)]))
-    return found
+                        names.add(os.fsdecode(path[len(start) : -len(end)]))
+    return names
 
 
 def parent_pid(process: Path) -> int:
@@ -124,7 +124,7 @@ class StubMonitor:
         #: Models without a connected stub that are not suspects, so that Triton need not be asked at every change.
         idle: set[str] = set()
         #: All models without a connected stub when Triton was last asked.
-        asked: set[str] = set()
+        unanswered: set[str] = set()
         #: Models that Triton called ready then.
         loaded: set[str] = set()
         renewed = asked_at = -_DISMISSED_S
@@ -137,30 +137,30 @@ class StubMonitor:
             alive = attached - self._listing.aliased
             without = self._listing.models - alive - self._states.busy
             idle &= without
-            asked &= without
+            unanswered &= without
             self.dismissed &= without
             suspects = without - idle - self._listing.native
-            returning, gone = self._view.presence.returning, set[str]()
+            returning, lost = self._view.presence.returning, set[str]()
             if suspects or returning:
                 living = set(await asyncio.to_thread(self._processes))
                 suspects -= living
                 idle |= living & self._listing.aliased & without
                 may_return = living.union(*(self._listing.carried.get(name, ()) for name in living))
-                gone = returning - may_return - self._listing.native - self._states.busy
+                lost = returning - may_return - self._listing.native - self._states.busy
             ready: set[str] = set()
             # Ask rarely: for thousands of cold models, Triton's answer is a megabyte.
-            due = without - asked or (without and self._now() - asked_at >= _DISMISSED_S)
+            due = without - unanswered or (without and self._now() - asked_at >= _DISMISSED_S)
             if (suspects or due) and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
                     states = await self._triton.states()
-                    asked, asked_at = without, self._now()
+                    unanswered, asked_at = without, self._now()
                     loaded = {name for name in without if states.get(name) == "ready"}
                     ready = suspects & loaded - self._states.busy
                     idle = without - ready
                     self.dismissed = {name for name in without if states.get(name) == "dismissed"}
-                    gone |= (returning & without) - loaded - self._states.busy
+                    lost |= (returning & without) - loaded - self._states.busy
             unconnected = loaded & without - suspects - self._listing.aliases - attached
-            dead = self._view.see_stubs(StubLook(unconnected, gone, ready))
+            dead = self._view.see_stubs(StubLook(unconnected, lost, ready))
             if not self._view.up:
                 # A stub without a connection is not cold now. If it connects and dies before the next look, it is dead.
                 idle = set()

@@ -55,9 +55,9 @@ def _checked(inputs: Any) -> list[Mapping[str, Any]]:
 
     Triton 24.10 takes the memory for a shape before it reads the values, and ends if there is not enough.
     """
-    found: list[Mapping[str, Any]] = []
-    for one in inputs if isinstance(inputs, list) else ():
-        match one:
+    tensors: list[Mapping[str, Any]] = []
+    for tensor in inputs if isinstance(inputs, list) else ():
+        match tensor:
             case {"name": str(name), "datatype": str(datatype), "shape": list(shape), "data": list(data)}:
                 if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) != len(
                     data
@@ -67,7 +67,7 @@ def _checked(inputs: Any) -> list[Mapping[str, Any]]:
                     )
                 if not all(isinstance(value, (bool, int, float, str)) for value in data):
                     raise PageError(400, f"{name:.80}: the values must be numbers or texts")
-                found.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
-    if not found or len(found) != len(inputs):
+                tensors.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
+    if not tensors or len(tensors) != len(inputs):
         raise PageError(400, "inputs must be objects with name, datatype, shape and data")
-    return found
+    return tensors

@@ -182,23 +182,23 @@ class Triton:
     async def tensors(self, name: str) -> dict[str, Any]:
         """Return a model's inputs and outputs as JSON, and how it is called. Empty if the model is not loaded."""
         try:
-            found = await self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
-            asked = service_pb2.ModelConfigRequest(name=name)
-            config = (await self._call(self._stub.ModelConfig, asked)).config
+            metadata = await self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
+            config_request = service_pb2.ModelConfigRequest(name=name)
+            config = (await self._call(self._stub.ModelConfig, config_request)).config
         except TritonError:
             return {}
-        optional = {one.name for one in config.input if one.optional}
+        optional = {tensor.name for tensor in config.input if tensor.optional}
         tensors = {
             kind: [
                 {
-                    "name": one.name,
-                    "datatype": one.datatype,
-                    "shape": list(one.shape),
-                    "optional": one.name in optional,
+                    "name": tensor.name,
+                    "datatype": tensor.datatype,
+                    "shape": list(tensor.shape),
+                    "optional": tensor.name in optional,
                 }
-                for one in several
+                for tensor in several
             ]
-            for kind, several in (("inputs", found.inputs), ("outputs", found.outputs))
+            for kind, several in (("inputs", metadata.inputs), ("outputs", metadata.outputs))
         }
         streams = config.model_transaction_policy.decoupled
         return {**tensors, "streams": streams, "sequence": config.HasField("sequence_batching")}
@@ -208,12 +208,12 @@ class Triton:
         reply = await self._call(
             self._stub.ModelStatistics, service_pb2.ModelStatisticsRequest(), timeout=_STATISTICS_S
         )
-        found: dict[str, tuple[int, float]] = {}
-        for one in reply.model_stats:  # one for each version
-            count, seconds = found.get(one.name, (0, 0.0))
-            queue = one.inference_stats.queue
-            found[one.name] = count + queue.count, seconds + queue.ns / 1e9
-        return found
+        counts: dict[str, tuple[int, float]] = {}
+        for statistics in reply.model_stats:  # one for each version
+            count, seconds = counts.get(statistics.name, (0, 0.0))
+            queue = statistics.inference_stats.queue
+            counts[statistics.name] = count + queue.count, seconds + queue.ns / 1e9
+        return counts
 
     async def load(self, name: str) -> None:
         """Load the model as it is in the repository; return when that version serves. Raises TritonError.

@@ -78,8 +78,8 @@ def scan(root: Path, *, linked: bool, before: Mapping[str, Signature] | None = N
                 continue
             except FileNotFoundError:
                 # This may be an unfinished copy of a bundle whose manifest is copied last.
-                if _holds_something(folder) and (found := sign(folder, linked=linked)) is not None:
-                    bundles[name] = NO_BUNDLE + found
+                if _holds_something(folder) and (signature := sign(folder, linked=linked)) is not None:
+                    bundles[name] = NO_BUNDLE + signature
             except OSError:
                 bundles[name] = None
             else:

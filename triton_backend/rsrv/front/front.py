@@ -146,13 +146,13 @@ class Front:
         """Return a summary of the waiting requests in the form of REGISTER. It is empty if no request waits."""
         if not self._waiting:
             return {}
-        earliest = min(filter(None, (one.deadline_s for one in self._waiting)), default=0.0)
+        earliest = min(filter(None, (request.deadline_s for request in self._waiting)), default=0.0)
         return {"asked": True, **({"deadline_ns": round(1e9 * earliest)} if earliest else {})}
 
     def snapshot(self) -> Snapshot:
         views = {
-            one.number: DeviceView(one.state, one.barred, one.failures, one.is_unreachable)
-            for one in self._devices.values()
+            device.number: DeviceView(device.state, device.barred, device.failures, device.is_unreachable)
+            for device in self._devices.values()
         }
         return Snapshot(views, len(self._waiting), self._start_timeout_s, self._killers.table)
 
@@ -238,7 +238,7 @@ class Front:
         count = max(count, len(self._devices), 1)
         if count > len(self._devices):
             numbers = by_preference(self._model, count)
-            self._devices = {one: self._devices.get(one) or FrontDevice(one) for one in numbers}
+            self._devices = {number: self._devices.get(number) or FrontDevice(number) for number in numbers}
 
     def _connect(
         self, device: FrontDevice, *, asked: bool, event: ServingEvent = ServingEvent.CONNECT
@@ -258,8 +258,8 @@ class Front:
         if is_again:
             self._out.append(Report(rules.RECONNECTED, is_error=False))
         # The others find the model's compiled modules in the cache.
-        for other in self._in({ServingState.UNTRIED}):
-            self._connect(other, asked=False)
+        for untried in self._in({ServingState.UNTRIED}):
+            self._connect(untried, asked=False)
 
     def _cool(self, device: FrontDevice) -> None:
         device.move(ServingEvent.COOL)
@@ -329,7 +329,7 @@ class Front:
     def _spread(self) -> None:
         """If the model serves, start it on all devices of a new placement table where it is cold."""
         if self._serves:
-            for device in [one for one in self._in(STARTABLE) if self._is_named(one)]:
+            for device in [device for device in self._in(STARTABLE) if self._is_named(device)]:
                 self._connect(device, asked=True)
 
     def _is_named(self, device: FrontDevice) -> bool:
@@ -371,7 +371,7 @@ class Front:
         if self._suspect in requests:
             self._suspect = None
         self._waiting[:0] = requests
-        self._nbytes += sum(one.nbytes for one in requests)
+        self._nbytes += sum(request.nbytes for request in requests)
         self._is_stuck = True
 
     def _end(self, request: FrontRequest, refusal: Refusal) -> None:
@@ -385,7 +385,7 @@ class Front:
         self._closed = True
         for device in self._devices.values():
             device.move(ServingEvent.CLOSE)
-        self._out += [Refuse(one, *_UNLOADED) for one in self._waiting]
+        self._out += [Refuse(request, *_UNLOADED) for request in self._waiting]
         self._waiting, self._nbytes, self._suspect = [], 0, None
 
     # --- 2. start ---------------------------------------------------------------------------------------------
@@ -394,9 +394,11 @@ class Front:
         if (self._waiting or isinstance(event, RunAsks)) and not self._serves:
             device = self._find_start(now)
             if device is not None:
-                for other in self._devices.values():
-                    if other is not device and self._is_given_up(other, now) and other.reason:
-                        self._out.append(Report(_ELSEWHERE % (other.number, other.reason, device.number)))
+                for neighbour in self._devices.values():
+                    if neighbour is not device and self._is_given_up(neighbour, now) and neighbour.reason:
+                        self._out.append(
+                            Report(_ELSEWHERE % (neighbour.number, neighbour.reason, device.number))
+                        )
                         break
                 self._out.append(TellDemand(self.demand()))
                 self._connect(device, asked=True)
@@ -410,7 +412,7 @@ class Front:
         barred = [device for device in self._devices.values() if device.barred]
         numbers = [device.number for device in barred or self._devices.values()]
         named = [*allowed(numbers, self._mask & ~PINNED)]
-        for number in (*named, *(one for one in numbers if one not in named)):
+        for number in (*named, *(number for number in numbers if number not in named)):
             device = self._devices[number]
             if not self._is_given_up(device, now):
                 return device if device.state in STARTABLE else None
@@ -491,5 +493,5 @@ def _refuse_closed(event: Event) -> list[Instruction]:
         case RequestArrived(request) | RunAsks(request):
             return [Refuse(request, *_UNLOADED)]
         case NotSubmitted(requests):
-            return [Refuse(one, *_UNLOADED) for one in requests]
+            return [Refuse(request, *_UNLOADED) for request in requests]
     return []

@@ -19,10 +19,10 @@ class Killers:
 
     def record(self, digest: bytes, deaths: int, now: float) -> None:
         """Record how many runtimes died while they executed these inputs. 0 clears the record, because they were answered."""
-        table = {one: entry for one, entry in self.table.items() if one != digest and now < entry[1]}
+        table = {known: entry for known, entry in self.table.items() if known != digest and now < entry[1]}
         if deaths:
             if len(table) == MAX_DIGESTS:
-                harmless = (one for one, (count, _) in table.items() if count < MAX_DEATHS)
+                harmless = (known for known, (count, _) in table.items() if count < MAX_DEATHS)
                 del table[next(harmless, next(iter(table)))]
             table[digest] = deaths, now + DIGEST_COUNTS_S
         self.table = table

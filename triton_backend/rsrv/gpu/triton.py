@@ -77,8 +77,10 @@ def run(tritonserver: str | None) -> int:
         part_input = PartInput(
             cpu, QUICK, [], None, Path(folder), processes.without_settings(), began + _LIMIT_S
         )
-        with closing(processes.run(part_input.folder, _LIMIT_S, check_triton, program, part_input)) as told:
-            for finding in told:
+        with closing(
+            processes.run(part_input.folder, _LIMIT_S, check_triton, program, part_input)
+        ) as results:
+            for finding in results:
                 if finding.what == processes.LATE:
                     reason = f"did not end within {duration(_LIMIT_S)}: the machine is slow, or this tritonserver hangs"
                     finding = Finding(processes.LATE, "FAIL", reason=reason)

@@ -232,10 +232,10 @@ class Api:
                 await asyncio.gather(waiting, return_exceptions=True)
 
 
-def _request_id(given: str) -> str:
+def _request_id(id: str) -> str:
     """Return the client's id of a request, or a new id if the client's is missing or invalid."""
-    usable = 0 < len(given) <= _MAX_ID and given.isascii() and given.isprintable()
-    return given if usable else uuid4().hex
+    usable = 0 < len(id) <= _MAX_ID and id.isascii() and id.isprintable()
+    return id if usable else uuid4().hex
 
 
 def _deadline(header: str | None) -> float | None:

@@ -33,14 +33,14 @@ class ApiObject(BaseModel):
     def _without_neutral(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        asked = {
+        used = {
             name: value
             for name, value in body.items()
             if value is not None and (name not in cls.UNSUPPORTED or value != cls.UNSUPPORTED[name])
         }
         # A client may send a million unknown fields, each of which would become an error.
-        first = next((name for name in asked if name not in cls.model_fields), None)
-        return {name: value for name, value in asked.items() if name in cls.model_fields or name == first}
+        first = next((name for name in used if name not in cls.model_fields), None)
+        return {name: value for name, value in used.items() if name in cls.model_fields or name == first}
 
 
 class ApiBody(ApiObject):
@@ -65,9 +65,9 @@ def _listed(value: Any) -> Any:
         return [value]
     if not isinstance(value, list):
         return value
-    if max(len(value), sum(len(one) for one in value if isinstance(one, list))) > MAX_TOKENS:
+    if max(len(value), sum(len(entry) for entry in value if isinstance(entry, list))) > MAX_TOKENS:
         raise ValueError(f"has more than {MAX_TOKENS:,} texts or token ids")
-    return [value] if value and all(type(one) is int for one in value) else value
+    return [value] if value and all(type(entry) is int for entry in value) else value
 
 
 # All lists fail at their first wrong element: millions of errors would take gigabytes.
@@ -108,7 +108,7 @@ class RerankBody(ApiBody):
 
     @property
     def texts(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 class ScoreBody(ApiBody):

@@ -52,8 +52,8 @@ class TaskCatalog:
         for name in self._models.keys() - names:
             del self._models[name]
         self._without &= names
-        asked = sorted(names - self._without)
-        for name, model in zip(asked, await asyncio.gather(*map(self._try, asked)), strict=True):
+        candidates = sorted(names - self._without)
+        for name, model in zip(candidates, await asyncio.gather(*map(self._try, candidates)), strict=True):
             if model is None and name not in self._models:
                 self._without.add(name)
 

@@ -73,7 +73,7 @@ class ChatTemplates:
                 async with asyncio.timeout(MAX_TEMPLATE_S):
                     process.stdin.write(request + b"\n")
                     await process.stdin.drain()
-                    found = await process.stdout.readuntil()
+                    line = await process.stdout.readuntil()
                 self._process = process
             except TimeoutError:
                 raise invalid(
@@ -84,7 +84,7 @@ class ChatTemplates:
             finally:
                 if self._process is None:
                     _kill(process)
-            return json.loads(found)
+            return json.loads(line)
 
     async def _start(self) -> Process:
         words = (sys.executable, "-m", "rsrv.openai.template_process")

@@ -62,8 +62,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The answer's body."""
-        other = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, usual)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
@@ -124,13 +124,13 @@ def from_validation(error: ValidationError, unsupported: Collection[str] = ()) -
     if kind == "extra_forbidden":
         # The client's own name of a field.
         field = str(first["loc"][-1])[:_MAX_VALUE]
-        what = "not supported" if field in unsupported else "an unknown field"
-        return invalid(f"`{field}` is {what}; leave it out", param or field)
+        problem = "not supported" if field in unsupported else "an unknown field"
+        return invalid(f"`{field}` is {problem}; leave it out", param or field)
     if kind == "missing":
         return invalid(f"`{param}` is missing", param)
     message = message.replace("Input should be", "must be")
-    found = "" if kind == "value_error" else f" (found {_SHORT.repr(first['input']):.{_MAX_VALUE}})"
-    return invalid(f"`{param}` {message}{found}" if param else message, param)
+    shown = "" if kind == "value_error" else f" (found {_SHORT.repr(first['input']):.{_MAX_VALUE}})"
+    return invalid(f"`{param}` {message}{shown}" if param else message, param)
 
 
 _TYPES = ("str", "int", "float", "bool")

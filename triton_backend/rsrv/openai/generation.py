@@ -35,8 +35,12 @@ async def prompt_of(call: ModelCall[Any]) -> tuple[Value, bool]:
     if messages := getattr(body, "messages", None):
         if model.chat:
             texts = [
-                {"role": one.role, "content": one.text, **({"name": one.name} if one.name else {})}
-                for one in messages
+                {
+                    "role": message.role,
+                    "content": message.text,
+                    **({"name": message.name} if message.name else {}),
+                }
+                for message in messages
             ]
             return (await call.templates.prompt(model.chat, texts)).encode(), True
         if len(messages) != 1 or messages[0].role != "user":
@@ -94,8 +98,8 @@ async def pieces(call: ModelCall[Any]) -> AsyncGenerator[Piece, None]:
             call.completion_tokens = int(outputs["completion_tokens"][0])
             # Stubs without text send no reason.
             reason = "length" if call.completion_tokens == fields.get("max_tokens") else "stop"
-            if told := outputs.get("finish_reason"):
-                reason = told[0].decode()
+            if finish := outputs.get("finish_reason"):
+                reason = finish[0].decode()
             yield Piece(piece + text.finish(), reason)
             return
     raise ApiError(502, "INTERNAL", "the answer has ended without its last response")
@@ -165,8 +169,8 @@ def data(value: Any) -> bytes:
 async def tokenize(call: ModelCall[TokenizeBody]) -> dict[str, Any]:
     """Answer /tokenize: the tokens of a prompt or a chat, as a generation reads them. Raises ApiError."""
     value, chat = await prompt_of(call)
-    found = json.loads(await _converted(call, value, {"tokenize": True, "chat": chat}))
-    return {"count": len(found["tokens"]), **found, "token_strs": None}
+    converted = json.loads(await _converted(call, value, {"tokenize": True, "chat": chat}))
+    return {"count": len(converted["tokens"]), **converted, "token_strs": None}
 
 
 async def detokenize(call: ModelCall[DetokenizeBody]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def read_task(config: Any, created: int) -> TaskModel | None:
     """Return the model that Triton's ModelConfig describes; None if it has no task, or one of a form unknown here."""
     try:
         task = json.loads(config.parameters["task"].string_value)
-        inputs = {one.name: one for one in config.input}
+        inputs = {tensor.name: tensor for tensor in config.input}
         batched = (1,) if config.max_batch_size else ()
         return TaskModel(
             config.name,

@@ -61,8 +61,8 @@ def read_keys(path: Path) -> Keys:
     if not owners:
         raise KeysError(f"{path} has no key")
     keys = {
-        bytes.fromhex(one.sha256): Caller(name, tuple(one.models), one.priority)
-        for name, one in owners.items()
+        bytes.fromhex(owner.sha256): Caller(name, tuple(owner.models), owner.priority)
+        for name, owner in owners.items()
     }
     if len(keys) < len(owners):
         raise KeysError(f"{path}: two names have the same key")

@@ -69,10 +69,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def _limit(what: int, most: int) -> None:
+def _limit(resource_kind: int, most: int) -> None:
     """Limit this process, unless its user has set a lower limit."""
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    _, hard = resource.getrlimit(resource_kind)
+    resource.setrlimit(resource_kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

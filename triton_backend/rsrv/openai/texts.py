@@ -68,7 +68,7 @@ class ModelCall(Generic[B]):
 
 async def embeddings(call: ModelCall[EmbeddingsBody]) -> dict[str, Any]:
     """Answer /v1/embeddings. Raises ApiError."""
-    items = [_text_or_ids(call.model, one) for one in call.body.input]
+    items = [_text_or_ids(call.model, item) for item in call.body.input]
     cut, known = call.body.dimensions, call.model.dimensions
     if cut is not None and cut not in known:
         lengths = f"can be cut to {', '.join(map(str, known))}" if known else "cannot be cut"
@@ -98,7 +98,7 @@ def _base64(embedding: Array) -> str:
 def _text_or_ids(model: TaskModel, item: str | list[int]) -> dict[str, Value]:
     role, value = ("text", item.encode()) if isinstance(item, str) else ("ids", item)
     if model.inputs.keys() != {role}:
-        takes = " and ".join({"text": "texts", "ids": "token ids"}.get(one, one) for one in model.inputs)
+        takes = " and ".join({"text": "texts", "ids": "token ids"}.get(role, role) for role in model.inputs)
         raise invalid(
             f"{model.name} takes {takes}, not {'texts' if role == 'text' else 'token ids'}", "input"
         )
@@ -108,7 +108,7 @@ def _text_or_ids(model: TaskModel, item: str | list[int]) -> dict[str, Value]:
 async def rerank(call: ModelCall[RerankBody]) -> dict[str, Any]:
     """Answer /v1/rerank: the documents' indices, the most relevant first. Raises ApiError."""
     texts = call.body.texts
-    scores = await _scores(call, "documents", [(call.body.query, one) for one in texts])
+    scores = await _scores(call, "documents", [(call.body.query, text) for text in texts])
     order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: call.body.top_n]
     results = [
         {
@@ -130,7 +130,7 @@ async def score(call: ModelCall[ScoreBody]) -> dict[str, Any]:
         )
     pairs = list(zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False))
     scores = await _scores(call, "text_2", pairs)
-    data = [{"index": index, "object": "score", "score": one} for index, one in enumerate(scores)]
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return call.answer("list", data=data)
 
 
@@ -146,7 +146,7 @@ async def classify(call: ModelCall[ClassifyBody]) -> dict[str, Any]:
     labels = call.model.labels
     data = []
     for index, row in enumerate(
-        await call.rows("input", [{"text": one.encode()} for one in call.body.input])
+        await call.rows("input", [{"text": text.encode()} for text in call.body.input])
     ):
         scores = row["scores"]
         best = int(scores.argmax())

@@ -92,7 +92,7 @@ def as_one(
 def _models_of(
     live: Sequence[WorkerView], before: tuple[WorkerView, ...], whole: WorkerView | None
 ) -> Mapping[str, ModelView]:
-    """Return the models of these devices as one; `one` has those of the devices `before`."""
+    """Return the models of these devices as one; `whole` has those of the devices `before`."""
     then = [view for view in before if view.alive]
     if whole is None or [view.device for view in then] != [view.device for view in live]:
         models: dict[str, ModelView] = {}

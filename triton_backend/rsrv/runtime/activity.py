@@ -19,20 +19,20 @@ class Task(NamedTuple):
     """Work of one thread, from its beginning to its end."""
 
     phase: Phase
-    #: of the model
+    #: Key of the model.
     key: str
-    #: rows; of a load, the bytes of its largest tensor
+    #: Number of rows. For a load, the bytes of its largest tensor.
     size: int
-    #: expected duration in seconds; 0: unknown
+    #: Expected duration in seconds, or 0 if unknown.
     expected: float
-    #: increases with each task
+    #: Number that increases with each task.
     number: int
 
 
-#: models that a slot counts at most, removed ones included; then it drops all counts
+#: Maximum number of models that a slot counts, including removed ones. When it is reached, the slot drops all counts.
 _MAX_COUNTED_MODELS = 10_000
 
-#: a mapped file, which survives the process, or private memory
+#: A mapped file, which survives the process, or private memory.
 Memory = mmap | bytearray
 
 
@@ -151,16 +151,16 @@ class Activity:
         return busy[min(busy)] if busy else None
 
 
-#: a task hangs if it takes this many times its expected duration
+#: A task hangs if it takes this many times its expected duration.
 _HANG_FACTOR = 100.0
-#: checks within the limit, and bounds of the interval between two checks
+#: Number of checks within the limit, and bounds of the interval between two checks.
 _CHECKS_PER_LIMIT, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 4, 0.05, 5.0
-#: intervals that count at most between two checks: a stopped process does not hang
+#: Maximum number of intervals that count between two checks, because a stopped process does not hang.
 _MAX_COUNTED_INTERVALS = 2
 
 
 def advance_ages(
-    ages: Mapping[int, float], front: Task | None, others: tuple[Task | None, ...], elapsed: float
+    ages: Mapping[int, float], front: Task | None, further: tuple[Task | None, ...], elapsed: float
 ) -> dict[int, float]:
     """Return the seconds for which each task has been seen, by its number, `elapsed` seconds after `ages`.
 
@@ -169,7 +169,7 @@ def advance_ages(
     stands = front is not None and front.number in ages
     grown = {
         task.number: ages[task.number] + (0.0 if stands else elapsed) if task.number in ages else 0.0
-        for task in others
+        for task in further
         if task is not None
     }
     if front is not None:
@@ -194,13 +194,13 @@ class Watchdog:
         activity: Activity,
         limit_s: float,
         launcher: Callable[[], int | None],
-        found: Callable[[ActivitySlot, Task, float], None],
+        report: Callable[[ActivitySlot, Task, float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._activity = activity
         self._limit_s = limit_s
         self._launcher = launcher
-        self._found = found
+        self._found = report
         self._clock = clock
         self.interval_s = min(max(limit_s / _CHECKS_PER_LIMIT, _MIN_INTERVAL_S), _MAX_INTERVAL_S)
         self._checked = clock()
@@ -219,12 +219,12 @@ class Watchdog:
         elapsed = min(now - self._checked, _MAX_COUNTED_INTERVALS * self.interval_s)
         self._checked = now
         device = self._activity.front(self._launcher())
-        others = (self._activity.weights, self._activity.build, self._activity.round)
+        further = (self._activity.weights, self._activity.build, self._activity.round)
         front = None if device is None else device.task
-        seen = tuple(slot.task for slot in others)
+        seen = tuple(slot.task for slot in further)
         self._ages = advance_ages(self._ages, front, seen, elapsed)
         # The device comes first: the loop may be the thread that executes.
-        for slot, task in ((device, front), *zip(others, seen, strict=True)):
+        for slot, task in ((device, front), *zip(further, seen, strict=True)):
             if slot is not None and task is not None and hangs(task, self._ages, self._limit_s):
                 self._found(slot, task, self._ages[task.number])
                 return

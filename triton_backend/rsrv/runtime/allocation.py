@@ -20,8 +20,8 @@ log = logging.getLogger("rsrv.host")
 
 #: bytes to which arrays must be aligned for jax's CPU to use them in place
 _ALIGNMENT = 64
-#: bytes from which an allocation is a mapping of its own: rounding to whole pages costs 6 % at most. Below that, a
-#: mapping costs more than it saves.
+#: Minimum number of bytes of an allocation with a separate mapping. Rounding to whole pages then costs at most 6 %. For smaller
+#: ones, a mapping costs more than it saves.
 LARGE = 64 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -39,7 +39,7 @@ def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
         return spare[start : start + nbytes]
     mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge_pages and nbytes >= _HUGE_PAGE_BYTES:
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # The kernel has no huge pages.
             mapping.madvise(mmap.MADV_HUGEPAGE)
     # The array keeps the mapping alive.
     return np.frombuffer(mapping, np.uint8)
@@ -109,9 +109,9 @@ class Reuse:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        #: id of the tensor -> its memory; small copies lie in the heap and are not listed
+        #: Memory by the id of its tensor. Small copies are in the heap and not listed.
         self._taken: dict[int, Bytes] = {}
-        #: bytes -> freed memory of that size
+        #: Freed memory by its number of bytes.
         self._spare: dict[int, list[Bytes]] = {}
 
     def put(self, array: npt.NDArray[Any], make: Callable[[npt.NDArray[Any]], T]) -> T:

@@ -71,18 +71,18 @@ class AppliedState:
             name: (policy.residency(name), policy.asked(name), policy.prefetched(name)) for name in names
         }
         may_pause = (
-            {one.name for one in self._catalog.entries.values()} if "paused" in changes else set(names)
+            {entry.name for entry in self._catalog.entries.values()} if "paused" in changes else set(names)
         )
         pauses = {name: policy.paused(name) for name in may_pause}
 
         policy.change(changes)
 
         after = policy.settings
-        kept = [name for name, (residency, asked, _) in weights.items()
+        unchanged = [name for name, (residency, asked, _) in weights.items()
                 if (residency, asked) != (policy.residency(name), policy.asked(name))]  # fmt: skip
-        if kept:
-            self._weights.follow_residencies(kept)
-        if kept or "scheduler" in changes:
+        if unchanged:
+            self._weights.follow_residencies(unchanged)
+        if unchanged or "scheduler" in changes:
             self._weights.update_budget()
         for name, (_, asked, prefetched) in weights.items():
             if policy.prefetched(name) and not (prefetched and asked == policy.asked(name)):
@@ -102,7 +102,7 @@ class AppliedState:
             self._sequences.accept(keys)
             self._outbox.append(ev.Paused(keys, mode))
         self._registry.look_for_idle()
-        if kept or paused:
+        if unchanged or paused:
             self._registry.tell_all()
 
     def _follow_host_limit(self, before: int | None, now: int | None) -> None:

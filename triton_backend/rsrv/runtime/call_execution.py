@@ -33,10 +33,10 @@ class CallSlice:
     sources: Sequence[Array | Kept]
     #: Memory for each output. None: the output is not wanted on the host.
     targets: Sequence[Array | None]
-    #: output -> the number by which the run keeps it on the device
+    #: Numbers by which the run keeps outputs on the device, by output.
     keep: Mapping[int, int]
     kind: RequestKind | None = None
-    #: outputs to keep, by number: the execution leaves them here, and the loop gives them to the run
+    #: Outputs to keep, by number. The execution leaves them here, and the loop gives them to the run.
     made: dict[int, Kept] = field(default_factory=dict)
     #: Only a `RequestSlice` has a segment.
     segment: None = None
@@ -77,7 +77,9 @@ class CallDispatch(Dispatch):
         outputs, inputs = range(len(block.tensors)), range(len(self.variant.inputs.tensors))
         self.unread = {i for i in outputs if all(part.target(i, block) is None for part in self.slices)}
         # Merging inputs on the device may have to compile something.
-        self.compiles = any(kept and not self._covered(i, kept) for i in inputs if (kept := self._kept(i)))
+        self.compiles = any(
+            kept_parts and not self._covered(i, kept_parts) for i in inputs if (kept_parts := self._kept(i))
+        )
 
     def launch(
         self,
@@ -103,37 +105,37 @@ class CallDispatch(Dispatch):
     def _input(
         self, index: int, staged: Array | None, groups: list[ContiguousRun], device: Device
     ) -> Array | Buffer:
-        kept = self._kept(index)
+        kept_parts = self._kept(index)
         tensor, size = self.variant.inputs.tensors[index], self.execute.size
-        if kept is None or (kept[0] is None and (staged is None or tensor.batch_axis is None)):
+        if kept_parts is None or (kept_parts[0] is None and (staged is None or tensor.batch_axis is None)):
             return Dispatch._input(self, index, staged, groups, device)
-        if kept[0] is not None and self._covered(index, kept):
-            return kept[0].buffer
+        if kept_parts[0] is not None and self._covered(index, kept_parts):
+            return kept_parts[0].buffer
         if staged is None:
             stacked = np.zeros(tensor.shape(size), numpy_dtype(tensor.dtype))
         else:
             stacked = self._stack(index, groups, staged)
         rows, at = [], 0
-        for part, one in zip(self.slices, kept, strict=True):
-            if one is not None:
-                rows.append(DeviceRows(one.buffer, one.first, part.rows, at))
+        for part, part_kept in zip(self.slices, kept_parts, strict=True):
+            if part_kept is not None:
+                rows.append(DeviceRows(part_kept.buffer, part_kept.first, part.rows, at))
             at += part.rows
         return device.merge(stacked, tensor.batch_axis or 0, rows)
 
     def _kept(self, index: int) -> list[Kept | None] | None:
         """Return the tensors of an input that are on the device already, by slice; None: none is."""
         sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.slices]
-        kept = [source if isinstance(source, Kept) else None for source in sources]
-        return kept if any(kept) else None
+        parts = [source if isinstance(source, Kept) else None for source in sources]
+        return parts if any(parts) else None
 
-    def _covered(self, index: int, kept: Sequence[Kept | None]) -> bool:
+    def _covered(self, index: int, parts: Sequence[Kept | None]) -> bool:
         """Return whether one tensor on the device is this input as it is: the rows of all slices are in place."""
-        first, at = kept[0], 0
+        first, at = parts[0], 0
         batched = self.variant.inputs.tensors[index].batch_axis is not None
         if first is None or first.size != (self.execute.size if batched else 1):
             return False
-        for part, one in zip(self.slices, kept, strict=True):
-            if one is None or one.buffer is not first.buffer or one.first != at:
+        for part, part_kept in zip(self.slices, parts, strict=True):
+            if part_kept is None or part_kept.buffer is not first.buffer or part_kept.first != at:
                 return False
             at += part.rows
         return True

@@ -24,7 +24,7 @@ from rsrv.scheduler.history import HistoryRecord
 from rsrv.wire.frames import Kind
 from rsrv.wire.memory import BOARD_SLOTS
 
-#: entries of failed models that the feed keeps
+#: Maximum number of entries of failed models that the feed keeps.
 _MAX_FAILED = 256
 #: A stub without requests leaves within this many seconds after it is asked to. If it leaves later, it has another
 #: reason.
@@ -44,19 +44,19 @@ WATCHED_STATES: Mapping[LifecycleState, WatchedState] = {
 
 @dataclass(slots=True)
 class ModelEntry:
-    """Return the record of a state change. Models share these records, which differ only in their time."""
+    """A model that connections have registered, with its state."""
 
     key: str
     name: str
-    #: of its bundle
+    #: Digest of the bundle.
     digest: str
     state: LifecycleState = LifecycleState.READING
     #: Changes of the model's state, oldest first.
     history: list[HistoryRecord] = field(default_factory=list)
-    #: from WARMING_UP on
+    #: Set from WARMING_UP on.
     model: CompiledModel | None = None
     weights: WatchedWeights = "absent"
-    #: why it failed
+    #: Reason of the failure.
     error: str | None = None
     #: Progress of the model's start, for clients.
     step: str = "it waits for its turn to be built"
@@ -77,8 +77,8 @@ class ModelEntry:
     @property
     def demand(self) -> Demand:
         """The strongest demand among the connections that want the model. There is at least one."""
-        found = [connection.demand for connection in self.connections.values()]
-        return reduce(Demand.stronger, found if self.held is None else [*found, self.held])
+        demands = [connection.demand for connection in self.connections.values()]
+        return reduce(Demand.stronger, demands if self.held is None else [*demands, self.held])
 
     @property
     def ending(self) -> bool:
@@ -114,18 +114,18 @@ class FeedEntry(NamedTuple):
 
     name: str
     kind: Literal["model", "meta"]
-    #: of its bundle
+    #: Digest of the bundle.
     digest: str
     state: WatchedState
-    #: with failed
+    #: Set together with `failed`.
     error: str | None = None
     #: The model's residency. None for a meta model.
     residency: str | None = None
     #: The places of the model's weights. None for a meta model.
     weights: WatchedWeights | None = None
-    #: pids of the stubs that have registered it, or are about to
+    #: Pids of the stubs that have registered the model, or are about to.
     stubs: tuple[int, ...] = ()
-    #: of a meta: keys of the models that it calls
+    #: Keys of the models that a meta model calls.
     models: tuple[str, ...] = ()
     #: How the model is paused. For a meta model, the first pause among the models that it calls.
     paused: str | None = None
@@ -141,14 +141,14 @@ class StateFeed:
     def __init__(self, transport: Transport) -> None:
         #: Random id of this runtime. Revisions of different runtimes cannot be compared.
         self.instance = secrets.token_hex(8)
-        #: changes so far
+        #: Number of changes so far.
         self.revision = 0
         self._transport = transport
         self._entries: dict[str, FeedEntry] = {}
-        #: keys of failed entries, oldest first
+        #: Keys of failed entries, oldest first.
         self._failed: dict[str, None] = {}
         self._watchers: dict[int, PeerConnection] = {}
-        #: changes that are not sent yet
+        #: Changes that are not sent yet.
         self.unsent: list[dict[str, Any]] = []
 
     # --- changes ------------------------------------------------------------------------------------------
@@ -222,13 +222,13 @@ class Catalog:
         self.policy = policy
         self.feed = feed
         self.entries: dict[str, ModelEntry] = {}
-        #: keys of models that are read, compiled or warmed up
+        #: Keys of models that are being read, compiled or warmed up.
         self.building: set[str] = set()
-        #: keys of models that wait for the scheduler to release them
+        #: Keys of models that wait for the scheduler to release them.
         self.ending: set[str] = set()
         #: Times when stubs were asked to leave until a request comes, by the key of the model or meta model.
         self._dismissed: dict[str, float] = {}
-        #: keys of models whose weights have moved since the board was written
+        #: Keys of models whose weights have moved since the board was written.
         self.moves: set[str] = set()
         #: Keys of models that have changed since the last record was written.
         self.touched: set[str] = set()
@@ -272,17 +272,17 @@ class Catalog:
 
         The scheduler knows these models.
         """
-        wanted = None if names is None else set(names)
+        chosen = None if names is None else set(names)
         return tuple(
             key
             for key, entry in self.entries.items()
-            if entry.model is not None and not entry.ending and (wanted is None or entry.name in wanted)
+            if entry.model is not None and not entry.ending and (chosen is None or entry.name in chosen)
         )
 
     def ready(self, group: Registration) -> bool:
         """Return whether all models of a registration are ready."""
-        found = [self.entries.get(key) for key in group.models]
-        return all(entry is not None and entry.ready for entry in found)
+        entries = [self.entries.get(key) for key in group.models]
+        return all(entry is not None and entry.ready for entry in entries)
 
     # --- changes ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from rsrv.wire.stub_process import StubCommand, living_stubs, remove_regions
 
 log = logging.getLogger("rsrv.runtime")
 
-#: a healthy stub ends within this time after its server (usually 0.3 s)
+#: A healthy stub ends within this many seconds after its server (usually 0.3 s).
 _STUB_EXIT_S = 0.8
 
 
@@ -39,10 +39,10 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
     regions = {stub.region for stub in stubs.values()} - {""}
     left = {stub.pidfd: pid for pid, stub in stubs.items()}
     opened = []
-    with suppress(OSError):  # no file descriptor is free
+    with suppress(OSError):  # No file descriptor is free.
         for pid, command in living_stubs(server):
             if not command.code.is_relative_to(repository):
-                continue  # a model that is not rsrv's
+                continue  # The model belongs to another backend.
             regions.add(command.region)
             if pid not in stubs:
                 with suppress(ProcessLookupError):
@@ -58,7 +58,7 @@ def end_orphans(stubs: Mapping[int, Stub], server: int, repository: Path) -> Non
             del left[fd]
     for fd, pid in left.items():
         log.error("stub %d outlives its server: killing it", pid)
-        with suppress(ProcessLookupError):  # the runtime of another device has killed it
+        with suppress(ProcessLookupError):  # The runtime of another device has killed it.
             signal.pidfd_send_signal(fd, signal.SIGKILL)
     remove_regions(regions)
     for fd in opened:
@@ -90,7 +90,7 @@ def _parent(pid: int) -> int:
         return 0
 
 
-#: seconds before a restart; they double while the control process runs for less than the longest
+#: Seconds before a restart. They double while the control process runs for less than the longest pause.
 _MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 1.0, 60.0
 
 
@@ -120,7 +120,7 @@ def supervise(
         try:
             wait_until_free(directory / CONTROL_LOCK)
         except FileNotFoundError:
-            return  # the server has ended
+            return  # The server has ended.
         except OSError as error:
             delay = next_delay(delay)
             log.error(

@@ -39,7 +39,7 @@ _profile_log = logging.getLogger("rsrv.profiling")
 
 #: Maximum length of the reason why a command is refused, in characters.
 _MAX_TEXT = 4000
-#: commands of one connection that may wait for the end of an earlier one
+#: Maximum number of commands of one connection that wait for the end of an earlier one.
 _MAX_WAITING = 64
 Answer = dict[str, Any]
 
@@ -110,7 +110,7 @@ _COMMANDS: Mapping[str, Mapping[str, _Field]] = {
     "arrivals": _SINCE,
     "traces": _SINCE,
 }
-#: characters of a value that a message repeats
+#: Maximum number of characters of a value that a message repeats.
 _MAX_VALUE = 80
 #: Maximum number of problems that an answer lists. While the loop writes them, it handles nothing else.
 _MAX_PROBLEMS = 10
@@ -135,9 +135,9 @@ def _check(command: Mapping[str, Any]) -> str:
         if field is None and key != "command":
             problems.append(f"{key:.80}: unknown key{nearest(key, fields)}")
         elif field is not None and not field.accepts(value):
-            found = repr(value)
-            found = found if len(found) <= _MAX_VALUE else found[:_MAX_VALUE] + "..."
-            problems.append(f"{key}: must be {field.expected} (found {found})")
+            shown = repr(value)
+            shown = shown if len(shown) <= _MAX_VALUE else shown[:_MAX_VALUE] + "..."
+            problems.append(f"{key}: must be {field.expected} (found {shown})")
     if problems:
         raise CommandRefused("INVALID_ARGUMENT", f"{name}: " + "; ".join(problems))
     return name
@@ -271,7 +271,7 @@ class Commands:
         self._preparing = False
         #: `ends`: the runtime ends now, for the next one. `sleeps`: the next one waits until it is needed.
         self.ends = self.sleeps = False
-        #: commands that wait until an earlier one of their connection is answered
+        #: Commands that wait until an earlier one of their connection is answered.
         self._waiting: dict[PeerConnection, deque[dict[str, Any]]] = {}
         #: Answers that are sent once the scheduler has handled the events of their commands. Some are made only then.
         self.unanswered: list[tuple[PeerConnection, Answer | Callable[[], Answer]]] = []
@@ -321,7 +321,7 @@ class Commands:
         self._preparing = False
         end = self._end
         if end is None:
-            self.successor.withdraw()  # the connection has ended
+            self.successor.withdraw()  # The connection has ended.
         elif not message.reason:
             self._stateful.hold_starts(held=True)
             self._outbox.append(ev.WindDown(end.drain_s))
@@ -332,7 +332,7 @@ class Commands:
         """Answer `restart` or `sleep`: the runtime ends, or something is still in progress."""
         end = self._end
         if end is None:
-            return  # it is being withdrawn
+            return  # The command is being withdrawn.
         waiting, building = len(self._unanswered.pending), len(self._catalog.building)
         if not end.force and (wound.runs or wound.executions or wound.steps):
             text = (
@@ -389,7 +389,7 @@ class Commands:
             return
         waiting = self._waiting.pop(connection, None)
         if waiting is None:
-            return  # the connection has ended
+            return  # The connection has ended.
         answer = {} if refused is None else _refusal(refused.code, str(refused))
         self._transport.guard(connection, connection.send_object, Kind.COMMANDED, answer)
         for command in waiting:
@@ -500,12 +500,12 @@ class Commands:
 
     def _evict(self, model: str | None) -> list[str]:
         """Evict models; return the names of those that have something to free."""
-        wanted = None if model is None else self._names(model)
-        keys = self._catalog.compiled(wanted)
-        found = (self._catalog.entries[key] for key in keys)
+        chosen = None if model is None else self._names(model)
+        keys = self._catalog.compiled(chosen)
+        entries = (self._catalog.entries[key] for key in keys)
         names = {
             entry.name
-            for entry in found
+            for entry in entries
             if entry.weights != "absent" and self._policy.residency(entry.name) != "device"
         }
         self._outbox.append(ev.Evict(keys))

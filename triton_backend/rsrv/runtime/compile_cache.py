@@ -19,10 +19,10 @@ from rsrv.limits import total_memory
 
 log = logging.getLogger("rsrv.compiled")
 
-#: distinguishes the entries from jax's own in the same directory
+#: Suffix that distinguishes the entries from jax's own in the same directory.
 _SUFFIX = "-checked"
 _UNFINISHED = ".unfinished-"
-#: age from which no process still writes an unfinished entry
+#: At this age in seconds, no process can still be writing an unfinished entry.
 _ABANDONED_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 #: Limits of the entries in a server's own directory: bytes, and share of the memory. A container's /tmp is often in memory,
@@ -117,7 +117,7 @@ class CompileCache:
             return None
         if path.parent == self._own:
             with suppress(OSError):
-                os.utime(path)  # other entries are then removed first
+                os.utime(path)  # Other entries are removed first then.
         return value
 
     def offering(self, entry: bytes | None) -> AbstractContextManager[None]:
@@ -176,7 +176,7 @@ class CompileCache:
             own.mkdir(mode=0o700, exist_ok=True)
             check_private(own)
             entries = [(entry.stat(), entry) for entry in own.glob(f"*{_SUFFIX}")]
-        except (OSError, CompileCacheError) as error:  # another runtime may replace an entry meanwhile
+        except (OSError, CompileCacheError) as error:  # Another runtime may replace an entry meanwhile.
             self._log_once(f"executables are not kept in {own}: {error}")
             return
         used = sum(status.st_size for status, _ in entries) + len(value) + _DIGEST_BYTES
@@ -221,13 +221,13 @@ def check_private(directory: Path) -> None:
 
     Raises CompileCacheError if other users could write to it until now, OSError if it does not exist.
     """
-    found = directory.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise CompileCacheError(
             f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
             "by no other user, who could run code in the runtime. Change its owner and mode, or set another directory"
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         directory.chmod(0o700)
 
 

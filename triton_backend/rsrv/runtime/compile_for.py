@@ -60,9 +60,9 @@ class _Order:
     """A card to compile for, and the way to do it."""
 
     name: str
-    #: text of XLA's GpuTargetConfigProto
+    #: Text of XLA's GpuTargetConfigProto.
     target: str
-    #: flags of XLA that bring the profile's tuning; None: there is no profile
+    #: Flags of XLA that apply the profile's tuning, or None without a profile.
     options: Mapping[str, Any] | None
     note: str
 
@@ -136,8 +136,12 @@ def _compile(repository: Path, card: _Order, settings: Settings) -> int:
             else:
                 if counts:
                     compiled, took = counts[_COMPILED] + counts[_NOT_TUNED], time.perf_counter() - started
-                    rest = "".join(f", {counts[one]} {one}" for one in (_NOT_TUNED, _LEFT) if counts[one])
-                    put(f"compiled   {model}: {compiled} modules in {took:.1f} s, {counts[_KEPT]} kept{rest}")
+                    further = "".join(
+                        f", {counts[outcome]} {outcome}" for outcome in (_NOT_TUNED, _LEFT) if counts[outcome]
+                    )
+                    put(
+                        f"compiled   {model}: {compiled} modules in {took:.1f} s, {counts[_KEPT]} kept{further}"
+                    )
         finished = True
     finally:
         if earlier is not None:
@@ -171,9 +175,9 @@ class _CardModules:
         self._card = card
         self._tf32 = tf32
         self._earlier = earlier
-        self._rates = next((one for one in CARDS.values() if one.kind == compiler.target().card), None)
+        self._rates = next((card for card in CARDS.values() if card.kind == compiler.target().card), None)
         self.entries: dict[str, bytes] = {}
-        #: as in `Contents`
+        #: The same field as in `Contents`.
         self.left: set[str] = set()
         self.seconds: dict[str, float] = {}
 
@@ -232,12 +236,12 @@ def models_of(
 def _earlier(path: Path, target: CompileTarget) -> StoredExecutables | None:
     """Return the executables of an earlier run; None if they are for another target, or damaged."""
     try:
-        found = StoredExecutables(path)
+        stored = StoredExecutables(path)
     except StoredExecutablesError:
         return None
-    if not found.contents.target.differences(target) and not found.contents.tuned:
-        return found
-    found.close()
+    if not stored.contents.target.differences(target) and not stored.contents.tuned:
+        return stored
+    stored.close()
     return None
 
 

@@ -23,27 +23,28 @@ from rsrv.wire.blackbox import ASLEEP_AT, BYTES, How, Phase, UnfinishedTask, rea
 
 log = logging.getLogger("rsrv.blackbox")
 
-#: sum of a model's shares of deaths from which it is not loaded: three deaths, nearly all of them its own
+#: If the sum of a model's shares of deaths reaches this value, it is not loaded. It is reached by three deaths that were nearly
+#: all its own.
 _MAX_SHARES = 2.5
-#: after this time a death does not count any more, unless the model hung before it could serve
+#: After this many seconds a death no longer counts, unless the model hung before it could serve.
 _DEATH_COUNTS_S = 3600.0
-#: phases whose deaths a later success clears
+#: Phases whose deaths a later success clears.
 _BEFORE_SERVING = ("BUILDING", "WARMING")
 
 
 class Death(NamedTuple):
     """Death of a runtime for which a model is blamed."""
 
-    #: name of a Phase
+    #: Name of a Phase.
     phase: str
     how: How
-    #: seconds since 1970
+    #: Seconds since 1970.
     at: float
-    #: this model's part of the blame, up to 1
+    #: This model's share of the blame, at most 1.
     share: float = 1.0
 
 
-def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
+def blame(unfinished: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict[str, Death]:
     """Return the models that a death is probably due to, by key.
 
     In order of precedence: the model that hung; models that were being built or warmed up, which are untried code; after
@@ -54,19 +55,21 @@ def blame(found: Iterable[UnfinishedTask], *, crashed: bool, now: float) -> dict
     If a request that executes alone causes a second death, no model is blamed for that one: the first death counts,
     and the request is not tried again. So a model is refused for different requests only.
     """
-    found = list(found)
-    hung = [one for one in found if one.hung]
-    if any(one.alone for one in hung or (found if crashed else ())):
+    unfinished = list(unfinished)
+    hung = [task for task in unfinished if task.hung]
+    if any(task.alone for task in hung or (unfinished if crashed else ())):
         return {}
-    untried = [one for one in found if one.phase.name in _BEFORE_SERVING]
+    untried = [task for task in unfinished if task.phase.name in _BEFORE_SERVING]
     if hung or untried or not crashed:
         how: How = "hung" if hung else "crashed" if crashed else "killed"
-        return {one.key: Death(one.phase.name, how, now) for one in hung or untried}
+        return {task.key: Death(task.phase.name, how, now) for task in hung or untried}
     # A model may be in two slots: the one with more ended tasks is the better evidence.
-    suspects = {one.key: one for one in sorted(found, key=lambda one: one.ended)}
-    doubts = {key: 1.0 / (one.ended + 1) for key, one in suspects.items()}
+    suspects = {task.key: task for task in sorted(unfinished, key=lambda task: task.ended)}
+    doubts = {key: 1.0 / (task.ended + 1) for key, task in suspects.items()}
     whole = sum(doubts.values())
-    return {key: Death(one.phase.name, "crashed", now, doubts[key] / whole) for key, one in suspects.items()}
+    return {
+        key: Death(task.phase.name, "crashed", now, doubts[key] / whole) for key, task in suspects.items()
+    }
 
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
@@ -121,7 +124,7 @@ class CrashHistory:
             deaths = self._read()
             if key in deaths:
                 deaths[key] = [death for death in deaths[key] if death.phase not in _BEFORE_SERVING]
-                self._write({key: rest for key, rest in deaths.items() if rest})
+                self._write({key: remaining for key, remaining in deaths.items() if remaining})
 
     def _read(self) -> dict[str, list[Death]]:
         try:
@@ -179,7 +182,7 @@ class BlackBox:
     def crashed(self, reason: str) -> None:
         """Record that the process ends because of what its threads do now, as a fatal signal does."""
         if self._fd >= 0:
-            with suppress(OSError):  # a full disk: then no model is blamed
+            with suppress(OSError):  # The disk is full. No model is blamed then.
                 os.write(self._fd, reason.encode())
 
     def fall_asleep(self) -> None:
@@ -192,13 +195,13 @@ class BlackBox:
 
     def _take(self, content: bytes, now: float) -> None:
         crash = content[BYTES:].decode(errors="replace")
-        found = read_slots(content)
-        for one in found:
-            again = " a request that had ended a runtime before" if one.alone else ""
-            log.error("the previous runtime died while %s was %s%s", one.key, one.phase.text, again)
+        tasks = read_slots(content)
+        for task in tasks:
+            again = " a request that had ended a runtime before" if task.alone else ""
+            log.error("the previous runtime died while %s was %s%s", task.key, task.phase.text, again)
         if crash:
             log.error("the previous runtime crashed:\n%s", crash)
-        for key, death in blame(found, crashed=bool(crash), now=now).items():
+        for key, death in blame(tasks, crashed=bool(crash), now=now).items():
             self.history.add(key, death)
             reason = self.history.verdict(key)
             if reason is not None:

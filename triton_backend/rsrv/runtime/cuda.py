@@ -13,7 +13,7 @@ from rsrv.extras import install_command
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
-#: patterns of device nodes: if one exists, this process may use an NVIDIA card. WSL2 has /dev/dxg without such a card, too
+#: Patterns of device nodes. If one exists, this process may use an NVIDIA card. WSL2 has /dev/dxg even without such a card.
 CARD_SIGNS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/nvidia[0-9]*")
 #: Patterns of files that the machine's driver shows in every container.
 HIDDEN_CARD_SIGNS: tuple[str, ...] = ("/proc/driver/nvidia/gpus/*",)
@@ -99,7 +99,7 @@ def memory_fraction(setting: float, environment: Mapping[str, str]) -> float:
     """Return the share of a GPU's memory that jax takes, by its own variables or else by the setting."""
     try:
         return float(_jaxs_fraction(environment) or setting)
-    except ValueError:  # jax will refuse it
+    except ValueError:  # jax will refuse it.
         return setting
 
 
@@ -144,7 +144,7 @@ class Driver:
         except OSError as error:
             raise CudaError(f"CUDA's driver cannot be loaded: {error}") from None
         self.call("cuInit", 0)
-        #: the driver's handle of the device
+        #: The driver's handle of the device.
         self.device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(self.device), ordinal)
         self._context = ctypes.c_void_p()
@@ -199,9 +199,9 @@ class Driver:
         return unlock
 
 
-#: bytes of one copy: other transfers wait for the link at most that long (0.7 ms at 25 GB/s)
+#: Bytes of one copy. Other transfers wait for the link at most that long (0.7 ms at 25 GB/s).
 _PIECE_BYTES = 16 << 20
-_STREAM_NON_BLOCKING = 1  # waits for no other stream
+_STREAM_NON_BLOCKING = 1  # This stream waits for no other stream.
 _EVENT_BLOCKING, _EVENT_WITHOUT_TIMING = 1, 2
 
 

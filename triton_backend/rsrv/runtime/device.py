@@ -13,16 +13,16 @@ from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv_bundle.modules import Signature
 
 Array = npt.NDArray[Any]
-#: shape and type of an array
+#: Shape and type of an array.
 ArrayKind = tuple[tuple[int, ...], np.dtype[Any]]
-#: a compiled module, a tensor in device memory, and an execution that was launched: opaque outside of the device
+#: A compiled module, a tensor in device memory, and a launched execution. They are opaque outside of the device.
 Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
-#: host arrays that get an output, by its index
+#: Host arrays that receive an output, by its index.
 Targets = Mapping[int, Sequence[Array]]
 NO_TARGETS: Targets = MappingProxyType({})
-#: state tensors of all slots of a model, in device memory: opaque, too
+#: State tensors of all slots of a model, in device memory. They are opaque outside of the device.
 Pools = NewType("Pools", object)
 
 
@@ -218,5 +218,5 @@ class CacheCounts:
     shared: int = 0
     #: Reason why executables do not outlive the server; empty if they do, or if no cache is configured.
     obstacle: str = ""
-    #: durations of the compilations; the device keeps updating it
+    #: Durations of the compilations. The device keeps updating the mapping.
     seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

@@ -103,14 +103,14 @@ class DeviceExecutables:
         if (shared := self._executables.get(key)) is not None:
             self._shared += 1
             return Executable(shared)
-        started, found = time.perf_counter(), self.cache_counts().from_cache
+        started, hits_before = time.perf_counter(), self.cache_counts().from_cache
         digest = key[0].hex()
         stored = None if self._stored is None else self._stored.get(digest)
         with self._examiner:
             compiled = self._load_known(digest, signature, stored)
             if compiled is None:
                 compiled = self._compile(module, digest, signature, stored)
-        if self.cache_counts().from_cache == found:
+        if self.cache_counts().from_cache == hits_before:
             self._compile_seconds.observe(time.perf_counter() - started)
         drop_traces()
         self._executables[key] = compiled

@@ -90,7 +90,7 @@ class DeviceExecutions:
         with self._examiner:
             if self._memory.limit is not None:
                 # It may wait, so other launches go first.
-                moved = [one.nbytes for one in inputs if isinstance(one, np.ndarray)]
+                moved = [array.nbytes for array in inputs if isinstance(array, np.ndarray)]
                 self._memory.require([*moved, *self._working_bytes(executable)])
             with self._launching:
                 if not self._asynchronous:

@@ -26,7 +26,7 @@ class Staging:
     access is one atomic step.
     """
 
-    #: blocks that no execution uses
+    #: Blocks that no execution uses.
     _idle: list[Array] = field(default_factory=list)
     #: Locks of the blocks, and of the segments that the device uses itself.
     _locks: PageLocks = field(default_factory=PageLocks)
@@ -84,7 +84,7 @@ class ContiguousRun:
         first = part.target(index, block) if outputs else part.source(index, block)
         end = at + self.count * part.rows
         if not isinstance(first, np.ndarray):
-            return end  # on the device, or not wanted
+            return end  # The tensor stays on the device, or nobody needs it.
         rows = batch[at:end]
         if self.count == 1:
             parts = _rows_first(first, tensor)
@@ -127,7 +127,7 @@ class Dispatch:
 
     execute: ev.Execute
     model: CompiledModel
-    #: of the model, by the instruction's number
+    #: Executions of the model, by the instruction's number.
     variant: Variant
     slices: tuple[Slice, ...]
     #: Outputs that no slice wants on the host.
@@ -218,14 +218,14 @@ class Dispatch:
             if not any(part.segment is segment for segment in segments):
                 segments.append(part.segment)
         block = self.variant.outputs
-        found: dict[int, Sequence[Array]] = {}
+        targets: dict[int, Sequence[Array]] = {}
         for index in large:
             tensor = block.tensors[index]
             rows_are_large = all(tensor.nbytes(part.rows) >= LARGE for part in self.slices)
             if alone or (tensor.batch_axis == 0 and rows_are_large):
                 places = [part.target(index, block) for part in self.slices]
-                found[index] = [place for place in places if place is not None]
-        return found if found and all(map(lock, segments)) else {}
+                targets[index] = [place for place in places if place is not None]
+        return targets if targets and all(map(lock, segments)) else {}
 
     def scatter(self, outputs: Sequence[Array], in_place: Collection[int] = ()) -> None:
         """Copy each slice's rows into its place; an output without rows is copied to every slice.
@@ -275,17 +275,17 @@ def launch(dispatch: Dispatch, device: Device, staging: Staging) -> Flight:
     nbytes = dispatch.variant.inputs.places(execute.size)[1]
     lock = partial(staging.lock, device)
     if alone and nbytes >= LARGE and first.segment is not None:
-        lock(first.segment)  # the device reads the inputs in place
+        lock(first.segment)  # The device reads the inputs in place.
     large = dispatch.find_large_outputs() if device.writes_host else []
     in_place = dispatch.find_targets(large, lock, alone=alone)
-    rest = [index for index in large if index not in in_place]
+    others = [index for index in large if index not in in_place]
     # The inputs of a batch are at the beginning of the block, and outputs behind them.
     outputs, outputs_at = dispatch.variant.outputs, 0 if alone else nbytes
-    nbytes = outputs_at + (outputs.places(execute.size)[1] if rest else 0)
-    staged = staging.take(nbytes) if rest or not alone else None
+    nbytes = outputs_at + (outputs.places(execute.size)[1] if others else 0)
+    staged = staging.take(nbytes) if others or not alone else None
     gathered: dict[int, Array] = {}
     if staged is not None and nbytes >= LARGE and lock(staged):
-        gathered = {index: view(outputs, index, execute.size, staged, outputs_at) for index in rest}
+        gathered = {index: view(outputs, index, execute.size, staged, outputs_at) for index in others}
     targets: dict[int, Sequence[Array]] = in_place | {index: [array] for index, array in gathered.items()}
     inputs = dispatch.gather(None if alone else staged, device)
     executable = dispatch.model.executables[execute.variant, execute.size]

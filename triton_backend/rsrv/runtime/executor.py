@@ -21,7 +21,8 @@ from rsrv.wire.blackbox import Phase
 
 log = logging.getLogger("rsrv.executor")
 
-#: seconds of wall time above which an execution on the loop is slow: forty times the longest that is expected there
+#: If an execution on the loop takes longer than this many seconds of wall time, it is slow. This is forty times the longest
+#: expected time.
 SLOW_S = 0.02
 #: A model is banned for BAN_S seconds if its slow executions take more than this many seconds within WINDOW_S
 #: seconds.
@@ -40,7 +41,7 @@ class LoopBans:
     """
 
     def __init__(self) -> None:
-        #: bans since the start, of all models
+        #: Number of bans since the start, over all models.
         self.count = 0
         #: Ends and durations of the latest slow executions, by the model's key.
         self._slow: dict[str, deque[tuple[float, float]]] = {}
@@ -70,8 +71,8 @@ class LoopBans:
         self.until.pop(model, None)
 
 
-#: seconds of expected execution up to which the loop executes by itself: handing over to a thread and back
-#: costs about 0.1 ms, and reading sockets that much later does no harm
+#: Maximum expected seconds of an execution that the loop runs itself. Handing over to a thread and back costs about 0.1 ms, and
+#: reading sockets that much later does no harm.
 _SHORT_S = 0.0005
 
 
@@ -82,7 +83,7 @@ class ExecutionEnded:
     dispatch: Dispatch
     seconds: float
     error: str | None = None
-    #: another try may succeed when there is more memory
+    #: True if another try may succeed when there is more memory.
     out_of_memory: bool = False
 
 

@@ -11,9 +11,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from threading import Lock
 
-#: bytes to a multiple of which the allocator rounds
+#: The allocator rounds sizes up to a multiple of this many bytes.
 _ROUNDED_BYTES = 256
-#: bytes of a rest that the allocator splits off, unless the rest is at least as large as what was asked for
+#: The allocator splits off a rest of at least this many bytes, or one that is at least as large as the allocation.
 _SPLIT_BYTES = 128 << 20
 
 
@@ -24,8 +24,8 @@ def rounded(nbytes: int) -> int:
 
 def _rest(piece: int, nbytes: int) -> int:
     """Return how many bytes of a piece stay free if the piece is used for an allocation."""
-    rest = piece - nbytes
-    return rest if rest >= min(nbytes, _SPLIT_BYTES) else 0
+    remainder = piece - nbytes
+    return remainder if remainder >= min(nbytes, _SPLIT_BYTES) else 0
 
 
 class FreePieces:
@@ -41,13 +41,13 @@ class FreePieces:
         self._by_key: dict[int, int] = {}
         #: Address behind each piece of taken memory, by its address.
         self._ends: dict[int, int] = {}
-        #: sizes of the free pieces in ascending order
+        #: Sizes of the free pieces in ascending order.
         self._free = [nbytes]
 
     def add(self, key: int, address: int, nbytes: int) -> None:
         """Note an allocation. A rest that the allocator did not split off belongs to it."""
         if not self._start <= address < self._end:
-            return  # the pieces of another range are not known
+            return  # The pieces of another range are unknown.
         end = address + rounded(nbytes)
         with self._lock:
             at = bisect_left(self._addresses, address)
@@ -86,14 +86,14 @@ class FreePieces:
         needed = sorted(filter(None, map(rounded, sizes)), reverse=True)
         with self._lock:
             if self._free and self._free[-1] - sum(needed) >= _SPLIT_BYTES:
-                return True  # the largest piece has room for all that finds no better one
+                return True  # The largest piece takes all allocations that do not fit into a better one.
             pieces = self._free.copy()
         for nbytes in needed:
             at = bisect_left(pieces, nbytes)
             if at == len(pieces):
                 return False
-            if rest := _rest(pieces.pop(at), nbytes):
-                insort(pieces, rest)
+            if remainder := _rest(pieces.pop(at), nbytes):
+                insort(pieces, remainder)
         return True
 
     def _gap(self, at: int) -> tuple[int, int]:

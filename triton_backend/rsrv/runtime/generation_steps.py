@@ -16,7 +16,7 @@ from rsrv.wire.generation import Generate
 from rsrv.wire.layout import Block
 from rsrv_bundle.spec import GenerateSpec
 
-#: generations in one block of memory
+#: Number of generations in one block of memory.
 _PLACES = 64
 
 
@@ -81,7 +81,7 @@ class StepSlice(SequenceSlice):
         model, memory, counts = served
         spec = model.bundle.manifest.generate
         assert spec is not None, "GENERATE is for generative models"
-        #: in the model's memory, until `end`
+        #: Position in the model's memory, until `end`.
         self.place, self._memory = memory.take(), memory
         block, at = memory.locate(self.place)
         super().__init__(connection, ask.request, 1, block, at, at + memory.inputs, kind=kind)

@@ -19,22 +19,23 @@ from rsrv.wire.frames import Status
 from rsrv.wire.generation import Generate
 from rsrv_bundle.spec import GenerateSpec
 
-#: seconds that a chunk of a prompt may take if other requests wait: about one execution of a small model
+#: Maximum seconds of a chunk of a prompt if other requests wait. This is about one execution of a small model.
 _CHUNK_S = 0.005
-#: or as many steps of its own model, which others have to bear anyway; reading token by token would cost far more of them
+#: A chunk may also take as long as this many steps of its own model, which other requests must wait for anyway. Reading token
+#: by token would need far more steps.
 _CHUNK_STEPS = 4
-#: seeds are exact in f32
+#: Number of seeds. Each is exact in f32.
 _SEEDS = 1 << 24
 
 
 class GenerationState(StrEnum):
     """Stage of a generation."""
 
-    #: for a slot
+    #: The generation waits for a slot.
     WAITING = "waiting"
-    #: chunks of its prompt execute
+    #: Chunks of the prompt execute.
     PREFILLING = "prefilling"
-    #: each step gives a token
+    #: Each step returns a token.
     GENERATING = "generating"
     ENDED = "ended"
 
@@ -42,9 +43,9 @@ class GenerationState(StrEnum):
 class GenerationEvent(StrEnum):
     """Occurrence that moves a generation to another state."""
 
-    #: its sequence got a slot
+    #: The sequence got a slot.
     GRANTED = "granted"
-    #: the last chunk of its prompt executed
+    #: The last chunk of the prompt was executed.
     PROMPT_READ = "prompt read"
     END = "end"
 
@@ -60,7 +61,7 @@ TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] =
 }
 
 
-#: what carries an event out
+#: Methods that carry out the events.
 EFFECTS: Mapping[GenerationEvent, str] = {E.END: "DONE"}
 
 
@@ -72,13 +73,13 @@ class GenerationError(AssertionError):
 class GenerationCounts:
     """Counters of one model's generations."""
 
-    #: those in progress
+    #: Generations in progress.
     active: int = 0
     #: Tokens of prompts that were read.
     tokens_in: int = 0
     #: Tokens of answers that were sent.
     tokens_out: int = 0
-    #: tokens of the prompts whose answers have a token: others were read in part, or stopped at once
+    #: Tokens of the prompts whose answers have a token. Other prompts were read only in part, or stopped at once.
     answered_in: int = 0
     #: Seconds from a generation's arrival to its first token.
     first: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -134,9 +135,13 @@ class Chunks:
         if left <= self.lengths[self.shortest]:
             return self.shortest
         limit = max(_CHUNK_S, _CHUNK_STEPS * self._seconds[self.shortest]) if others_wait else inf
-        variants = [one for one, seconds in enumerate(self._seconds) if seconds <= limit]
+        variants = [variant for variant, seconds in enumerate(self._seconds) if seconds <= limit]
         return min(
-            variants, key=lambda one: (self._seconds[one] / min(self.lengths[one], left), -self.lengths[one])
+            variants,
+            key=lambda variant: (
+                self._seconds[variant] / min(self.lengths[variant], left),
+                -self.lengths[variant],
+            ),
         )
 
 
@@ -173,9 +178,9 @@ class Generation:
         self.state = S.WAITING
         #: How the generation ends after the step under way, whatever its token is. None: it continues.
         self.ending: End | None = None
-        #: temperature, top_k, top_p and seed, as the model takes them
+        #: temperature, top_k, top_p and seed, in the form of the model's input.
         self.sampling = ask.temperature, float(min(ask.top_k, _SEEDS)), ask.top_p, float(ask.seed)
-        #: tokens of the answer that were sent
+        #: Number of tokens of the answer that were sent.
         self.sent = 0
         most = spec.max_tokens if ask.max_tokens is None else ask.max_tokens
         self._left = min(most, spec.context - len(ask.prompt))

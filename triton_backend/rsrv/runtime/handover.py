@@ -12,7 +12,7 @@ from rsrv.wire.paths import write_whole
 
 log = logging.getLogger("rsrv.registry")
 
-#: seconds that the end of a runtime waits for its note at most
+#: Maximum seconds that the end of a runtime waits for its note.
 _MAX_WAIT_S = 1.0
 
 
@@ -22,9 +22,9 @@ class HandedModel:
 
     key: str
     name: str
-    #: path of its bundle
+    #: Path of the bundle.
     bundle: str
-    #: its weights were on the device
+    #: True if the weights were on the device.
     resident: bool
 
 
@@ -38,19 +38,19 @@ class Handover:
     def __init__(self, path: Path | None = None) -> None:
         """Read what the runtime before this one wrote. Without a path, nothing is read or written."""
         self._path = path
-        #: models of the runtime before; None: they are not known
+        #: Models of the previous runtime, or None if unknown.
         self.before: list[HandedModel] | None = None
         self._written: Sequence[HandedModel] = ()
         self._thread = None if path is None else WorkerThread("handover")
         try:
             text = None if path is None else path.read_text()
             if text is not None:
-                self.before = [_read(one) for one in json.loads(text)]
+                self.before = [_read(row) for row in json.loads(text)]
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError) as error:
             log.warning("%s cannot be read, so models return in any order: %s", path, error)
-        self._places = {one.key: place for place, one in enumerate(self.before or ())}
+        self._places = {model.key: place for place, model in enumerate(self.before or ())}
 
     def place(self, key: str) -> int:
         """Return the place of a model in the order of return; models that are not in the note are last."""
@@ -73,7 +73,7 @@ class Handover:
     def _write(self, models: Sequence[HandedModel]) -> None:
         if self._path is None or models == self._written:
             return
-        rows = [[one.key, one.name, one.bundle, one.resident] for one in models]
+        rows = [[model.key, model.name, model.bundle, model.resident] for model in models]
         try:
             write_whole(self._path, json.dumps(rows))
         except OSError as error:

@@ -22,9 +22,9 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.host")
 
-#: seconds between two looks at the memory, and the least while it is short
+#: Seconds between two checks of the memory, and the minimum while it is short.
 REVIEW_S, _SHORT_REVIEW_S = 2.0, 0.1
-#: idle models whose executables are looked at when memory is short: it takes milliseconds
+#: Maximum number of idle models whose executables are examined when memory is short. This takes milliseconds.
 _MOST_EXAMINED = 1000
 
 
@@ -33,11 +33,11 @@ class HostCopy:
     """Host copy of one model."""
 
     model: str
-    #: its distinct tensors -> bytes
+    #: Bytes of the model's distinct tensors, by tensor.
     tensors: Mapping[str, int]
-    #: when it was last used; inf: requests wait for the model, or it is being loaded
+    #: Time of the last use, or inf while requests wait for the model or it is being loaded.
     used: float
-    #: when it has been idle for too long
+    #: Time at which it has been idle for too long.
     expires: float = inf
 
 
@@ -49,22 +49,22 @@ def choose_copies(copies: Iterable[HostCopy], excess: int, before: float = inf) 
     """
     if excess <= 0:
         return [], 0
-    every = sorted(copies, key=lambda one: (one.used, one.model))
-    users = Counter(chain.from_iterable(one.tensors for one in every))
+    every = sorted(copies, key=lambda copy: (copy.used, copy.model))
+    users = Counter(chain.from_iterable(copy.tensors for copy in every))
     chosen: list[HostCopy] = []
-    for one in every:
-        if excess <= 0 or one.used >= before:
+    for copy in every:
+        if excess <= 0 or copy.used >= before:
             break
-        chosen.append(one)
-        users.subtract(one.tensors.keys())
-        excess -= sum(nbytes for tensor, nbytes in one.tensors.items() if not users[tensor])
-    for one in reversed(chosen.copy()):
-        kept = sum(nbytes for tensor, nbytes in one.tensors.items() if not users[tensor])
-        if kept <= max(0, -excess):
-            chosen.remove(one)
-            users.update(one.tensors.keys())
-            excess += kept
-    return [one.model for one in chosen], max(0, excess)
+        chosen.append(copy)
+        users.subtract(copy.tensors.keys())
+        excess -= sum(nbytes for tensor, nbytes in copy.tensors.items() if not users[tensor])
+    for copy in reversed(chosen.copy()):
+        freed = sum(nbytes for tensor, nbytes in copy.tensors.items() if not users[tensor])
+        if freed <= max(0, -excess):
+            chosen.remove(copy)
+            users.update(copy.tensors.keys())
+            excess += freed
+    return [copy.model for copy in chosen], max(0, excess)
 
 
 class WarmModel(NamedTuple):
@@ -74,11 +74,11 @@ class WarmModel(NamedTuple):
     name: str
     #: Time of the last use of a model, or of the models that a meta model calls. inf: requests wait.
     since: float
-    #: its `idle.executable`
+    #: The model's setting `idle.executable`.
     limit: float
     #: The model stays at least this many seconds after its last use, because its sequences end with the connection.
     least: float
-    #: ids of its executables
+    #: Ids of the model's executables.
     executables: frozenset[int]
 
 
@@ -91,15 +91,15 @@ def choose_cold(idle: Iterable[WarmModel], users: Mapping[int, int], most: int) 
     """
     left, sharers = Counter(users), defaultdict[int, list[WarmModel]](list)
     chosen: dict[str, WarmModel] = {}
-    every = nsmallest(_MOST_EXAMINED, idle, key=lambda one: (one.since, one.key))
-    for one in every:
+    every = nsmallest(_MOST_EXAMINED, idle, key=lambda model: (model.since, model.key))
+    for model in every:
         if len(chosen) >= most:
             break
-        left.subtract(one.executables)
-        for executable in one.executables:
-            sharers[executable].append(one)
+        left.subtract(model.executables)
+        for executable in model.executables:
+            sharers[executable].append(model)
             if left[executable] <= 0:
-                chosen |= {other.key: other for other in sharers[executable]}
+                chosen |= {sharer.key: sharer for sharer in sharers[executable]}
     return (list(chosen.values()) or every)[:most]
 
 
@@ -224,10 +224,10 @@ class HostCopies:
             excess -= left
         if excess > 0 and mover.host.ahead:
             self._end_reads_ahead(mover)
-            excess = 0  # the next review shows whether that was enough
+            excess = 0  # The next review shows whether that was enough.
         copies = self._copies()
-        idle = [one.model for one in copies if one.expires <= now]
-        chosen, lacking = choose_copies([one for one in copies if one.expires > now], excess)
+        idle = [copy.model for copy in copies if copy.expires <= now]
+        chosen, lacking = choose_copies([copy for copy in copies if copy.expires > now], excess)
         if idle:
             log.info("host copies dropped, unused for idle.host: %s", ", ".join(idle))
         if chosen:
@@ -282,12 +282,12 @@ class HostCopies:
     def _copies(self) -> list[HostCopy]:
         """Return the copies of models that are there to stay."""
         settings = self._catalog.policy.settings
-        found = []
+        copies = []
         for key, entry in self._catalog.entries.items():
             model = entry.model
             if model is not None and not entry.ending and model.host.kept:
                 used = self._scheduler.idle_since(key)
-                found.append(
+                copies.append(
                     HostCopy(key, model.host.copied, used, used + settings.idle_limits(entry.name).host)
                 )
-        return found
+        return copies

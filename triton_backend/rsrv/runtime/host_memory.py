@@ -30,15 +30,15 @@ log = logging.getLogger("rsrv.host")
 
 _SHM = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")
-#: read-only: a file is not written after it is linked
+#: Mode of the files. They are read-only, because a file is not written after it is linked.
 _FILE_MODE = 0o400
-#: share of all memory that copies may not take by default: for the processes, executables, requests, and the file cache
-#: through which weights are read
+#: Share of all memory that copies must leave by default. It is for processes, executables, requests, and the file cache through
+#: which weights are read.
 _RESERVE = 0.25
 #: If less than this share of memory is free, evict host copies, then idle models, until twice as much is free. New
 #: copies keep that reserve. The kernel reclaims memory in storms, and kills processes, only below this share.
 _SCARCE = 1 / 16
-#: tensors that a modest process shares: an eighth of its descriptors, of which each takes two, and of its mappings
+#: Maximum number of tensors that a process shares: an eighth of its descriptors (each tensor takes two) and of its mappings.
 _MODEST_SHARE, _MAX_MODEST = 8, 8000
 
 
@@ -70,7 +70,7 @@ def _read_note(path: Path) -> _Note:
         match json.loads(path.read_text()):
             # A digest is a name in the directory of the tensors.
             case [str(file), str(form), [*digests]] if all(
-                isinstance(one, str) and _NAME.fullmatch(one) for one in digests
+                isinstance(digest, str) and _NAME.fullmatch(digest) for digest in digests
             ):
                 return _Note(file, form, digests)
     raise ValueError("it is no note")
@@ -80,9 +80,9 @@ def _read_note(path: Path) -> _Note:
 class MemoryLimit:
     """Limit of the copies, and the memory that they share with everything else."""
 
-    #: bytes that copies may take, each tensor once
+    #: Bytes that copies may take. Each tensor counts once.
     copies: int
-    #: bytes of the machine or the container
+    #: Bytes of the machine or the container.
     total: int
 
     def fits(self, copies: int, spare: int, nbytes: int) -> bool:
@@ -206,14 +206,14 @@ class SharedMemory(HostMemory):
         with _explained(self.path):
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._directory = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(self._directory)
-        if found.st_uid != self._uid or found.st_mode & 0o077:
+        status = os.fstat(self._directory)
+        if status.st_uid != self._uid or status.st_mode & 0o077:
             os.close(self._directory)
             raise HostMemoryError(
                 f"{self.path} must belong to uid {self._uid} and be closed to other users; remove it, or turn "
                 "runtime.shared_host_weights off"
             )
-        os.fchmod(self._directory, 0o700)  # the umask may have removed bits
+        os.fchmod(self._directory, 0o700)  # The umask may have removed bits.
         self._notes = self.path / owner if owner else None
         if self._notes is not None:
             with _explained(self._notes):
@@ -259,7 +259,7 @@ class SharedMemory(HostMemory):
                 fd = self._attach(digest, nbytes)
                 return None if fd is None else self._mapped(digest, fd, nbytes)
         except HostMemoryError:
-            return None  # if `place` fails as well, it reports the reason
+            return None  # If `place` also fails, it reports the reason.
 
     def _mapped(self, digest: str, fd: int, nbytes: int) -> TensorBytes:
         """Return the tensor of a file that is locked."""
@@ -362,7 +362,7 @@ class SharedMemory(HostMemory):
                             own = directory == self._notes
                             noted |= {name: own or noted.get(name, False) for name in note.digests}
                         else:
-                            path.unlink()  # the bundle was replaced or removed while no runtime used it
+                            path.unlink()  # The bundle was replaced or removed while no runtime used it.
         return noted
 
     def _names(self) -> list[str]:
@@ -375,7 +375,7 @@ class SharedMemory(HostMemory):
         try:
             fd = self._open(name)
         except OSError:
-            return False  # removed meanwhile, or not permitted
+            return False  # The file was removed meanwhile, or this process has no permission.
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -402,8 +402,8 @@ class SharedMemory(HostMemory):
         """Raise OSError if a file of this size would leave less than half of the file system, or few descriptors."""
         if len(self._users) >= self._most:
             raise OSError(errno.EMFILE, f"{self._most} tensors are shared")
-        found = os.statvfs(self._directory)
-        if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize // 2:
+        space = os.statvfs(self._directory)
+        if space.f_bavail * space.f_frsize - nbytes < space.f_blocks * space.f_frsize // 2:
             raise OSError(errno.ENOSPC, "half of it is taken")
 
     def _open(self, name: str) -> int:
@@ -420,15 +420,15 @@ class SharedMemory(HostMemory):
         try:
             # Waits only for a process that is removing the file, which is brief.
             fcntl.flock(fd, fcntl.LOCK_SH)
-            found = os.fstat(fd)
-            if not found.st_nlink:
+            status = os.fstat(fd)
+            if not status.st_nlink:
                 os.close(fd)
                 return None
             if (
-                not stat.S_ISREG(found.st_mode)
-                or stat.S_IMODE(found.st_mode) != _FILE_MODE
-                or found.st_uid != self._uid
-                or found.st_size != nbytes
+                not stat.S_ISREG(status.st_mode)
+                or stat.S_IMODE(status.st_mode) != _FILE_MODE
+                or status.st_uid != self._uid
+                or status.st_size != nbytes
             ):
                 raise HostMemoryError(f"{self.path / name} was not made by rsrv, or has changed: remove it")
         except BaseException:
@@ -441,9 +441,9 @@ class SharedMemory(HostMemory):
         fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         try:
             # Written, not mapped: if /dev/shm is full, `write` raises, while a store into a mapping kills the process.
-            rest = filled.data
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            remaining = filled.data
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
             os.fchmod(fd, _FILE_MODE)
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._directory)
@@ -464,7 +464,7 @@ class SharedMemory(HostMemory):
                 os.unlink(name, dir_fd=self._directory)
                 removed = True
         except OSError:
-            pass  # another process uses the file, or only another one may remove it
+            pass  # Another process uses the file, or only another one may remove it.
         # Unlock explicitly: a mapping keeps the lock after the descriptor is closed.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -31,9 +31,9 @@ class HostTensor(NamedTuple):
 class HostCounts:
     """Sizes of the host copies."""
 
-    #: bytes of the weights of all models with a host copy, each model counted in full
+    #: Bytes of the weights of all models with a host copy. Each model counts in full.
     logical: int
-    #: bytes of the distinct tensors that hold them
+    #: Bytes of the distinct tensors that hold them.
     physical: int
     tensors: int
 
@@ -49,7 +49,7 @@ class _Room:
 @dataclass(slots=True, eq=False)
 class _Held:
     block: TensorBytes
-    #: references of models with a host copy
+    #: Number of references from models with a host copy.
     count: int = 0
 
 
@@ -73,11 +73,11 @@ class HostStore:
         self._open: set[HostWeights] = set()
         self._kept: set[HostWeights] = set()
         self._physical = 0
-        #: bytes that copies will take that are being made, and those of weights that were read ahead
+        #: Bytes of the copies that are being made, and bytes of weights that were read ahead.
         self._reading = 0
-        #: models whose weights were read ahead of a load that has not ended
+        #: Models whose weights were read ahead of a load that has not ended.
         self.ahead = 0
-        #: bytes of sequences' state in host memory, when the loop last looked
+        #: Bytes of sequences' state in host memory at the loop's last check.
         self.states = 0
         #: Bytes of free host memory that weights will take on a device that is the host itself.
         self.promised = 0
@@ -191,54 +191,54 @@ class HostStore:
             weights.close()
         with self._lock:
             self._closed = True
-            rest, self._held, self._physical = list(self._held.values()), {}, 0
-        for held in rest:
-            held.block.release()
+            blocks, self._held, self._physical = list(self._held.values()), {}, 0
+        for stored in blocks:
+            stored.block.release()
         self._memory.close()
 
     def _find(self, digest: str) -> Bytes | None:
         with self._lock:
-            held = self._held.get(digest)
-            return None if held is None else held.block.bytes
+            stored = self._held.get(digest)
+            return None if stored is None else stored.block.bytes
 
     def _take(self, digest: str) -> bool:
         """Add a reference to a tensor; return whether the store has it."""
         with self._lock:
-            held = self._held.get(digest)
-            if held is not None:
-                held.count += 1
-            return held is not None
+            stored = self._held.get(digest)
+            if stored is not None:
+                stored.count += 1
+            return stored is not None
 
     def _put(self, digest: str, block: TensorBytes, room: _Room) -> None:
         """Store a tensor, with its first reference, in the room for it. Raises HostMemoryError."""
         if self._page_lock is not None:
             self._locks.add(block.bytes, self._page_lock)
         with self._lock:
-            held = self._held.get(digest)
-            if held is None and not self._closed:
-                held = self._held[digest] = _Held(block)
+            stored = self._held.get(digest)
+            if stored is None and not self._closed:
+                stored = self._held[digest] = _Held(block)
                 self._physical += block.bytes.nbytes
                 self._reading -= block.bytes.nbytes
                 room.nbytes -= block.bytes.nbytes
-            if held is not None:
-                held.count += 1
-        if held is None:
+            if stored is not None:
+                stored.count += 1
+        if stored is None:
             block.release()
             raise HostMemoryError("the runtime is ending")
-        if held.block is not block:
-            block.release()  # another thread has stored the same tensor meanwhile
+        if stored.block is not block:
+            block.release()  # Another thread has stored the same tensor meanwhile.
 
     def _give(self, tensors: Iterable[HostTensor]) -> None:
         """Remove a reference to each tensor. Release the tensors without references."""
         unused = []
         with self._lock:
             for tensor in tensors if not self._closed else ():
-                held = self._held[tensor.key.digest]
-                held.count -= 1
-                if not held.count:
+                stored = self._held[tensor.key.digest]
+                stored.count -= 1
+                if not stored.count:
                     del self._held[tensor.key.digest]
-                    self._physical -= held.block.bytes.nbytes
-                    unused.append(held.block)
+                    self._physical -= stored.block.bytes.nbytes
+                    unused.append(stored.block)
         for block in unused:
             block.release()
 
@@ -260,7 +260,7 @@ class HostStore:
         with self._lock:
             self._open.discard(weights)
             # Two models may have one file.
-            noted = self._closed or any(other._file.version == file.version for other in self._open)
+            noted = self._closed or any(open_file._file.version == file.version for open_file in self._open)
         if not noted:
             self._memory.forget(file)
 
@@ -276,16 +276,16 @@ class HostWeights:
         self._store = store
         self._file = file
         self._closed = False
-        #: digest -> bytes of tensors that were read for the next load
+        #: Bytes of the tensors that were read for the next load, by digest.
         self._ahead: dict[str, Bytes] = {}
         #: Tensors of other models' copies to which this object holds a reference.
         self._ahead_held: tuple[HostTensor, ...] = ()
-        #: in argument order
+        #: Tensors in argument order.
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        #: each tensor once -> its bytes
+        #: Bytes of each tensor, which occurs once.
         self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
-        #: digest of each tensor once -> its bytes: what a host copy takes
+        #: Bytes of each tensor by digest, which occurs once. A host copy takes this many bytes.
         self.copied = {key.digest: nbytes for key, nbytes in self.distinct.items()}
 
     @property
@@ -296,8 +296,8 @@ class HostWeights:
     @property
     def missing_bytes(self) -> int:
         """Bytes that a host copy would add to those of other models."""
-        held = self._store._held
-        return sum(nbytes for digest, nbytes in self.copied.items() if digest not in held)
+        stored = self._store._held
+        return sum(nbytes for digest, nbytes in self.copied.items() if digest not in stored)
 
     def keep(self) -> None:
         """Keep a host copy, if there is room; of tensors that it keeps for other models, the store only adds a reference.
@@ -322,20 +322,20 @@ class HostWeights:
             self._store._give(taken)
             raise
         if not self._store._keeps(self):
-            self._store._give(taken)  # another thread has kept them meanwhile
+            self._store._give(taken)  # Another thread has kept them meanwhile.
 
     def _find(self, index: int) -> TensorBytes:
         """Return a tensor from shared memory or else, read and checked, from the file."""
         (digest, _, _), nbytes = self.tensors[index]
         memory = self._store._memory
-        found = memory.find(digest, nbytes)
-        if found is None:
+        block = memory.find(digest, nbytes)
+        if block is None:
             filled = fresh(nbytes)
             self._file.read_into(index, filled, digest=digest)
             if content_digest(filled) != digest:
                 raise changed_since_loaded()
-            found = memory.place(digest, filled)
-        return found
+            block = memory.place(digest, filled)
+        return block
 
     def drop(self) -> None:
         """Drop the host copy; the memory of tensors that no other model keeps returns to the system."""
@@ -360,8 +360,8 @@ class HostWeights:
         """
         self.end_read_ahead()()
         needed = {self.tensors[index].key.digest: index for index in indices}
-        held = [digest for digest in needed if self._store._take(digest)]
-        self._ahead_held = tuple(self.tensors[needed.pop(digest)] for digest in held)
+        taken = [digest for digest in needed if self._store._take(digest)]
+        self._ahead_held = tuple(self.tensors[needed.pop(digest)] for digest in taken)
         nbytes = sum(self.tensors[index].nbytes for index in needed.values())
         fits = self._store.ahead < _MOST_AHEAD and self._store._reserve(nbytes)
         if not fits and spare_memory() < nbytes:
@@ -387,13 +387,13 @@ class HostWeights:
         """Forget at once what was read ahead; return what frees its memory, which may take long."""
         with self._store._lock:
             ahead, self._ahead = self._ahead, {}
-            held, self._ahead_held = self._ahead_held, ()
+            taken, self._ahead_held = self._ahead_held, ()
             self._store.ahead -= bool(ahead)
         self._store._end_reserve(sum(raw.nbytes for raw in ahead.values()))
 
         def free() -> None:
             ahead.clear()
-            self._store._give(held)
+            self._store._give(taken)
 
         return free
 

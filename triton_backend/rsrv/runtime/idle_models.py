@@ -40,19 +40,19 @@ class IdleModels:
 
     def find_idle(self, registered: RegisteredModels, now: float) -> tuple[list[WarmModel], float]:
         """Return a few models that no request has used for `idle.executable`, and when to look again."""
-        again, found = now + _MAX_LOOK_S, list[WarmModel]()
+        again, idle = now + _MAX_LOOK_S, list[WarmModel]()
         limits = self._catalog.policy.settings.idle_limits
-        for one in self._warm(registered, lambda name: limits(name).executable < inf):
-            limit = max(one.limit, one.least)
-            due = min(now, one.since) + limit
+        for model in self._warm(registered, lambda name: limits(name).executable < inf):
+            limit = max(model.limit, model.least)
+            due = min(now, model.since) + limit
             if due <= now:
-                if not self._catalog.is_dismissed(one.key):
-                    if len(found) == _FALLS:
-                        return found, now + _NEXT_FALLS_S
-                    found.append(one)
+                if not self._catalog.is_dismissed(model.key):
+                    if len(idle) == _FALLS:
+                        return idle, now + _NEXT_FALLS_S
+                    idle.append(model)
                 due = now + limit
             again = min(again, due)
-        return found, max(again, now + _MIN_LOOK_S)
+        return idle, max(again, now + _MIN_LOOK_S)
 
     def choose_for_shortage(self, registered: RegisteredModels, now: float) -> list[WarmModel] | None:
         """Return models that leave because memory is short, the least recently used first. None: others are leaving still.
@@ -68,9 +68,9 @@ class IdleModels:
             lambda name: settings.start_of(name) == "lazy" or settings.idle_limits(name).executable < inf,
         )
         idle = [
-            one
-            for one in warm
-            if one.since + one.least <= now and not self._catalog.is_dismissed(one.key, _STAYS_S)
+            model
+            for model in warm
+            if model.since + model.least <= now and not self._catalog.is_dismissed(model.key, _STAYS_S)
         ]
         users = Counter(chain.from_iterable(self._executables(models) for _, models in registered.values()))
         return choose_cold(idle, users, min(_FALLS, 1 + len(idle) // 8))
@@ -79,7 +79,7 @@ class IdleModels:
         """Return the ids of these models' executables."""
         entries = (self._catalog.entries.get(key) for key in models)
         compiled = (entry.model for entry in entries if entry is not None and entry.model is not None)
-        return frozenset(id(one) for model in compiled for one in model.executables.values())
+        return frozenset(id(executable) for model in compiled for executable in model.executables.values())
 
     def _warm(self, registered: RegisteredModels, may_fall: Callable[[str], bool]) -> Iterator[WarmModel]:
         """Yield the serving models and meta models that may fall back by their name.
@@ -88,9 +88,11 @@ class IdleModels:
         """
         limits = self._catalog.policy.settings.idle_limits
         for key, (name, models) in registered.items():
-            entries = [self._catalog.entries.get(one) for one in models] if may_fall(name) else []
+            entries = [self._catalog.entries.get(key) for key in models] if may_fall(name) else []
             compiled = [
-                one.model for one in entries if one is not None and one.ready and one.model is not None
+                entry.model
+                for entry in entries
+                if entry is not None and entry.ready and entry.model is not None
             ]
             if not compiled or len(compiled) < len(models):
                 continue

@@ -141,10 +141,10 @@ class JaxDevice:
         from jaxlib import _jax
 
         topology = _jax.get_topology_for_devices([self._device])
-        found: str | None = getattr(topology, "target_config", None)
-        if found is None:
+        config: str | None = getattr(topology, "target_config", None)
+        if config is None:
             raise DeviceError(f"{self._device.device_kind} is no CUDA device that XLA describes")
-        return found
+        return config
 
     @staticmethod
     def start_profile(directory: Path) -> None:

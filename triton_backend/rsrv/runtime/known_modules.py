@@ -14,7 +14,7 @@ from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.registry")
 
-#: a start that is this share of the shortest one is kept, so that a model has few lines
+#: A start is recorded only if it takes at most this share of the shortest one, so that a model has few lines.
 _MUCH_SHORTER = 0.7
 
 

@@ -69,7 +69,7 @@ from rsrv.wire.paths import start_time
 from rsrv.wire.traces import read_spans, unpack_marks
 from rsrv_bundle.inspection import Inspector
 
-#: a deadline may be further away than epoll can wait
+#: Maximum timeout, because a deadline may be further away than epoll can wait.
 _MAX_WAIT_S = 3600.0
 #: Seconds from a change of the models on the device to the note for the next runtime. The first note comes later, so
 #: that a runtime that dies before its models have returned does not shorten the list.
@@ -99,7 +99,7 @@ class Loop:
     ) -> None:
         self._clock = clock
         self._started = self._clock()
-        #: when the last request ended; the device sleeps `runtime.idle.server` seconds later
+        #: Time when the last request ended. The device sleeps `runtime.idle.server` seconds later.
         self._last_request_ended = self._started
         self._timers = Timers()
         self._timers.set(self._sleep_if_idle, -inf)
@@ -112,10 +112,10 @@ class Loop:
         self._blackbox = blackbox = blackbox or BlackBox()
         self.activity = Activity(blackbox.memory)
         self._inbox = Inbox()
-        #: events for the scheduler, in order
+        #: Events for the scheduler, in order.
         self._outbox: Outbox = deque()
         self._passing_on = False
-        #: an execution on the loop that ended in the last round, to be passed on after this round's arrivals
+        #: An execution on the loop that ended in the last round. It is passed on after this round's arrivals.
         self._ended: ExecutionEnded | None = None
         self._scheduler = Scheduler(scheduler_settings(settings))
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
@@ -173,8 +173,8 @@ class Loop:
         so the runtime starts all of them itself.
         """
         self._registry.handover = handover
-        for one in (handover.before or ()) if slept else ():
-            self._registry.start(one.name, one.bundle, Demand())
+        for model in (handover.before or ()) if slept else ():
+            self._registry.start(model.name, model.bundle, Demand())
 
     def _hand_over(self, *, whole: bool) -> list[HandedModel]:
         """Return the models for the next runtime; `whole`: include models without weights on the device, and starting models."""
@@ -185,12 +185,12 @@ class Loop:
         ]
         handover = self._registry.handover
         if whole:
-            starting, returned = self._registry.starting(), {one.key for one in models}
+            starting, returned = self._registry.starting(), {model.key for model in models}
             before = handover.before or ()
-            models += [one for one in before if one.name in starting and one.key not in returned]
+            models += [model for model in before if model.name in starting and model.key not in returned]
         place, last_arrival = handover.place, self._scheduler.last_arrival
         # Models without a request since the start stay in their order.
-        return sorted(models, key=lambda one: (-last_arrival(one.key), place(one.key)))
+        return sorted(models, key=lambda model: (-last_arrival(model.key), place(model.key)))
 
     def have_successor(self, successor: Successor) -> None:
         """Set the process that becomes the next runtime after a planned restart; it is prepared first."""
@@ -353,7 +353,7 @@ class Loop:
                 self._commands.profile_changed(message)
             case NextPrepared():
                 self._commands.next_prepared(message)
-            case _:  # an action, as `stop` posts
+            case _:  # The message is an action, such as the one that `stop` posts.
                 message()
 
     # --- frames of connections ----------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Loop:
         match kind:
             case Kind.SUBMIT:
                 self._requests.submit(connection, unpack_submissions(frame, count))
-                return  # the round's arrivals become one event
+                return  # The round's arrivals become one event.
             case Kind.CANCEL:
                 self._requests.cancel(connection, unpack_ids(frame, count))
             case Kind.SEGMENT:
@@ -429,7 +429,7 @@ class Loop:
         self._commands.leave(connection)
         self._requests.closed(connection)
         self._registry.leave(connection)
-        last = all(other.peer != connection.peer for other in self._transport.connections)
+        last = all(open_connection.peer != connection.peer for open_connection in self._transport.connections)
         if last and connection.peer in self.stubs and start_time(self._server.pid):
             os.close(self.stubs.pop(connection.peer).pidfd)
         self._pass_on()
@@ -450,7 +450,7 @@ class Loop:
         Arrivals come first: an event must find the requests that came before it.
         """
         if self._passing_on:
-            return  # an instruction closed a connection: its events are next
+            return  # An instruction closed a connection. Its events are next.
         self._passing_on = True
         try:
             while True:

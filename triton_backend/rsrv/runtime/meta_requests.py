@@ -64,12 +64,12 @@ class MetaRequests(RequestKind):
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("ENTER before REGISTERED")
         limit = self._catalog.policy.queue_depth(group.name)
-        asked = []
+        runs = []
         for entrance in unpack_entrances(frame, count):
             id = self._requests.new_id(connection, entrance.request)
             run = self._requests.pending[id] = self.runs.enter(connection, group, entrance, id, self)
-            asked.append(ev.Run(run.id, group.name, run.deadline, run.priority, limit, group.models))
-        self._outbox.append(ev.RunsAsked(tuple(asked)))
+            runs.append(ev.Run(run.id, group.name, run.deadline, run.priority, limit, group.models))
+        self._outbox.append(ev.RunsAsked(tuple(runs)))
 
     def _call(self, connection: PeerConnection, call: Call) -> None:
         mark = connection.marks.pop(call.request, None)
@@ -101,10 +101,10 @@ class MetaRequests(RequestKind):
             promised = {
                 number: variant.outputs.tensors[index].nbytes(call.rows) for index, number in keep.items()
             }
-            held, more, limit = self.runs.kept_bytes, sum(promised.values()), self._weights.kept_limit
-            if limit is not None and held + more > limit:
+            held_bytes, more, limit = self.runs.kept_bytes, sum(promised.values()), self._weights.kept_limit
+            if limit is not None and held_bytes + more > limit:
                 text = (
-                    f"running meta models keep {held} bytes on the device, the limit is {limit}, and this call would "
+                    f"running meta models keep {held_bytes} bytes on the device, the limit is {limit}, and this call would "
                     f"keep {more} more; try again later, or keep less at a time"
                 )
                 self._requests.end(id, Status.QUEUE_FULL, text)
@@ -132,19 +132,21 @@ class MetaRequests(RequestKind):
         if mark is not None:
             self._traces.begin(id, mark, model.key)
 
-    def submit(self, place: tuple[Any, ...], asked: ev.Request, token: int, step: tuple[int, int]) -> None:
+    def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
         """Take a sub-call that came as a request of its model's stub."""
-        run = self.runs.find(token, self._catalog.get(asked.model).name)
-        part = self._requests.pending[asked.id] = RunSlice(*place)
+        run = self.runs.find(token, self._catalog.get(request.model).name)
+        part = self._requests.pending[request.id] = RunSlice(*place)
         part.kind, part.run = self, run
         if run is None:
-            self._requests.end(asked.id, Status.NOT_FOUND, _NO_RUN)
+            self._requests.end(request.id, Status.NOT_FOUND, _NO_RUN)
         elif run.aborted:
-            self._requests.end(asked.id, Status.CANCELLED, ABORTED)
+            self._requests.end(request.id, Status.CANCELLED, ABORTED)
         else:
-            deadline = run.deadline if asked.deadline is None else min(asked.deadline, run.deadline or inf)
-            asked = asked._replace(deadline=deadline, run=run.id, tag=asked.tag or run.tag)
-            self._requests.arrived.append(asked)
+            deadline = (
+                run.deadline if request.deadline is None else min(request.deadline, run.deadline or inf)
+            )
+            request = request._replace(deadline=deadline, run=run.id, tag=request.tag or run.tag)
+            self._requests.arrived.append(request)
 
     # --- ends ---------------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ class MetaRequests(RequestKind):
 
     def refused(self, id: int, status: Status, text: str) -> None:
         run = self.runs.get(id)
-        if run is not None:  # otherwise, it has left meanwhile
+        if run is not None:  # Otherwise the connection has left meanwhile.
             self.runs.remove(run, status)
             self._refuse_entry(run, status, text)
 
@@ -172,7 +174,7 @@ class MetaRequests(RequestKind):
         """Begin a run: its ENTER is answered, and the calls that have waited arrive."""
         run = self.runs.get(instruction.run)
         if run is None:
-            return  # it has left meanwhile
+            return  # The connection has left meanwhile.
         run.admitted = True
         self._requests.end(run.enter_id, Status.OK, "")
         self._requests.arrived += run.held
@@ -189,7 +191,7 @@ class MetaRequests(RequestKind):
         runs = [run for run in self.runs if run.tag == tag and not run.aborted]
         for run in runs:
             if run.admitted:
-                run.aborted = True  # the stub gets this as the reply to its next call
+                run.aborted = True  # The stub gets this as the reply to its next call.
             else:
                 self._end_run(run, Status.CANCELLED, ABORTED)
         pending = self._requests.pending.items()

@@ -44,7 +44,7 @@ class DeviceReady:
 
     device: Device
     weight_mover: WeightMover
-    #: how the device multiplies by default; None on a CPU
+    #: Precision of the device's products by default, or None on a CPU.
     computes: Computes | None
 
 
@@ -57,7 +57,7 @@ class BundlesRead:
 
     connection: PeerConnection | None
     result: RequestedModels | str
-    #: reasons not to build a model that has ended runtimes, by key
+    #: Reasons not to build a model that has ended runtimes, by key.
     verdicts: Mapping[str, str]
     #: Demand when the read began. A connection's demand may have changed since.
     demand: Demand
@@ -107,7 +107,7 @@ class ModelWarmedUp:
     model: CompiledModel
     costs: Mapping[tuple[int, int], float] | None
     error: str = ""
-    #: the device had no memory for it, and another try may succeed
+    #: True if the device had no memory for the model, so that another try may succeed.
     out_of_memory: bool = False
 
 
@@ -136,7 +136,7 @@ class ModelBuilder:
         self._inspector = inspector
         self._device: Device | None = None
         self._whole: tuple[Device, WeightMover] | None = None
-        #: mappings that executables may take before those of this process are counted again
+        #: Number of mappings that executables may take before the mappings of this process are counted again.
         self._mappings = 0
         self._build_thread = WorkerThread("build")
         self._queue = StartQueue()
@@ -145,7 +145,7 @@ class ModelBuilder:
         self._warm_up_thread = WorkerThread("warm up")
         if inspector is not None:
             self._build_thread.put(inspector.start)
-        #: the thread has a step: it gets one at a time, so that a more urgent one may overtake those that wait
+        #: True while the thread has a step. It gets one at a time, so that a more urgent step can overtake the waiting ones.
         self._busy = True
         self._build_thread.put(partial(self._do, "", self._start_device))
 

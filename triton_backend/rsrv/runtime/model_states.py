@@ -10,15 +10,15 @@ from enum import StrEnum
 class LifecycleState(StrEnum):
     """Stage of a model's life in the runtime, from the REGISTER of its first stub on."""
 
-    #: its modules are read and inspected, or wait for the build thread
+    #: The model's modules are read and inspected, or wait for the build thread.
     READING = "reading"
     COMPILING = "compiling"
-    #: the scheduler knows it; its weights are loaded, then every size of it is executed
+    #: The scheduler knows the model. Its weights are loaded, then every size of it is executed.
     WARMING_UP = "warming up"
     READY = "ready"
-    #: no connection wants it; the scheduler still executes it or moves its weights
+    #: No connection needs the model. The scheduler still executes it or moves its weights.
     DRAINING = "draining"
-    #: it never became ready; the scheduler may still hold it
+    #: The model never became ready. The scheduler may still hold it.
     FAILED = "failed"
     GONE = "gone"
 
@@ -28,12 +28,12 @@ class LifecycleEvent(StrEnum):
 
     MODULES_READ = "modules read"
     COMPILED = "compiled"
-    #: its costs are known: by a warm-up, or from before
+    #: The model's costs are known, from a warm-up or from an earlier start.
     WARMED_UP = "warmed up"
-    #: its last connection ended
+    #: The model's last connection ended.
     UNWANTED = "unwanted"
     FAILED = "failed"
-    #: the scheduler does not hold it
+    #: The scheduler does not hold the model.
     RELEASED = "released"
 
 
@@ -56,12 +56,12 @@ TRANSITIONS: Mapping[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (S.FAILED, E.RELEASED): S.GONE,
 }
 
-#: states before READY
+#: States before READY.
 BUILDING = {S.READING, S.COMPILING, S.WARMING_UP}
-#: states that end as soon as the scheduler releases the model
+#: States that end as soon as the scheduler releases the model.
 ENDING = {S.DRAINING, S.FAILED}
 
-#: method that carries out an event
+#: Method that carries out each event.
 EFFECTS: Mapping[LifecycleEvent, str] = {
     E.MODULES_READ: "ModelBuilder.build",
     E.COMPILED: "ModelAdded",

@@ -33,15 +33,15 @@ from rsrv_bundle.spec import TensorSpec
 
 log = logging.getLogger("rsrv.models")
 
-#: timed executions of each batch size at warm-up; other work on the machine disturbs single ones
+#: Number of timed executions of each batch size at warm-up, because other work on the machine disturbs single ones.
 _TIMED_EXECUTIONS = 3
-#: lower bound of a measured cost: a disturbed clock may show less
+#: Lower bound of a measured cost. A disturbed clock may show less.
 _MIN_COST_S = 1e-7
-#: cost until the warm-up measures it
+#: Cost until the warm-up measures it.
 _INITIAL_COST_S = 1e-3
-#: expected duration of a compilation; the watchdog allows a hundred times as much. XLA may time kernels for minutes
+#: Expected duration of a compilation. The watchdog allows a hundred times as much, because XLA may time kernels for minutes.
 _COMPILATION_S = 18.0
-#: values that models share if they are equal, of each kind
+#: Maximum number of equal values that models share, of each kind.
 _SHARED = 1024
 _NOTHING: Mapping[Any, Any] = {}
 #: Fields of a generation that are sent to stubs.
@@ -58,19 +58,19 @@ class CompiledModel:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: the `Precision` of each as compiled, in the form of its record
+    #: `Precision` of each compiled module, in the form of its record.
     precisions: Mapping[tuple[int, int], Mapping[str, Any]]
-    #: the client's input that gives a request's rows, and its batch axis; None: no input has one
+    #: The client's input that determines a request's rows, and its batch axis. None if no input has one.
     batch_input: tuple[str, int] | None
-    #: device bytes of its largest execution, without the weights
+    #: Device bytes of the model's largest execution, without the weights.
     scratch: int
     residency: Residency
     host: HostWeights
-    #: an earlier warm-up measured the costs
+    #: True if an earlier warm-up measured the costs.
     measured: bool
     #: Weights in argument order. None: they are not on the device.
     weights: Sequence[Buffer] | None = None
-    #: state of sequences; None: the model has none
+    #: State of sequences, or None if the model has none.
     pool: StatePool | None = None
 
     @property
@@ -105,7 +105,7 @@ class RequestedModels:
     key: str
     name: str
     bundle: Bundle
-    #: key -> name and bundle
+    #: Name and bundle of each model, by key.
     models: Mapping[str, tuple[str, Bundle]]
 
 
@@ -159,23 +159,23 @@ def compile_model(
     slot = slot or ActivitySlot()
     of_model = settings.for_model(name)
     executables, precisions = {}, dict[tuple[int, int], Mapping[str, Any]]()
-    wanted = usable(signatures, of_model.max_batch_size)
+    keys = usable(signatures, of_model.max_batch_size)
     how = treatment(settings.runtime.numerics, device.hardware)
     own = {"model": name, "version": model_key(name, bundle)}
-    for done, key in enumerate(wanted, 1):
+    for done, key in enumerate(keys, 1):
         began = time.perf_counter()
         module, precision = _treated(bundle, key, signatures[key], how)
         products = precisions[key] = _described(precision)
         slot.begin(Phase.BUILDING, own["version"], key[1], _COMPILATION_S)
         executables[key] = device.compile(module, signatures[key])
         slot.begin(Phase.BUILDING, own["version"], expected=inf)
-        progress(done, len(wanted))
+        progress(done, len(keys))
         seconds = time.perf_counter() - began
         log.info(
             "%s: compiled %d/%d in %.2f s (variant %d, size %d): %s",
             name,
             done,
-            len(wanted),
+            len(keys),
             seconds,
             *key,
             precision,
@@ -186,7 +186,7 @@ def compile_model(
                 size=key[1],
                 seconds=round(seconds, 6),
                 done=done,
-                of=len(wanted),
+                of=len(keys),
                 products=products,
             ),
         )
@@ -195,7 +195,7 @@ def compile_model(
     pool = None if state is None else StatePool(own["version"], state)
     nbytes = bundle.weight_bytes + (0 if pool is None else pool.nbytes)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
-    interface = _shared(describe(bundle, {key: signatures[key] for key in wanted}, of_model.max_batch_size))
+    interface = _shared(describe(bundle, {key: signatures[key] for key in keys}, of_model.max_batch_size))
     # Open them last: after a failure of the steps above, no code would close them.
     weights = host.open(bundle, keep=of_model.residency == "system")
     known = device.known_costs(own["version"])
@@ -284,8 +284,8 @@ def _treated(
     bundle: Bundle, key: tuple[int, int], signature: Signature, how: Treatment
 ) -> tuple[bytes, Precision]:
     """Return a module in the form in which it is compiled, and its products. Raises BundleError."""
-    found = read_module(bundle, key, signature)
-    return treat(found, module_file(bundle, key).name, how, signature.precision)
+    blob = read_module(bundle, key, signature)
+    return treat(blob, module_file(bundle, key).name, how, signature.precision)
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
@@ -321,7 +321,7 @@ def warm_up(
     for key, executable in model.executables.items():
         variant, size = key
         block = model.interface.variants[variant].inputs
-        inputs = [np.zeros(one.shape(size), numpy_dtype(one.dtype)) for one in block.tensors]
+        inputs = [np.zeros(tensor.shape(size), numpy_dtype(tensor.dtype)) for tensor in block.tensors]
         seconds = []
         for _ in range(1 + _TIMED_EXECUTIONS):
             with slot.doing(Phase.WARMING, model.key, size):

@@ -19,7 +19,7 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 #: precision in which a device multiplies matrices of f32
 Computes = Literal["f32", "tf32", "indeterminate"]
 
-#: rows and columns of the probe's matrix
+#: Rows and columns of the probe's matrix.
 _SIDE = 512
 
 
@@ -27,8 +27,8 @@ def hardware_of(platform: str, version: str, capability: object) -> Hardware:
     """Derive a device's hardware from jax's platform, platform version and compute capability, if any."""
     if "cuda" not in version.lower():
         return Hardware(platform)
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
-    return Hardware("cuda", (int(found[1]), int(found[2])) if found else None)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
+    return Hardware("cuda", (int(match[1]), int(match[2])) if match else None)
 
 
 def treatment(numerics: Numerics, hardware: Hardware) -> Treatment:
@@ -93,25 +93,25 @@ def probe(device: Device, numerics: Numerics) -> Computes | None:
         )
     if hardware.platform == "cpu":
         return None
-    plain, *others = probes(numerics)
-    found = multiply(device, *plain)
-    log.info("%s multiplies f32 in: %s; runtime.numerics: %s", hardware, found, numerics)
+    plain, *further = probes(numerics)
+    precision = multiply(device, *plain)
+    log.info("%s multiplies f32 in: %s; runtime.numerics: %s", hardware, precision, numerics)
     if numerics == "f32":
-        if (exact := multiply(device, *others[0])) != "f32":
+        if (exact := multiply(device, *further[0])) != "f32":
             raise DeviceError(
                 f"runtime.numerics is f32, but {hardware} multiplies in {exact} where a module requests f32: a fault of "
                 "the driver or the compiler, not of a model; set it to auto to serve with the hardware's default"
             )
-    elif found == "indeterminate":
+    elif precision == "indeterminate":
         log.warning(
             "the device's products are neither f32 nor TF32: compare the models' answers here with those of their sources"
         )
-    elif numerics == "tf32" and found == "f32":
+    elif numerics == "tf32" and precision == "f32":
         log.warning(
             "runtime.numerics is tf32, but products without an algorithm are in f32: check whether %s is 0",
             OVERRIDE,
         )
-    return found
+    return precision
 
 
 def _why_not(hardware: Hardware) -> str:

@@ -78,13 +78,13 @@ class DeviceProcess:
         (directory / paths.ASLEEP).unlink(missing_ok=True)
         base = directory.parent
         paths.sweep(base)
-        wanted, self._platform = settings.runtime.devices, settings.runtime.platform
+        devices, self._platform = settings.runtime.devices, settings.runtime.platform
         self._first = directory if options.device == 0 else paths.runtime_directory(options.server_pid, "0")
-        self._devices = keep_devices(self._first, lambda: resolve(wanted, self._platform, environment))
+        self._devices = keep_devices(self._first, lambda: resolve(devices, self._platform, environment))
         device = self._devices[options.device]
         if device == "cpu":
             # Without a list, jax decides, and explains why it finds no GPU.
-            self._platform = self._platform if wanted == "all" else "cpu"
+            self._platform = self._platform if devices == "all" else "cpu"
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = device
         hold_card(
@@ -168,7 +168,7 @@ class DeviceProcess:
     def _make_device(self) -> JaxDevice:
         note, runtime = self._options.directory / paths.NO_DEVICE, self._settings.runtime
         try:
-            found = self._take_prepared() or JaxDevice(
+            device = self._take_prepared() or JaxDevice(
                 self._platform,
                 ExecutableSources(
                     runtime.compilation_cache_dir,
@@ -181,7 +181,7 @@ class DeviceProcess:
                 lost=self._end_without_device,
             )
             note.unlink(missing_ok=True)
-            return found
+            return device
         except DeviceError as error:
             # Record this for operators. Otherwise neither an ended process nor its successor, before it has checked,
             # gives the reason.
@@ -255,8 +255,8 @@ class DeviceProcess:
                 starting.append(subprocess.Popen(command, env=self._environment))
             except (OSError, paths.RuntimeDirectoryError) as error:
                 log.warning("device %d: %s", number, error)
-        for one in starting:
-            one.wait()  # it forks the runtime and ends
+        for starter in starting:
+            starter.wait()  # it forks the runtime and ends
 
 
 def read_settings(options: argparse.Namespace) -> Settings:

@@ -55,7 +55,7 @@ class RecordChanges:
         """Return `since` and the models that changed after this number, or 0 and all models if the number is not known."""
         if not self._begun <= since <= self.number:
             return 0, self._names
-        latest = takewhile(lambda one: one[1] > since, reversed(self._changed.items()))
+        latest = takewhile(lambda change: change[1] > since, reversed(self._changed.items()))
         return since, [name for name, _ in latest]
 
 
@@ -104,7 +104,10 @@ class Records:
         since, names = changes.after(since)
         totals, metas = self._scheduler.totals(), self._registry.metas()
         reported = self._stubs.keep({*totals, *(group.name for group in metas)})
-        counts, kept = weights.cache_counts, weights.mover.host.limit if weights.mover is not None else None
+        counts, host_limit = (
+            weights.cache_counts,
+            weights.mover.host.limit if weights.mover is not None else None,
+        )
         record = pb.DeviceRecord(
             instance=self._catalog.feed.instance,
             since=since,
@@ -117,7 +120,7 @@ class Records:
             backlog_s=self._scheduler.backlog_seconds(self._clock()),
             memory=self._device_memory(),
             host=self._host_memory(),
-            host_limit_bytes=None if kept is None else kept.copies,
+            host_limit_bytes=None if host_limit is None else host_limit.copies,
             scratch_bytes=weights.scratch,
             kept_bytes=self._runs.kept_bytes,
             compiled=counts.compiled,
@@ -177,7 +180,9 @@ class Records:
         record.weights = pb.Weights.Value(f"WEIGHTS_{entry.weights.upper()}")
         record.state = pb.State.Value(f"STATE_{WATCHED_STATES[entry.state].upper()}")
         record.host_bytes = entry.model.host.nbytes if entry.model.host.kept else 0
-        snapshots = [one for version in versions if (one := self._scheduler.model(version.key)) is not None]
+        snapshots = [
+            snapshot for version in versions if (snapshot := self._scheduler.model(version.key)) is not None
+        ]
         if snapshots:
             shown = snapshots[-1]
             on_disk = shown.weights is WeightState.ABSENT and not entry.model.host.kept
@@ -185,8 +190,8 @@ class Records:
             record.pinned, record.device_bytes = shown.pinned, shown.device_bytes
             record.load_seconds, record.cost_s = shown.load_seconds, shown.row_seconds
             record.max_rows = shown.max_rows
-            record.queued = sum(one.queued for one in snapshots)
-            record.executing = sum(one.executing for one in snapshots)
+            record.queued = sum(snapshot.queued for snapshot in snapshots)
+            record.executing = sum(snapshot.executing for snapshot in snapshots)
             for executable in record.executables:
                 key = executable.variant, executable.size
                 executable.count = shown.sizes.get(key, 0)
@@ -248,12 +253,12 @@ class Records:
         self, groups: Iterable[Registration], reported: Mapping[str, StubCounters]
     ) -> list[pb.ModelRecord]:
         """Return the records of the meta models that a stub serves. `device_seconds` excludes waits and Python code."""
-        found: dict[str, pb.ModelRecord] = {}
+        records: dict[str, pb.ModelRecord] = {}
         gates = self._scheduler.metas()
         for group in groups:
-            record = found.get(group.name)
+            record = records.get(group.name)
             if record is None:
-                record = found[group.name] = pb.ModelRecord(name=group.name, meta=True)
+                record = records[group.name] = pb.ModelRecord(name=group.name, meta=True)
                 _add_gate(record, gates.get(group.name))
                 _add_reports(record, reported.get(group.name) or _NO_COUNTERS)
                 record.outcomes.update(dict.fromkeys((outcome.value for outcome in Outcome), 0))
@@ -264,9 +269,9 @@ class Records:
             record.calls += group.counts.calls
             record.device_seconds += group.counts.device_seconds
             record.kept_bytes += sum(run.kept_bytes for run in self._runs if run.group is group)
-        for record in found.values():
+        for record in records.values():
             _add_errors(record)
-        return list(found.values())
+        return list(records.values())
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -324,7 +329,7 @@ def _add_reports(record: pb.ModelRecord, reported: StubCounters) -> None:
             counts[alias].counts.update(count)
 
 
-def _fill(histogram: pb.Histogram, found: Histogram) -> None:
-    histogram.sum = found.sum
-    histogram.first, counts = found.trimmed()
+def _fill(histogram: pb.Histogram, source: Histogram) -> None:
+    histogram.sum = source.sum
+    histogram.first, counts = source.trimmed()
     histogram.counts.extend(counts)

@@ -43,7 +43,7 @@ log = logging.getLogger("rsrv.registry")
 
 #: Maximum length in characters, which is also that of a file's name.
 _MAX_NAME = 255
-#: characters of the reason why a model cannot be loaded
+#: Maximum number of characters of the reason why a model cannot be loaded.
 _MAX_REASON = 4000
 #: Seconds between two announcements of places in the queue of builds.
 _PLACES_S = 1.0
@@ -79,7 +79,7 @@ class Registry:
         self._deferred: dict[str, list[BundlesRead]] = {}
         #: Keys of the models that are kept without a connection, by name. The list is empty until the bundle is read.
         self._held: dict[str, list[str]] = {}
-        #: reasons why models could not be started without a connection, by name
+        #: Reasons why models could not be started without a connection, by name.
         self.start_failures: dict[str, str] = {}
         self._timers = timers
         self._clock = clock
@@ -87,7 +87,7 @@ class Registry:
         self.look_for_idle()
         #: Time when waiting connections were last sent their places in the queue.
         self._places_told = -inf
-        #: models of the runtime before this one
+        #: Models of the previous runtime.
         self.handover = Handover()
 
     def starting(self) -> dict[str, str]:
@@ -106,12 +106,14 @@ class Registry:
     def _unserved(self) -> set[str]:
         """Return the models that no stub serves before it has imported their model.py."""
         connections = self._transport.connections
-        busy = {one.peer for one in connections if one.importing is not None}
+        busy = {connection.peer for connection in connections if connection.importing is not None}
         if not busy:
             return set()  # This is the usual case. With thousands of models, the rest takes the loop 25 ms.
-        registered = [(one, one.group.name) for one in connections if one.group is not None]
-        served = {name for one, name in registered if one.peer not in busy}
-        return {name for one, name in registered if one.importing is not None} - served
+        registered = [
+            (connection, connection.group.name) for connection in connections if connection.group is not None
+        ]
+        served = {name for connection, name in registered if connection.peer not in busy}
+        return {name for connection, name in registered if connection.importing is not None} - served
 
     def metas(self) -> list[Registration]:
         """Return all meta models that a stub serves."""
@@ -119,16 +121,18 @@ class Registry:
 
     def importing(self, now: float) -> dict[str, tuple[float, int]]:
         """Return the models whose stubs import a model.py that takes long: the seconds so far, and the line where it is."""
-        found: dict[str, tuple[float, int]] = {}
-        for one in self._transport.connections:
-            if one.group is not None and one.importing is not None:
-                since, line = one.importing
-                found[one.group.name] = max(found.get(one.group.name, (0.0, 0)), (now - since, line))
-        return found
+        imports: dict[str, tuple[float, int]] = {}
+        for connection in self._transport.connections:
+            if connection.group is not None and connection.importing is not None:
+                since, line = connection.importing
+                imports[connection.group.name] = max(
+                    imports.get(connection.group.name, (0.0, 0)), (now - since, line)
+                )
+        return imports
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def register(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+    def register(self, connection: PeerConnection, document: dict[str, Any]) -> None:
         """Register a stub for a model: by its bundle's path, or, on a further connection, by its key.
 
         A meta model comes with the paths of the models that it calls.
@@ -136,36 +140,40 @@ class Registry:
         if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
         connection.registering = True
-        connection.flat = wanted.get("flat") is True
-        if "key" in wanted:
+        connection.flat = document.get("flat") is True
+        if "key" in document:
             if connection.flat:
                 raise ProtocolError("REGISTER of a further connection in flat form")
-            key = str(wanted["key"])
+            key = str(document["key"])
             group = self._groups.get(key)
             if group is None or not self.catalog.ready(group):
                 _reject(connection, f"{key} is not loaded")
             else:
                 self._join(connection, group)
             return
-        name, path, calls = wanted.get("model"), wanted.get("bundle"), wanted.get("calls", {})
+        name, path, calls = document.get("model"), document.get("bundle"), document.get("calls", {})
         if not isinstance(name, str) or not isinstance(path, str) or not isinstance(calls, dict):
             raise ProtocolError("REGISTER without a model's name and its bundle's path")
         if not name.isprintable() or len(name) > _MAX_NAME:
             # The log and watchers get the details.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")
-        if wanted.get("asked") is not True and wanted.get("started") is not True and self._stays_cold(name):
+        if (
+            document.get("asked") is not True
+            and document.get("started") is not True
+            and self._stays_cold(name)
+        ):
             # The stub's process is new, so the cause of an earlier failure may be gone.
             self.catalog.feed.forget_failed(name)
             self._send_cold(connection)
             return
-        connection.demand = _read_demand(wanted, self.catalog.policy.settings.for_model(name).weight)
+        connection.demand = _read_demand(document, self.catalog.policy.settings.for_model(name).weight)
         self._builder.read(connection, name, path, calls, connection.demand)
         if self._builder.waits(connection):
             self._announce(connection, "its bundle waits to be read")
 
-    def change_demand(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+    def change_demand(self, connection: PeerConnection, document: dict[str, Any]) -> None:
         """Set the demand of the requests that wait for a registration. It has no effect after the answer."""
-        connection.demand = _read_demand(wanted, connection.demand.weight)
+        connection.demand = _read_demand(document, connection.demand.weight)
         self._builder.change_demand(connection, connection.demand)
         for key in () if connection.group is None else connection.group.models:
             self._builder.change_demand(key, self.catalog.entries[key].demand)
@@ -204,25 +212,25 @@ class Registry:
     def dismiss_idle(self, now: float) -> float:
         """Dismiss the models that no request has used for `idle.executable`; return when to check again."""
         idle, again = self._idle.find_idle(self._registered(), now)
-        for one in idle:
-            self._fall_back(one, "idle")
+        for model in idle:
+            self._fall_back(model, "idle")
         return again
 
     def relieve(self, now: float, shortage: str) -> bool:
         """Dismiss models because of a `shortage`; return whether any are leaving."""
         chosen = self._idle.choose_for_shortage(self._registered(), now)
-        for one in chosen or ():
-            self._fall_back(one, shortage)
+        for model in chosen or ():
+            self._fall_back(model, shortage)
         return chosen is None or bool(chosen)
 
-    def _fall_back(self, one: WarmModel, why: str) -> None:
-        log.info("%s: %s, so it falls back to cold", one.name, why, extra=fields(model=one.name))
-        self.dismiss(one.key)
+    def _fall_back(self, model: WarmModel, why: str) -> None:
+        log.info("%s: %s, so it falls back to cold", model.name, why, extra=fields(model=model.name))
+        self.dismiss(model.key)
 
     def _registered(self) -> RegisteredModels:
         """Return names and models of all registrations, and of the models that are kept without a connection, by key."""
-        found = {group.key: (group.name, group.models) for group in self._groups.values()}
-        return found | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
+        registered = {group.key: (group.name, group.models) for group in self._groups.values()}
+        return registered | {key: (name, (key,)) for name, keys in self._held.items() for key in keys}
 
     def _send_cold(self, connection: PeerConnection) -> None:
         timeout_s = self.catalog.policy.settings.runtime.start_timeout_s
@@ -248,29 +256,31 @@ class Registry:
 
     def bundles_read(self, message: BundlesRead) -> None:
         """Join a connection to the models that it asked for. Add the new ones."""
-        connection, wanted = message.connection, message.result
+        connection, requested = message.connection, message.result
         if connection is None:
             self._read_for_none(message)
             return
         if connection.closed:
             return
-        if isinstance(wanted, str):
+        if isinstance(requested, str):
             if not self._serves(message.name):
-                reason = wanted[:_MAX_REASON]
+                reason = requested[:_MAX_REASON]
                 self.catalog.tell_unreadable(message.name, reason, is_meta=message.is_meta)
-            self._transport.guard(connection, _reject, connection, wanted)
+            self._transport.guard(connection, _reject, connection, requested)
             return
-        if connection.flat and (wanted.bundle.hooks is not None or wanted.bundle.manifest.state is not None):
+        if connection.flat and (
+            requested.bundle.hooks is not None or requested.bundle.manifest.state is not None
+        ):
             self._transport.guard(connection, _reject, connection, _NOT_FLAT)
             return
-        group = self._registration(wanted)
+        group = self._registration(requested)
         if message.verdicts:
             key, why = next(iter(message.verdicts.items()))
-            self._reject_crashed(connection, group, key, wanted, why)
+            self._reject_crashed(connection, group, key, requested, why)
             return
-        if self._is_deferred(message, wanted):
+        if self._is_deferred(message, requested):
             return
-        start_s = self._begin(wanted, connection.demand, message.seconds)
+        start_s = self._begin(requested, connection.demand, message.seconds)
         self._transport.guard(connection, self._join, connection, group)
         entries = (self.catalog.entries[key] for key in group.models)
         building = next((entry for entry in entries if not entry.ready), None)
@@ -278,12 +288,12 @@ class Registry:
             least_s = start_s if connection.demand.urgency is Urgency.REQUESTED else 0.0
             self._transport.guard(connection, self._announce_step, connection, building, least_s)
 
-    def _is_deferred(self, message: BundlesRead, wanted: RequestedModels) -> bool:
+    def _is_deferred(self, message: BundlesRead, requested: RequestedModels) -> bool:
         """If one of these models is leaving, postpone the bundles that were read until it is gone.
 
         Return whether that was needed.
         """
-        for key in wanted.models:
+        for key in requested.models:
             entry = self.catalog.entries.get(key)
             if entry is not None and entry.ending:
                 self._deferred.setdefault(key, []).append(replace(message, verdicts={}))
@@ -318,17 +328,17 @@ class Registry:
             reading = {connection.id: connection for connection in self._transport.connections}
         for place, step in enumerate(waiting, 1):
             if step.demand.urgency is not Urgency.REQUESTED:
-                break  # the steps after this one are not more urgent
+                break  # The steps after this one are not more urgent.
             text = f"it waits for its turn: {place} reads or builds of other models come first"
             if (entry := self.catalog.entries.get(str(step.id))) is not None:
                 self._step(entry, text)
             elif (connection := reading.get(step.id)) is not None:
                 self._transport.guard(connection, self._announce, connection, text)
 
-    def _begin(self, wanted: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
+    def _begin(self, requested: RequestedModels, demand: Demand, seconds: Mapping[str, float]) -> float:
         """Add the new models in their first state. Return the least seconds that they need, as `_start_seconds`."""
         start_s = 0.0
-        for key, (name, bundle) in wanted.models.items():
+        for key, (name, bundle) in requested.models.items():
             if key not in self.catalog.entries:
                 start_s += self._start_seconds(key)
                 self.catalog.add(key, name, bundle.digest)
@@ -346,26 +356,26 @@ class Registry:
 
     def _read_for_none(self, message: BundlesRead) -> None:
         """Add a model that no stub has registered, unless one has or `let_go` was called meanwhile."""
-        wanted = message.result
+        requested = message.result
         if message.name not in self._held or self.catalog.serves(message.name):
             return
-        if isinstance(wanted, str) or message.verdicts:
-            reason = wanted if isinstance(wanted, str) else next(iter(message.verdicts.values()))
+        if isinstance(requested, str) or message.verdicts:
+            reason = requested if isinstance(requested, str) else next(iter(message.verdicts.values()))
             self.start_failures[message.name] = reason
             del self._held[message.name]
             return
-        if self._is_deferred(message, wanted):
+        if self._is_deferred(message, requested):
             return
-        self._begin(wanted, message.demand, message.seconds)
-        for key in wanted.models:
+        self._begin(requested, message.demand, message.seconds)
+        for key in requested.models:
             self.catalog.entries[key].held = message.demand
-            self._held[wanted.name].append(key)
+            self._held[requested.name].append(key)
 
     def _reject_crashed(
-        self, connection: PeerConnection, group: Registration, key: str, wanted: RequestedModels, why: str
+        self, connection: PeerConnection, group: Registration, key: str, requested: RequestedModels, why: str
     ) -> None:
         """Reject a registration because one of its models has ended too many runtimes."""
-        name, bundle = wanted.models[key]
+        name, bundle = requested.models[key]
         if key not in self.catalog.entries:
             self.catalog.add(key, name, bundle.digest).error = why
             # Nothing was built. The next models may need the entries that a crashed runtime left.
@@ -377,15 +387,15 @@ class Registry:
             self._tell(group, text)
         self._transport.guard(connection, _reject, connection, text, text)
 
-    def _registration(self, wanted: RequestedModels) -> Registration:
+    def _registration(self, requested: RequestedModels) -> Registration:
         """Return the registration that other connections have, or a new one."""
-        manifest = wanted.bundle.manifest
-        return self._groups.get(wanted.key) or Registration(
-            wanted.key,
-            wanted.name,
-            wanted.bundle.digest,
-            tuple(wanted.models),
-            wire_tensors(wanted.bundle),
+        manifest = requested.bundle.manifest
+        return self._groups.get(requested.key) or Registration(
+            requested.key,
+            requested.name,
+            requested.bundle.digest,
+            tuple(requested.models),
+            wire_tensors(requested.bundle),
             manifest.kind == "meta",
             manifest.meta_calls,
         )
@@ -566,7 +576,7 @@ class Registry:
         for connection, group in waiting:
             assert group is not None
             # The callees of a meta model stay for other connections, or leave with it.
-            self._leave(connection, group, [other for other in group.models if other != key])
+            self._leave(connection, group, [model for model in group.models if model != key])
             text = reason
             if group.is_meta:
                 text = f"model '{entry.name}', which it calls: {reason}"
@@ -630,11 +640,11 @@ class Registry:
         connection.send_document(Kind.REGISTERED, described)
 
 
-def _read_demand(wanted: dict[str, Any], weight: float) -> Demand:
+def _read_demand(document: dict[str, Any], weight: float) -> Demand:
     """Return the demand in a REGISTER or DEMAND."""
-    if wanted.get("asked") is not True:
+    if document.get("asked") is not True:
         return Demand(weight=weight)
-    deadline = wanted.get("deadline_ns")
+    deadline = document.get("deadline_ns")
     return Demand(Urgency.REQUESTED, deadline / 1e9 if isinstance(deadline, int) else inf, weight)
 
 

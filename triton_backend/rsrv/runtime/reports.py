@@ -62,8 +62,8 @@ class Reports:
             "histories": {
                 key: {
                     "records": [
-                        {"at": at, "what": what, **details}
-                        for at, what, details in scheduler.history(key, entry.history)
+                        {"at": at, "what": event, **details}
+                        for at, event, details in scheduler.history(key, entry.history)
                     ],
                     "waits_for": scheduler.obstacle(key, now),
                 }
@@ -76,7 +76,9 @@ class Reports:
         """Return the slowest requests of the models of these names, the slowest first."""
         now = self._clock()
         keys = [key for key, entry in self._catalog.entries.items() if entry.name in names]
-        answer = self._slow_requests([one for key in keys for one in self._scheduler.slowest(key, now)], now)
+        answer = self._slow_requests(
+            [slow for key in keys for slow in self._scheduler.slowest(key, now)], now
+        )
         answer["requests"].sort(key=itemgetter("seconds"), reverse=True)
         return answer
 
@@ -85,9 +87,9 @@ class Reports:
         now = self._clock()
         return self._slow_requests(self._scheduler.find_requests(tag, id, now), now)
 
-    def _slow_requests(self, found: Iterable[SlowRequest], now: float) -> dict[str, Any]:
+    def _slow_requests(self, slow_requests: Iterable[SlowRequest], now: float) -> dict[str, Any]:
         wholes: dict[tuple[str, int], list[SlowRequest]] = {}
-        for slow in found:
+        for slow in slow_requests:
             # The number is negative for requests without parts.
             number = slow.request.whole or -1 - slow.request.id
             wholes.setdefault((slow.request.model, number), []).append(slow)
@@ -110,21 +112,21 @@ _TIMES = ("paused_s", "weights_s", "peers_s", "executing_s")
 def _whole_request(parts: Sequence[SlowRequest]) -> dict[str, Any]:
     """Return one request made from these parts of it. Parts that were faster than the recorded ones may be missing."""
     described = sorted(map(_slow_request, parts), key=itemgetter("at"))
-    first, last = described[0], max(described, key=lambda one: one["at"] + one["seconds"])
+    first, last = described[0], max(described, key=lambda part: part["at"] + part["seconds"])
     if len(described) == 1:
         return first
     seconds = last["at"] + last["seconds"] - first["at"]
     after = first["after_s"]
     whole = first | {
         "parts": len(described),
-        "rows": sum(one["rows"] for one in described),
+        "rows": sum(part["rows"] for part in described),
         "seconds": seconds,
         # The front reports the time since the end of its first part.
         "after_s": None if after is None else max(0.0, after - (seconds - first["seconds"])),
-        "outcome": next((one["outcome"] for one in described if one["outcome"] != "answered"), "answered"),
+        "outcome": next((part["outcome"] for part in described if part["outcome"] != "answered"), "answered"),
         "batch": None,
     }
-    whole |= {name: min(sum(one[name] for one in described), seconds) for name in _TIMES}
+    whole |= {name: min(sum(part[name] for part in described), seconds) for name in _TIMES}
     whole["others_s"] = max(0.0, seconds - sum(whole[name] for name in _TIMES))
     return whole
 

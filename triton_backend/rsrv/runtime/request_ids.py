@@ -2,9 +2,9 @@
 
 from rsrv.wire.frames import ProtocolError
 
-#: a connection's own request ids stay below this, so that (connection, id) makes one number
+#: A connection's own request ids stay below this value, so that (connection, id) fits into one number.
 ID_BITS = 40
-#: characters of a request's number
+#: Maximum number of characters of a request's number.
 _MAX_NUMBER = 32
 
 

@@ -76,13 +76,13 @@ class Requests:
                 raise ProtocolError(f"SUBMIT with unknown flags {flags}")
             id = base | request
             if request >> ID_BITS or id in pending:
-                self._unanswered.new_id(connection, request)  # raises
+                self._unanswered.new_id(connection, request)  # This call always raises an error.
             if connection.marks and (mark := connection.marks.pop(request, None)) is not None:
                 self._traces.begin(id, mark, key)
             place = (
                 connection, request, rows, segment, inputs_at, outputs_at, tag, variant if length else None,
             )  # fmt: skip
-            asked = ev.Request(
+            scheduled = ev.Request(
                 id,
                 key,
                 index,
@@ -98,24 +98,24 @@ class Requests:
             )
             if stateful or token:
                 kind = self._steps if stateful else self._calls
-                kind.submit(place, asked, token, (sequence, flags))
+                kind.submit(place, scheduled, token, (sequence, flags))
             else:
                 pending[id] = RequestSlice(*place)
-                arrived.append(asked)
+                arrived.append(scheduled)
 
     def cancel(self, connection: PeerConnection, requests: Iterable[int]) -> None:
         self.cancel_all(tuple(global_id(connection.id, request) for request in requests))
 
     def cancel_all(self, ids: tuple[int, ...]) -> None:
         """Cancel requests by global id."""
-        others = [id for kind in self._kinds for id in kind.cancel(ids)]
-        self._outbox.append(ev.RequestsCancelled((*ids, *others)))
+        cancelled = [id for kind in self._kinds for id in kind.cancel(ids)]
+        self._outbox.append(ev.RequestsCancelled((*ids, *cancelled)))
 
     def closed(self, connection: PeerConnection) -> None:
         """Cancel the requests of a closed connection."""
-        gone = tuple(id for id, part in self._unanswered.pending.items() if part.connection is connection)
-        if gone:
-            self.cancel_all(gone)
+        closed = tuple(id for id, part in self._unanswered.pending.items() if part.connection is connection)
+        if closed:
+            self.cancel_all(closed)
         for kind in self._kinds:
             kind.closed(connection)
 

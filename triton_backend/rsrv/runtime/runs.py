@@ -16,7 +16,7 @@ from rsrv.wire.layout import ITEMSIZE, Block, Tensor
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
-#: calls of one run that may wait for its admission
+#: Maximum number of calls of one run that wait for its admission.
 _MAX_HELD = 16_384
 
 
@@ -50,7 +50,7 @@ class Kept:
 class MetaRun:
     """One request of a meta model."""
 
-    #: the scheduler's number for it, which is no request's
+    #: The scheduler's number for the run. No request has the same number.
     id: int
     token: int
     group: Registration
@@ -60,7 +60,7 @@ class MetaRun:
     request: int
     #: The loop's number for ENTER. It is free again after the answer.
     enter_id: int
-    #: seconds on the loop's clock
+    #: Seconds on the loop's clock.
     deadline: float | None
     priority: int
     #: True if another device's runtime counts the run's outcome.
@@ -68,19 +68,19 @@ class MetaRun:
     tag: int
     kind: RequestKind | None
     admitted: bool = False
-    #: aborted by an operator: it ends with its next call
+    #: True if an operator aborted the run. It ends with its next call.
     aborted: bool = False
-    #: sub-calls that wait for its admission
+    #: Sub-calls that wait for the run's admission.
     held: list[ev.Request] = field(default_factory=list)
     #: Tensors on the device, by the numbers that the run's stub chose.
     kept: dict[int, Kept] = field(default_factory=dict)
-    #: device bytes that its unfinished calls will keep, by the same numbers
+    #: Device bytes that the run's unfinished calls will keep, by the same numbers.
     promised: dict[int, int] = field(default_factory=dict)
 
     @property
     def kept_bytes(self) -> int:
         """Device bytes of the outputs that the run keeps, or is about to keep."""
-        return sum(kept.nbytes for kept in self.kept.values()) + sum(self.promised.values())
+        return sum(tensor.nbytes for tensor in self.kept.values()) + sum(self.promised.values())
 
     def account(self, seconds: float) -> None:
         """Add one of the run's sub-calls, which used the device for so many seconds."""
@@ -192,10 +192,10 @@ def find_sources(run: MetaRun, connection: PeerConnection, call: Call, block: Bl
         if place.where == Where.MEMORY:
             sources.append(_in_memory(connection, place, tensor, call.rows))
             continue
-        kept = run.kept.get(place.at)
-        if place.where != Where.DEVICE or kept is None or not kept.fits(tensor, call.rows):
+        tensor_kept = run.kept.get(place.at)
+        if place.where != Where.DEVICE or tensor_kept is None or not tensor_kept.fits(tensor, call.rows):
             raise ProtocolError(f"CALL with input {tensor.name!r} from nowhere, or of another kind")
-        sources.append(kept)
+        sources.append(tensor_kept)
     return sources
 
 

@@ -18,7 +18,7 @@ from rsrv.scheduler import events as ev
 from rsrv.wire.frames import END, START, Status
 from rsrv_bundle.spec import StateSpec
 
-#: sequences of one model at a time, with and without a slot
+#: Maximum number of sequences of one model at a time, with and without a slot.
 MAX_SEQUENCES = 65_536
 LOST = (
     "the sequence is not known: it never started or has ended, or its state was dropped because it was idle for too long, host "
@@ -34,13 +34,13 @@ _BUSY = "the sequence has a request in progress; send the next one after its ans
 class SequenceState(StrEnum):
     """Stage of a sequence's life."""
 
-    #: its request waits for a slot
+    #: The sequence's request waits for a slot.
     WAITING = "waiting"
-    #: has a slot and no request
+    #: The sequence has a slot and no request.
     IDLE = "idle"
-    #: has a slot and a request, which the scheduler knows
+    #: The sequence has a slot, and a request that the scheduler knows.
     STEPPING = "stepping"
-    #: has neither; its state lies in host memory
+    #: The sequence has neither a slot nor a request. Its state is in host memory.
     STORED = "stored"
     ENDED = "ended"
 
@@ -48,15 +48,15 @@ class SequenceState(StrEnum):
 class SequenceEvent(StrEnum):
     """Occurrence that moves a sequence to another state."""
 
-    #: its request came
+    #: A request arrived for the sequence.
     REQUEST = "request"
-    #: it got a slot
+    #: The sequence got a slot.
     GRANT = "grant"
-    #: its request was answered, or ended without a change of its state
+    #: The sequence's request was answered, or ended without a change of the state.
     DONE = "done"
-    #: another sequence got its slot
+    #: Another sequence got the slot.
     DISPLACE = "displace"
-    #: its last request was answered, it was idle too long, its connection ended, or its state was lost
+    #: The sequence ended: its last request was answered, it was idle for too long, its connection ended, or its state was lost.
     END = "end"
 
 
@@ -75,7 +75,7 @@ TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (S.STORED, E.END): S.ENDED,
 }
 
-#: instruction that carries out an event
+#: Instruction that carries out each event.
 EFFECTS: Mapping[SequenceEvent, str] = {E.GRANT: "RequestsArrived", E.DISPLACE: "StatePool.launch"}
 
 
@@ -85,21 +85,21 @@ class SequenceEntry:
 
     model: str
     id: int
-    #: connection of its latest request
+    #: Connection of the latest request.
     owner: int
     state: SequenceState = SequenceState.WAITING
     #: None: it has none
     slot: int | None = None
     tensors: SequenceTensors = field(default_factory=SequenceTensors)
-    #: an execution has made its state
+    #: True once an execution has made the sequence's state.
     begun: bool = False
-    #: its request, waiting or with the scheduler
+    #: The sequence's request, waiting or with the scheduler.
     request: ev.Request | None = None
-    #: flags of that request
+    #: Flags of that request.
     flags: int = 0
-    #: it ends with its request, whatever becomes of that
+    #: True if the sequence ends with its request, whatever the request's outcome.
     doomed: bool = False
-    #: when its latest request ended
+    #: Time when the latest request ended.
     used: float = 0.0
 
     def advance(self, event: SequenceEvent) -> None:
@@ -130,12 +130,12 @@ class RefusedStep(NamedTuple):
 class Verdicts(NamedTuple):
     """Consequences of an event."""
 
-    #: requests for the scheduler
+    #: Requests for the scheduler.
     granted: tuple[ev.Request, ...] = ()
     refused: tuple[RefusedStep, ...] = ()
-    #: requests that the scheduler has, for sequences that are lost
+    #: Requests of lost sequences that the scheduler still has.
     cancelled: tuple[int, ...] = ()
-    #: number of sequences that ended with their state
+    #: Number of sequences that ended with their state.
     lost: int = 0
 
 
@@ -144,14 +144,14 @@ class _SlotTable:
     """Sequences of one model."""
 
     spec: StateSpec
-    #: times that its states were lost
+    #: Number of times that the model's states were lost.
     losses: int
     free: list[int]
     sequences: dict[int, SequenceEntry] = field(default_factory=dict)
-    #: least recently used first
+    #: Sequences, least recently used first.
     idle: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
     stored: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
-    #: by request, in the order of arrival
+    #: Sequences by request, in the order of arrival.
     waiting: OrderedDict[int, SequenceEntry] = field(default_factory=OrderedDict)
     #: (deadline, request) of those that have waited
     deadlines: list[tuple[float, int]] = field(default_factory=list)
@@ -186,11 +186,11 @@ class SequenceTable:
 
     def count(self, model: str) -> dict[SequenceState, int]:
         """Return the number of a model's sequences in each state."""
-        found = self._models.get(model)
-        if found is None:
+        state = self._models.get(model)
+        if state is None:
             return {}
-        waiting, idle, stored = len(found.waiting), len(found.idle), len(found.stored)
-        stepping = len(found.sequences) - waiting - idle - stored
+        waiting, idle, stored = len(state.waiting), len(state.idle), len(state.stored)
+        stepping = len(state.sequences) - waiting - idle - stored
         return {S.WAITING: waiting, S.IDLE: idle, S.STEPPING: stepping, S.STORED: stored}
 
     # --- events -------------------------------------------------------------------------------------------
@@ -269,7 +269,9 @@ class SequenceTable:
     def leave(self, owner: int) -> Verdicts:
         """End the sequences of a closed connection; those with a request end with it."""
         for model in self._models.values():
-            self._end_all(model, [one for one in model.sequences.values() if one.owner == owner])
+            self._end_all(
+                model, [sequence for sequence in model.sequences.values() if sequence.owner == owner]
+            )
         return Verdicts(self._grant_all())
 
     def hold(self, *, held: bool) -> Verdicts:
@@ -290,8 +292,10 @@ class SequenceTable:
         if model.losses == losses:
             return Verdicts()
         model.losses = losses
-        ended = [one for one in model.sequences.values() if one.begun or one.slot is not None]
-        ids = [one.request.id for one in ended if one.request is not None]
+        ended = [
+            sequence for sequence in model.sequences.values() if sequence.begun or sequence.slot is not None
+        ]
+        ids = [sequence.request.id for sequence in ended if sequence.request is not None]
         refused = [id for id in ids if model.waiting.pop(id, None) is not None]
         self._end_all(model, ended)
         return Verdicts(
@@ -309,7 +313,7 @@ class SequenceTable:
         """End sequences with so many bytes of state in host memory, the longest idle first."""
         oldest = merge(
             *(
-                [(one.used, one, model) for one in resting.values()]
+                [(sequence.used, sequence, model) for sequence in resting.values()]
                 for model, resting in self._on_host(resident)
             ),
             key=itemgetter(0),
@@ -340,7 +344,7 @@ class SequenceTable:
 
     def _grant_all(self) -> tuple[ev.Request, ...]:
         """Give slots to the sequences of all models that wait; return their requests."""
-        return tuple(one for model in self._models.values() for one in self._grant(model))
+        return tuple(verdict for model in self._models.values() for verdict in self._grant(model))
 
     def _grant(self, model: _SlotTable) -> tuple[ev.Request, ...]:
         """Give slots to the sequences of a model that wait, in the order of their requests, which are returned."""

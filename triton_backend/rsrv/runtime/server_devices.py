@@ -16,9 +16,9 @@ from typing import Literal
 from rsrv.runtime.cuda import find_card
 from rsrv.wire.paths import DEVICES, read_devices, write_whole
 
-#: seconds that the server before may take to end
+#: Seconds that the previous server may take to end.
 CARD_TIMEOUT_S = 10.0
-#: servers with at most this runtime.memory_fraction may share a card
+#: Servers with at most this runtime.memory_fraction may share a card.
 SHARING_FRACTION = 0.5
 
 _KEY = "runtime.devices"
@@ -58,18 +58,20 @@ def read_gpus() -> tuple[InstalledGpu, ...]:
             return None
         if current != pynvml.NVML_DEVICE_MIG_ENABLE:
             return None
-        found = []
+        selectors = []
         for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             except pynvml.NVMLError_NotFound:
                 continue
-            found.append(uuid(instance))
-        return tuple(found)
+            selectors.append(uuid(instance))
+        return tuple(selectors)
 
     def uuid(handle: object) -> str:
         value = pynvml.nvmlDeviceGetUUID(handle)
-        return value.decode() if isinstance(value, bytes) else str(value)  # bytes before 11.515
+        return (
+            value.decode() if isinstance(value, bytes) else str(value)
+        )  # Releases before 11.515 return bytes here.
 
     try:
         pynvml.nvmlInit()
@@ -83,7 +85,7 @@ def read_gpus() -> tuple[InstalledGpu, ...]:
 
 
 def resolve(
-    wanted: Literal["all"] | Sequence[int | str],
+    devices: Literal["all"] | Sequence[int | str],
     platform: str,
     environment: Mapping[str, str],
     look: Callable[[], Sequence[InstalledGpu]] = read_gpus,
@@ -91,14 +93,14 @@ def resolve(
     """Return the devices of a server: values of CUDA_VISIBLE_DEVICES, or cpu; at least one. Raises DevicesError.
 
     Args:
-        wanted: `runtime.devices`. Numbers count the visible GPUs.
+        devices: `runtime.devices`. Numbers count the visible GPUs.
         platform: `runtime.platform`.
         environment: variables of the server. The numbers in CUDA_VISIBLE_DEVICES are nvidia-smi's.
         look: as `read_gpus`; called only if needed.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = (
-        _all(platform, environment, look) if wanted == "all" else _listed(wanted, platform, visible, look)
+        _all(platform, environment, look) if devices == "all" else _listed(devices, platform, visible, look)
     )
     for index, device in enumerate(chosen):
         if device != _CPU and device in chosen[:index]:
@@ -110,26 +112,28 @@ def resolve(
 
 
 def _listed(
-    wanted: Sequence[int | str],
+    listed: Sequence[int | str],
     platform: str,
     visible: str | None,
     look: Callable[[], Sequence[InstalledGpu]],
 ) -> list[str]:
     if platform == "cpu":
-        for one in wanted:
-            if one != _CPU:
-                raise DevicesError(f"{_KEY}: {one} is a GPU, and runtime.platform is cpu; remove one of them")
-    found: Sequence[InstalledGpu] = ()
-    if any(one != _CPU for one in wanted):
+        for device in listed:
+            if device != _CPU:
+                raise DevicesError(
+                    f"{_KEY}: {device} is a GPU, and runtime.platform is cpu; remove one of them"
+                )
+    gpus: Sequence[InstalledGpu] = ()
+    if any(device != _CPU for device in listed):
         try:
-            found = look()
+            gpus = look()
         except GpusUnknown:
-            found = ()  # taken as named: CUDA alone knows
+            gpus = ()  # Use the selector as named, because only CUDA knows it.
     chosen: list[str] = []
-    for one in wanted:
-        devices = _wanted(one, visible, found)
+    for device in listed:
+        devices = _wanted(device, visible, gpus)
         if not devices:
-            raise _without_instances(f"{one}: the GPU is")
+            raise _without_instances(f"{device}: the GPU is")
         chosen += devices
     return chosen
 
@@ -141,17 +145,17 @@ def _all(
     if platform == "cpu" or (platform == "auto" and card is None):
         return [_CPU]
     try:
-        found = look()
+        gpus = look()
     except GpusUnknown as error:
         if card is None:
-            return [_CPU]  # the runtime explains why there is no GPU
+            return [_CPU]  # The runtime explains why there is no GPU.
         raise DevicesError(
             f"{_KEY}: all: {error}, so the GPUs are not known. Try nvidia-smi, or list them: {_KEY}: [0]"
         ) from None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    groups = [gpu.selectors for gpu in found] if visible is None else _visible(visible, found)
+    groups = [gpu.selectors for gpu in gpus] if visible is None else _visible(visible, gpus)
     chosen = [device for group in groups for device in group]
-    if not chosen and any(gpu.instances is not None for gpu in found):
+    if not chosen and any(gpu.instances is not None for gpu in gpus):
         raise _without_instances("all: the GPUs are")
     return chosen or [_CPU]
 
@@ -162,75 +166,77 @@ def _without_instances(which: str) -> DevicesError:
     )
 
 
-def _visible(visible: str, found: Sequence[InstalledGpu]) -> list[tuple[str, ...]]:
+def _visible(visible: str, gpus: Sequence[InstalledGpu]) -> list[tuple[str, ...]]:
     """Return the devices of CUDA_VISIBLE_DEVICES by GPU."""
     groups = []
     for word in (word.strip() for word in visible.split(",")):
         # CUDA ends the list at any other word, such as -1 or NoDevFiles.
         if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
             break
-        groups.append(_named(int(word) if word.isdecimal() else word, found, "CUDA_VISIBLE_DEVICES"))
+        groups.append(_named(int(word) if word.isdecimal() else word, gpus, "CUDA_VISIBLE_DEVICES"))
     return groups
 
 
-def _wanted(one: int | str, visible: str | None, found: Sequence[InstalledGpu]) -> tuple[str, ...]:
+def _wanted(device_name: int | str, visible: str | None, gpus: Sequence[InstalledGpu]) -> tuple[str, ...]:
     """Return the devices of one entry of the setting."""
-    if one == _CPU:
+    if device_name == _CPU:
         return (_CPU,)
     if visible is None:
-        return _named(one, found, _KEY)
-    here = _visible(visible, found)
-    if isinstance(one, int):
-        if one >= len(here):
-            raise DevicesError(f"{_KEY}: {one}: CUDA_VISIBLE_DEVICES ({visible}) has {_numbers(len(here))}")
-        return here[one]
-    devices = _named(one, found, _KEY)
+        return _named(device_name, gpus, _KEY)
+    here = _visible(visible, gpus)
+    if isinstance(device_name, int):
+        if device_name >= len(here):
+            raise DevicesError(
+                f"{_KEY}: {device_name}: CUDA_VISIBLE_DEVICES ({visible}) has {_numbers(len(here))}"
+            )
+        return here[device_name]
+    devices = _named(device_name, gpus, _KEY)
     # Without NVML, several names may mean one device.
-    if found and not {device for group in here for device in group}.issuperset(devices):
-        raise DevicesError(f"{_KEY}: {one} is not in CUDA_VISIBLE_DEVICES ({visible})")
+    if gpus and not {device for group in here for device in group}.issuperset(devices):
+        raise DevicesError(f"{_KEY}: {device_name} is not in CUDA_VISIBLE_DEVICES ({visible})")
     return devices
 
 
-def _named(name: int | str, found: Sequence[InstalledGpu], said: str) -> tuple[str, ...]:
+def _named(name: int | str, gpus: Sequence[InstalledGpu], setting: str) -> tuple[str, ...]:
     """Return the devices with this number in nvidia-smi, or with this UUID or its beginning.
 
-    `said` says where the name stands.
+    `setting` is the setting with the name, for errors.
     """
-    if not found:
+    if not gpus:
         return (str(name),)
     if isinstance(name, int):
-        if name >= len(found):
-            raise DevicesError(f"{said}: {name}: this machine has {_numbers(len(found))}")
-        return found[name].selectors
+        if name >= len(gpus):
+            raise DevicesError(f"{setting}: {name}: this machine has {_numbers(len(gpus))}")
+        return gpus[name].selectors
     groups = [
-        tuple(one for one in gpu.selectors if one.startswith(name))
+        tuple(selector for selector in gpu.selectors if selector.startswith(name))
         or (gpu.selectors if gpu.uuid.startswith(name) else ())
-        for gpu in found
+        for gpu in gpus
     ]
     groups = [group for group in groups if group]
     if len(groups) > 1:
-        raise DevicesError(f"{said}: {name}: several GPUs begin so; give more of the UUID")
+        raise DevicesError(f"{setting}: {name}: several GPUs begin so; give more of the UUID")
     if groups:
         return groups[0]
     if name.startswith("MIG-GPU-"):
         return (name,)  # Drivers before 470 use other names for instances than NVML.
-    known = ", ".join(one for gpu in found for one in gpu.selectors)
-    raise DevicesError(f"{said}: {name}: this machine has {known}")
+    known = ", ".join(selector for gpu in gpus for selector in gpu.selectors)
+    raise DevicesError(f"{setting}: {name}: this machine has {known}")
 
 
 def _numbers(count: int) -> str:
     return {0: "no GPU", 1: "one GPU, number 0"}.get(count, f"GPUs 0 to {count - 1}")
 
 
-def keep_devices(directory: Path, found: Callable[[], list[str]]) -> list[str]:
-    """Return the devices that the server began with, or those that are `found` now, for the runtimes after this one.
+def keep_devices(directory: Path, look: Callable[[], list[str]]) -> list[str]:
+    """Return the devices that the server began with, or those that `look` returns now, for the runtimes after this one.
 
-    `directory` is that of device 0. Raises OSError, and what `found` raises.
+    `directory` is that of device 0. Raises OSError, and the errors of `look`.
     """
     try:
         return read_devices(directory)
     except FileNotFoundError:
-        devices = found()
+        devices = look()
     write_whole(directory / DEVICES, json.dumps(devices))
     return devices
 
@@ -254,10 +260,10 @@ def hold_card(
         except BlockingIOError:
             pass
         if time.monotonic() >= deadline:
-            other = os.pread(fd, 4096, 0).decode(errors="replace")
+            holder = os.pread(fd, 4096, 0).decode(errors="replace")
             os.close(fd)
             raise DevicesError(
-                f"{_KEY}: {device} is in use by {other}, and {server} wants it, too. Give each server GPUs of its own "
+                f"{_KEY}: {device} is in use by {holder}, and {server} wants it, too. Give each server GPUs of its own "
                 f"({_KEY}), or let them share: runtime.memory_fraction of at most {SHARING_FRACTION} in both"
             )
         time.sleep(0.05)

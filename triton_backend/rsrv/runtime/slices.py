@@ -20,12 +20,12 @@ class RequestKind:
     The methods of this class do what a plain request needs: nothing.
     """
 
-    def submit(self, place: tuple[Any, ...], asked: ev.Request, token: int, step: tuple[int, int]) -> None:
+    def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
         """Handle a request of SUBMIT.
 
         Args:
             place: arguments of `RequestSlice`.
-            asked: the request for the scheduler.
+            request: the request for the scheduler.
             token: of its run; 0: none.
             step: the sequence and the flags.
         """
@@ -96,12 +96,12 @@ class RequestSlice:
     """A request's share of an execution: its connection, and the places of its inputs and outputs."""
 
     connection: PeerConnection
-    request: int  # the connection's own id
+    request: int  # The connection's own id.
     rows: int
     segment: Bytes
     inputs_at: int
     outputs_at: int
-    tag: int = 0  # hash of the client's id for the request; 0: it has none
+    tag: int = 0  # Hash of the client's id for the request, or 0 without one.
     #: Tensors of the request at its own length, if the model has a padded axis.
     shapes: Variant | None = None
     #: Kind of the request. None: it is a plain one.

@@ -29,11 +29,11 @@ log = logging.getLogger("rsrv.runtime")
 
 #: A spare starts after this many seconds without a build, and seconds between two checks for that.
 _QUIET_S, _LOOK_S = 2.0, 0.5
-#: seconds between a spare's end and the start of the next one
+#: Seconds between a spare's end and the start of the next one.
 _PAUSE_S = 30.0
-#: memory of a spare
+#: Bytes of memory that a spare takes.
 _BYTES = 90 << 20
-#: niceness of the imports; only a thread of its own can have one for a time
+#: Niceness of the imports. Only a separate thread can have one for a limited time.
 _NICENESS = 19
 #: Reports of a spare that waits for its turn, without and with the version of the stubs that it can serve.
 _CAN, _READY = "speaks version", f"speaks version {PROTOCOL_VERSION}"
@@ -123,7 +123,7 @@ class SpareKeeper(Successor):
                 spare.sock.close()
                 ended = f"ended with status {status}"
                 if not status:
-                    return  # the server has ended, and so does this process
+                    return  # The server has ended, so this process also ends.
             except OSError as error:
                 spare, ended = None, f"cannot be started: {error}"
             with self._lock:
@@ -143,7 +143,7 @@ class SpareKeeper(Successor):
         thread = threading.Thread(target=lambda: done(action()), name="renewal", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system has none left
+        except RuntimeError as error:  # The system has none left.
             done(f"the next runtime cannot be started: {error}")
 
     def withdraw(self) -> None:
@@ -157,7 +157,7 @@ class SpareKeeper(Successor):
             spare, self._spare = self._spare, None
         spare.process.kill()
         # The loop does not wait for the end: a GPU's driver takes a while to end a context.
-        with suppress(RuntimeError):  # the system has no thread left, so the process stays a zombie
+        with suppress(RuntimeError):  # The system has no thread left, so the process stays a zombie.
             threading.Thread(target=spare.end, name="withdrawal", daemon=True).start()
 
     def stay_back(self, record: bytes) -> None:
@@ -223,16 +223,18 @@ class _Spare(NamedTuple):
         self.sock.settimeout(wait_s)
         try:
             # The spare reports once, but `problem` may be called again, so the report stays in the socket.
-            said = self.sock.recv(4096, socket.MSG_PEEK).decode(errors="replace")
+            message = self.sock.recv(4096, socket.MSG_PEEK).decode(errors="replace")
         except BlockingIOError:
             return ""
         except OSError as error:
-            said = f"it has not imported its modules: {error}"
-        if said == _READY:
+            message = f"it has not imported its modules: {error}"
+        if message == _READY:
             return ""
-        if said.startswith(_CAN):
-            said = f"it {said} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
-        return f"the next runtime could not serve: {said or 'it ended; the server log may say more'}"
+        if message.startswith(_CAN):
+            message = (
+                f"it {message} of the protocol, and the stubs speak {PROTOCOL_VERSION}: restart tritonserver"
+            )
+        return f"the next runtime could not serve: {message or 'it ended; the server log may say more'}"
 
     def end(self) -> None:
         self.process.kill()
@@ -293,7 +295,7 @@ def _prepare(modules: Sequence[str], check: Callable[[], object], niceness: int,
             check()
         except Exception as error:  # noqa: BLE001 - told to the runtime
             problem = problem or str(error)
-        with suppress(OSError):  # the runtime has just ended
+        with suppress(OSError):  # The runtime has just ended.
             os.write(sys.stdin.fileno(), (problem or _READY).encode()[:4000])
     finally:
         os.close(preparing)

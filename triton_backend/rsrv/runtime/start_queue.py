@@ -14,13 +14,13 @@ from math import inf
 class Urgency(IntEnum):
     """Reason of a start, the most urgent first."""
 
-    #: requests wait for the model
+    #: Requests wait for the model.
     REQUESTED = 0
     #: An operator, a schedule or a policy wants the model warm before requests come.
     PREWARMED = 1
-    #: the model starts with the server
+    #: The model starts with the server.
     EAGER = 2
-    #: no start: resources that only starts need are freed
+    #: Nothing starts. Resources that only starts need are freed.
     CLEAN_UP = 3
 
 
@@ -29,9 +29,9 @@ class Demand:
     """Need of a start."""
 
     urgency: Urgency = Urgency.EAGER
-    #: earliest deadline of the requests that wait, on the loop's clock; inf: none has one
+    #: Earliest deadline of the waiting requests, on the loop's clock. inf if none has one.
     deadline: float = inf
-    #: share of the model among models with equal demand
+    #: Share of the model among models with equal demand.
     weight: float = 1.0
 
     def stronger(self, other: "Demand") -> "Demand":
@@ -50,18 +50,18 @@ class BuildStep:
     name: str
     demand: Demand
     action: Callable[[], object]
-    #: a bundle is read; without it, a model is built
+    #: True if a bundle is read, False if a model is built.
     reads: bool = False
     #: Expected seconds of the step.
     seconds: float = 0.0
-    #: time of its arrival on the loop's clock, which the queue notes
+    #: Time of the step's arrival on the loop's clock. The queue sets it.
     arrival: float = field(default=0.0, init=False)
 
 
-#: position of a step in the order, smallest first; the last is unique
+#: Position of a step in the order, smallest first. The last element is unique.
 _Rank = tuple[int, float, int, float, int]
 
-#: seconds in which half of a model's building time is forgotten
+#: Half of a model's building time is forgotten in this many seconds.
 _HALF_LIFE_S = 60.0
 #: A build that is expected to take this many seconds begins after all bundles are read, because some may be built sooner.
 _LONG_S = 1.0
@@ -120,7 +120,7 @@ class StartQueue:
         while self._heap:
             rank, step = heapq.heappop(self._heap)
             if self._steps.get(step.id) is not step:
-                continue  # dropped, replaced or done
+                continue  # The step was dropped, replaced or done.
             if self._rank(step, now, rank[-1]) > rank:
                 self._enter(step, now, rank[-1])
                 continue

@@ -38,9 +38,9 @@ class StateLost(Exception):
 class SequenceTensors:
     """The state of one sequence, wherever it lies. Without slot and arrays it is lost, or has not begun."""
 
-    #: the slot of the pools that holds it; None: none does
+    #: Slot of the pools that holds the state, or None.
     slot: int | None = None
-    #: a copy in host memory
+    #: Copy of the state in host memory.
     arrays: list[Array] | None = None
     #: False once its sequence has ended. Such a state is not saved.
     live: bool = True
@@ -60,13 +60,13 @@ class StatePool:
     def __init__(self, model: str, spec: StateSpec) -> None:
         self.spec = spec
         self.nbytes = spec.pool_bytes
-        #: bytes of each pool, under keys that no other model's tensors have
+        #: Bytes of each pool, under keys that no other model's tensors have.
         self.tensors = {(model, tensor.name): spec.slots * tensor.nbytes for tensor in spec.tensors}
         self._kinds: tuple[ArrayKind, ...] = tuple(
             ((spec.slots, *tensor.dims), numpy_dtype(tensor.dtype)) for tensor in spec.tensors
         )
         self._pools: Pools | None = None
-        #: slot -> the state that it holds
+        #: The state that each slot holds, by slot.
         self._held: dict[int, SequenceTensors] = {}
         #: How often the contents were lost. An execution that fails late must not destroy newer contents.
         self.losses = 0
@@ -164,12 +164,12 @@ class StatePool:
 
     def _save(self, device: Device, slot: int) -> None:
         """Save what a slot holds, unless its sequence has ended."""
-        held = self._held.get(slot)
-        if held is not None:
-            if held.live:
-                held.arrays = self._read(device, slot)
+        saved = self._held.get(slot)
+        if saved is not None:
+            if saved.live:
+                saved.arrays = self._read(device, slot)
             del self._held[slot]
-            held.slot = None
+            saved.slot = None
 
     def _bring(self, device: Device, slot: int, tensors: SequenceTensors) -> None:
         """Bring a state to a slot, from another one or from host memory."""

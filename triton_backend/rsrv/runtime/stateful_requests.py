@@ -61,18 +61,18 @@ class StatefulRequests(RequestKind):
 
     # --- frames -------------------------------------------------------------------------------------------
 
-    def submit(self, place: tuple[Any, ...], asked: ev.Request, token: int, step: tuple[int, int]) -> None:
+    def submit(self, place: tuple[Any, ...], request: ev.Request, token: int, step: tuple[int, int]) -> None:
         """Take a step of a client's sequence."""
-        part = self._requests.pending[asked.id] = SequenceSlice(*place)
+        part = self._requests.pending[request.id] = SequenceSlice(*place)
         part.kind = self
-        self._begin(part, asked, step)
+        self._begin(part, request, step)
 
-    def generate(self, connection: PeerConnection, wanted: dict[str, Any]) -> None:
+    def generate(self, connection: PeerConnection, document: dict[str, Any]) -> None:
         """Begin a generation, or refuse it."""
         model = self._catalog.served_by(connection)
         if model is None or (spec := model.bundle.manifest.generate) is None or model.pool is None:
             raise ProtocolError("GENERATE before REGISTERED, or of a model that does not generate")
-        ask = read_generate(wanted)
+        ask = read_generate(document)
         id = self._requests.new_id(connection, ask.request)
         if id in self.generations:
             raise ProtocolError(f"generation {ask.request} is there already, and has not ended yet")
@@ -91,16 +91,16 @@ class StatefulRequests(RequestKind):
             self._traces.begin(request.id, mark, model.key)
         self._begin(step, request, (request.id, START))
 
-    def _begin(self, part: SequenceSlice, asked: ev.Request, step: tuple[int, int]) -> None:
+    def _begin(self, part: SequenceSlice, request: ev.Request, step: tuple[int, int]) -> None:
         """Take the request of a new or known sequence. `step`: the sequence and the flags."""
-        model, (sequence, flags) = self._catalog.get(asked.model), step
+        model, (sequence, flags) = self._catalog.get(request.model), step
         assert model.pool is not None
         self.sequences.add(model.key, model.pool.spec, model.pool.losses)
         named, limit = (
             (sequence, part.connection.id, flags),
             self._catalog.policy.queue_depth(model.name),
         )
-        part.sequence, verdicts = self.sequences.request(asked, named, limit, self._clock())
+        part.sequence, verdicts = self.sequences.request(request, named, limit, self._clock())
         self._apply(verdicts)
         self._timers.advance(self.expire, self.sequences.due(model.key))
 
@@ -165,7 +165,7 @@ class StatefulRequests(RequestKind):
 
     def answered(self, part: SequenceSlice) -> bool:
         if isinstance(part, StepSlice):
-            return False  # its token has been taken
+            return False  # The token has already been taken.
         self._end_step(part, executed=True)
         return True
 
@@ -236,7 +236,7 @@ class StatefulRequests(RequestKind):
     # --- steps of generations -----------------------------------------------------------------------------
 
     def _next_step(self, step: StepSlice) -> ev.Request:
-        others_wait = any(other is not step for other in self._requests.pending.values())
+        others_wait = any(pending is not step for pending in self._requests.pending.values())
         request = step.next_request(next(self._step_ids), others_wait=others_wait)
         self._requests.pending[request.id] = step
         return request
@@ -245,7 +245,7 @@ class StatefulRequests(RequestKind):
         """Send the tokens of an execution; hand over the next steps, so that they share the next one, or end."""
         now = self._clock()
         # In the order of their memory, which the next execution copies at once.
-        for step in sorted((one for one in slices if isinstance(one, StepSlice)), key=_PLACE):
+        for step in sorted((part for part in slices if isinstance(part, StepSlice)), key=_PLACE):
             sequence, token = step.sequence, step.token
             assert sequence is not None
             is_sent, end = step.generation.step(token, now)

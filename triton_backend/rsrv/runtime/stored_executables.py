@@ -45,11 +45,13 @@ class CompileTarget:
 
     def differences(self, here: "CompileTarget") -> str:
         """Return how this target differs from the one here, in words; empty if they are equal."""
-        found = ((field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self))
+        values = (
+            (field.name, getattr(self, field.name), getattr(here, field.name)) for field in fields(self)
+        )
         return ", ".join(
-            f"its {name}: {own or 'none'}, here: {other or 'none'}"
-            for name, own, other in found
-            if own != other
+            f"its {name}: {own or 'none'}, here: {present or 'none'}"
+            for name, own, present in values
+            if own != present
         )
 
 
@@ -62,11 +64,11 @@ class Contents:
     tuned: bool
     #: SHA-256 of the entry, by that of its module, hexadecimal
     digests: Mapping[str, str]
-    #: estimated seconds of an execution on the card, by module; absent if the card's rates are unknown
+    #: Estimated seconds of an execution on the card, by module. Empty if the card's rates are unknown.
     seconds: Mapping[str, float]
-    #: model -> "variant/size" -> module
+    #: Modules by model, and by "variant/size".
     models: Mapping[str, Mapping[str, str]]
-    #: modules without an executable: only a server on the card can compile them
+    #: Modules without an executable. Only a server on the card can compile them.
     left: Sequence[str] = ()
 
 
@@ -115,15 +117,15 @@ class StoredExecutables:
 
     def get(self, module: str) -> bytes | None:
         """Return the executable of the module with this digest; None if there is none, or if it is damaged."""
-        wanted = self.contents.digests.get(module)
-        if wanted is None:
+        digest = self.contents.digests.get(module)
+        if digest is None:
             return None
         try:
             entry = self._archive.read(module)
         except Exception as error:  # noqa: BLE001 - as in __init__
             log.warning("%s: %s cannot be read (%s), so it is compiled", self.path, module, error)
             return None
-        if hashlib.sha256(entry).hexdigest() != wanted:
+        if hashlib.sha256(entry).hexdigest() != digest:
             log.warning("%s: %s is damaged, so it is compiled", self.path, module)
             return None
         return entry
@@ -167,20 +169,20 @@ def find_executables(repository: Path, here: CompileTarget) -> StoredExecutables
     refused, usable = [], []
     for path in sorted(repository.glob(f"*{SUFFIX}")):
         try:
-            found = StoredExecutables(path)
+            stored = StoredExecutables(path)
         except StoredExecutablesError as error:
             refused.append(str(error))
             continue
-        if why := found.contents.target.differences(here):
-            found.close()
+        if why := stored.contents.target.differences(here):
+            stored.close()
             refused.append(f"{path} has {why}")
         else:
-            usable.append(found)
+            usable.append(stored)
     if usable:
-        chosen = max(usable, key=lambda one: one.contents.tuned)
-        for other in usable:
-            if other is not chosen:
-                other.close()
+        chosen = max(usable, key=lambda stored: stored.contents.tuned)
+        for unused in usable:
+            if unused is not chosen:
+                unused.close()
         tuned = "tuned on such a card" if chosen.contents.tuned else "not tuned"
         log.info("%s: %d executables for this device, %s", chosen.path, len(chosen.contents.digests), tuned)
         return chosen

@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger("rsrv.workers")
 
-#: nice value of threads whose work may wait, above that of others: they get a tenth of the time of a thread that competes
+#: Nice value of threads whose work may wait. Such a thread gets a tenth of the time of a competing thread.
 _NICER = 10
 
 

@@ -13,11 +13,11 @@ from rsrv.wire.traces import Mark, Span
 
 T = TypeVar("T")
 
-#: device spans that are kept: half a minute of a thousand a second. About 5 MB.
+#: Maximum number of device spans that are kept: half a minute at a thousand per second. They take about 5 MB.
 TIMELINE_LENGTH = 32_768
-#: device spans of one answer: serialising more would delay requests for milliseconds
+#: Maximum number of device spans of one answer. Serialising more would delay requests for milliseconds.
 TIMELINE_ANSWER = 2_000
-#: spans of traced requests that are kept, and those of one answer
+#: Maximum numbers of spans of traced requests that are kept, and that one answer has.
 TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
 #: Number of arrivals that are kept, about 10 MB. They are kept for this many seconds after a reader has asked for
 #: them.
@@ -50,8 +50,8 @@ class RingBuffer(Generic[T]):
 
     def answer(self, instance: str, number: int, most: int) -> tuple[dict[str, Any], list[T]]:
         """Return the fields of an answer that describe the elements that `since` returns, and these elements."""
-        first, kept = self.since(number, most)
-        return {"instance": instance, "first": first, "next": first + len(kept), "end": self.next}, kept
+        first, entries = self.since(number, most)
+        return {"instance": instance, "first": first, "next": first + len(entries), "end": self.next}, entries
 
 
 class DeviceSpan(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceSpan(NamedTuple):
 
     kind: WorkKind
     model: str
-    #: on the loop's clock, seconds
+    #: Seconds on the loop's clock.
     start: float
     end: float
     #: Useful rows of an execution.
@@ -86,23 +86,23 @@ class RecentArrivals:
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
         """Answer the command `arrivals`, and keep what arrives from now on. Times are on the loop's clock."""
         self._until = now + ARRIVALS_S
-        said, kept = self._kept.answer(instance, since, TIMELINE_ANSWER)
+        head, entries = self._kept.answer(instance, since, TIMELINE_ANSWER)
         return {
-            **said,
+            **head,
             "unix_s": time.time() - now,
             "requests": [
                 (
                     round(at, 6),
-                    one.model,
-                    one.rows,
-                    one.variant,
-                    None if one.deadline is None else round(one.deadline - at, 6),
-                    one.priority,
-                    one.run != 0,
+                    arrival.model,
+                    arrival.rows,
+                    arrival.variant,
+                    None if arrival.deadline is None else round(arrival.deadline - at, 6),
+                    arrival.priority,
+                    arrival.run != 0,
                 )
-                for at, one in kept
+                for at, arrival in entries
                 # A request that was accepted before a restart has arrived before.
-                if not one.accepted
+                if not arrival.accepted
             ],
         }
 
@@ -151,7 +151,7 @@ class Timeline:
             case ev.WeightsLoaded() | ev.LoadFailed() | ev.LoadAbandoned():
                 start = self._loading.pop((event.model, event.epoch), None)
                 if start is None:
-                    return None  # a read, which is no work of the device
+                    return None  # This is a read, which is no work of the device.
                 # The transfer's own time where it is known: a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
@@ -170,9 +170,9 @@ class Timeline:
 
     def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
         """Answer the command `timeline`; a span's start is given as seconds before `now`."""
-        said, spans = self.spans.answer(instance, since, TIMELINE_ANSWER)
+        head, spans = self.spans.answer(instance, since, TIMELINE_ANSWER)
         return {
-            **said,
+            **head,
             "spans": [
                 (
                     span.kind,
@@ -194,12 +194,12 @@ class _TracedRequest:
     """A request; times on the loop's clock, seconds."""
 
     mark: Mark
-    #: the model's key
+    #: Key of the model.
     model: str
     arrived: float | None = None
-    #: an execution of it has begun
+    #: True once an execution of the request has begun.
     executed: bool = False
-    #: loads of its model's weights that ended while it waited
+    #: Loads of the model's weights that ended while the request waited.
     loads: list[DeviceSpan] = field(default_factory=list)
 
 
@@ -213,9 +213,9 @@ class Traces:
     def __init__(self, timeline: Timeline, length: int = TRACES_LENGTH) -> None:
         self.timeline = timeline
         self._spans: RingBuffer[Span] = RingBuffer(length)
-        #: spans that stubs have dropped so far
+        #: Number of spans that stubs have dropped so far.
         self._dropped = 0
-        #: traced requests that are not over, by their global ids
+        #: Traced requests that have not ended, by their global ids.
         self.live: dict[int, _TracedRequest] = {}
         #: Traced requests of each execution that has some, by the execution's number.
         self._executing: dict[int, list[_TracedRequest]] = {}
@@ -249,7 +249,7 @@ class Traces:
         if traced:
             self._executing[execute.number] = traced
         for request in traced:
-            if not request.executed:  # otherwise, this is the second try
+            if not request.executed:  # Otherwise this is the second try.
                 request.executed = True
                 self._add_waiting(request, now, "")
 
@@ -267,8 +267,8 @@ class Traces:
 
     def answer(self, instance: str, since: int) -> dict[str, Any]:
         """Answer the command `traces`."""
-        said, spans = self._spans.answer(instance, since, TRACES_ANSWER)
-        return {**said, "dropped": self._dropped, "spans": spans}
+        head, spans = self._spans.answer(instance, since, TRACES_ANSWER)
+        return {**head, "dropped": self._dropped, "spans": spans}
 
     # --- spans --------------------------------------------------------------------------------------------
 

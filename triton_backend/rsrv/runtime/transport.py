@@ -31,7 +31,7 @@ from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segm
 from rsrv.wire.socket import Closed, Receiver, check_peer, send
 from rsrv.wire.traces import Mark
 
-#: seconds that peers have to read the last frames of a runtime that ends as planned, and between two looks
+#: Seconds that peers have to read the last frames of a runtime that ends as planned, and seconds between two checks.
 _SETTLE_S, _SETTLE_LOOK_S = 0.05, 0.001
 #: Limits of the backlog of a stub that does not read: frames, bytes and descriptors. Beyond them, its connection is
 #: closed.
@@ -53,7 +53,7 @@ class MetaCounts:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     calls: int = 0
-    #: sum over the sub-calls of their shares, by rows, of their executions
+    #: Sum of the sub-calls' shares of their executions, by rows.
     device_seconds: float = 0.0
 
 
@@ -63,11 +63,11 @@ class Registration:
 
     key: str
     name: str
-    #: of the bundle
+    #: Name of the bundle.
     digest: str
-    #: keys of the model, or of the callees in the order of REGISTER; they stay built while the registration exists
+    #: Keys of the model, or of the callees in the order of REGISTER. They stay built while the registration exists.
     models: tuple[str, ...]
-    #: the clients' tensors: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
+    #: Tensors of the clients: {"inputs": [(name, dtype, dims)...], "outputs": [...]}.
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
     is_meta: bool = False
     #: For a meta model, names of the callees, in any order.
@@ -111,12 +111,12 @@ class PeerConnection:
         self._backlog_bytes = 0
         self._backlog_fds = 0
 
-    def note_import(self, said: Any, now: float) -> None:
+    def note_import(self, note: Any, now: float) -> None:
         """Record what a stub reports about its import of model.py: `importing` of REPORT, or None."""
         self.importing = None
-        if said is not None:
+        if note is not None:
             try:
-                seconds, line = said
+                seconds, line = note
                 seconds, line = float(seconds), int(line)
                 if not (0 <= seconds < inf and line >= 0):
                     raise ValueError(f"{seconds} s, line {line}")
@@ -220,11 +220,11 @@ class PeerConnection:
 
 log = logging.getLogger("rsrv.transport")
 
-#: frames read from one connection before the other connections get a turn
+#: Number of frames that are read from one connection before the other connections get a turn.
 _MAX_FRAMES_PER_TURN = 32
 #: Connections of one model's stub: one for requests, one for deferred answers and one for metrics.
 _CONNECTIONS_PER_MODEL = 3
-#: descriptors reserved for other files: files of weights, and documents being sent
+#: Number of descriptors that are reserved for other files: files of weights, and documents that are being sent.
 _RESERVED_FDS = 256
 
 OnFrame = Callable[[PeerConnection, Kind, int, memoryview, list[int]], None]
@@ -250,7 +250,7 @@ class Transport:
         self._on_close = on_close
         self._next_id = 0
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        #: limit of connections: half of the descriptors
+        #: Maximum number of connections: half of the descriptors.
         self._max_connections = max(1, (limit - _RESERVED_FDS) // 2)
         self._max_files = limit
         log.info("room for %s, with the %d files that may be open", self._room(), limit)

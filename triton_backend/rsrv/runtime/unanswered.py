@@ -22,9 +22,9 @@ class UnansweredRequests:
         self._traces = traces
         #: Requests by global id.
         self.pending: dict[int, PendingRequest] = {}
-        #: requests that the scheduler does not know yet
+        #: Requests that the scheduler does not know yet.
         self.arrived: list[ev.Request] = []
-        #: connections with completions to send
+        #: Connections with completions to send.
         self.answering: set[PeerConnection] = set()
 
     # --- decisions of the scheduler -----------------------------------------------------------------------
@@ -53,7 +53,7 @@ class UnansweredRequests:
     def end(self, id: int, status: Status, text: str) -> None:
         """Complete a request without an execution."""
         part = self.pending.pop(id)
-        self._traces.live.pop(id, None)  # the scheduler may never have known it
+        self._traces.live.pop(id, None)  # The scheduler may never have known it.
         if part.kind is None or part.kind.ended(part, status, text):
             self.complete(part.connection, Completion(part.request, status, text=text))
 

@@ -19,14 +19,14 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.placement")
 
-#: share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly;
-#: XLA's allocator splits its arena into chunks and does not move them
+#: Share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly. XLA's allocator
+#: splits its arena into chunks and does not move them.
 SLACK_FRACTION = 0.1
-#: memory of the server's processes. On a CPU, weights take half of the rest by default, and at least an eighth of all: the
-#: other half is for executables, copies and requests
+#: Memory of the server's processes. On a CPU, weights by default take half of the remaining memory, and at least an eighth of
+#: all memory. The other half is for executables, copies and requests.
 _PROCESSES_BYTES = 256 << 20
 
-#: events that the loop passes to the scheduler next
+#: Events that the loop passes to the scheduler next.
 Outbox = deque[ev.Event]
 
 
@@ -34,7 +34,7 @@ Outbox = deque[ev.Event]
 class Budget:
     """Device bytes for weights; None: no limit is known or set."""
 
-    #: for all weights
+    #: Bytes for all weights.
     pool: int | None
     #: Bytes for pinned models. If they are over-committed, they exceed the pool.
     pinned: int
@@ -91,9 +91,9 @@ class WeightManager:
         self._catalog = catalog
         self._scheduler = scheduler
         self._outbox = outbox
-        #: the settings that the scheduler has, or will have when the outbox is empty
+        #: Settings that the scheduler has, or will have when the outbox is empty.
         self.settings = scheduler.settings
-        #: the latest warning about the budget
+        #: The latest warning about the budget.
         self._warning: str | None = None
         #: Keys of evicted models, by the key of the model whose load needs the memory.
         self._evicted: dict[str, list[str]] = {}
@@ -101,11 +101,11 @@ class WeightManager:
         #: None until the device is ready
         self.device: Device | None = None
         self.mover: WeightMover | None = None
-        #: how the device multiplies by default; None on a CPU
+        #: Precision of the device's products by default, or None on a CPU.
         self.computes: Computes | None = None
-        #: bytes of the device that executions take beside weights
+        #: Bytes of the device that executions take in addition to weights.
         self.scratch = 0
-        #: bytes of the host that the models' weights may take on a CPU
+        #: Bytes of the host that the models' weights may take on a CPU.
         self._on_host = 0
 
     def device_ready(self, message: DeviceReady) -> None:
@@ -249,15 +249,15 @@ class WeightManager:
         """Apply the policy's residency to all versions of these models. Then update the budget."""
         for key in self._catalog.compiled(names):
             model = self._catalog.get(key)
-            wanted = self._catalog.policy.residency(model.name)
-            log.info("%s: residency %s, was %s", key, wanted, model.residency, extra=about(model))
+            residency = self._catalog.policy.residency(model.name)
+            log.info("%s: residency %s, was %s", key, residency, model.residency, extra=about(model))
             # Do this even if the residency stays the same, because an earlier load or copy may have failed.
-            model.residency = wanted
-            if wanted != "device" or model.weights is not None:
+            model.residency = residency
+            if residency != "device" or model.weights is not None:
                 self.follow_residency(model)
                 self.copies.tell(model)
-            # else its load reads the host's copy, if there is one
-            self._outbox.append(ev.Pinned(key, wanted == "device"))
+            # Otherwise its load reads the host's copy, if there is one.
+            self._outbox.append(ev.Pinned(key, residency == "device"))
 
     # --- the budget ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ log = logging.getLogger("rsrv.tiers")
 class _ResidentTensor:
     buffer: Buffer
     nbytes: int
-    #: models that it was loaded for
+    #: Models for which the tensor was loaded.
     users: int
 
 
@@ -49,7 +49,7 @@ class DeviceWeights:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tensors: dict[TensorKey, _ResidentTensor] = {}
-        #: bytes on the device, each tensor once; any thread may read it
+        #: Bytes on the device. Each tensor counts once. Any thread may read the value.
         self.nbytes = 0
 
     def absent(self, weights: HostWeights) -> dict[TensorKey, int]:
@@ -111,23 +111,23 @@ class DeviceWeights:
             self.nbytes -= pool.nbytes
         for key in weights.distinct:
             self._tensors[key].users -= 1
-        kept = () if loading_for is None else loading_for.distinct
-        self._drop((key for key in weights.distinct if key not in kept), reuse=loading_for is not None)
+        shared = () if loading_for is None else loading_for.distinct
+        self._drop((key for key in weights.distinct if key not in shared), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
         """Free the given tensors that no model uses."""
         unused = []
         for key in keys:
-            held = self._tensors.get(key)
-            if held is not None and not held.users:
-                unused.append(held)
+            tensor = self._tensors.get(key)
+            if tensor is not None and not tensor.users:
+                unused.append(tensor)
                 del self._tensors[key]
-        self._device.free((held.buffer for held in unused), reuse=reuse)
+        self._device.free((tensor.buffer for tensor in unused), reuse=reuse)
         # Update the figure afterwards, so that a reader of it finds the memory free.
-        self.nbytes -= sum(held.nbytes for held in unused)
+        self.nbytes -= sum(tensor.nbytes for tensor in unused)
 
 
-#: bytes per second: a hundred times less than any storage reads at
+#: Bytes per second, a hundred times below the rate of any storage.
 _SLOWEST_BYTES_PER_S = 1e9
 #: Idle models leave while a smaller share of the mappings is left: a large executable for a CPU takes a hundred, and XLA
 #: aborts a process that gets none. And the least seconds between two counts.
@@ -143,7 +143,7 @@ class LoadEnded:
     event: LoadEvent
     model: CompiledModel
     weights: Sequence[Buffer] | None
-    #: bytes that were transferred
+    #: Number of bytes that were transferred.
     nbytes: int
 
 
@@ -171,7 +171,7 @@ class CopiesDropped(HostMemoryMeasured):
 class CopyMade(HostMemoryMeasured):
     """A host copy was made, or could not be."""
 
-    #: key of its model
+    #: Key of the model.
     model: str
 
 
@@ -216,8 +216,8 @@ class _Transfer:
         except Exception as error:
             log.exception("%s: loading weights failed", model.key, extra=about(model))
             # Clients get this error's text. Other errors may contain paths.
-            told = error if isinstance(error, DeviceError) else "the server's log says why"
-            event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {told}")
+            reason = error if isinstance(error, DeviceError) else "the server's log says why"
+            event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {reason}")
         self._slot.end()
         return LoadEnded(event, model, weights, max(0, device.nbytes - before))
 
@@ -253,8 +253,8 @@ class WeightMover:
         self._disk_thread = WorkerThread("host copies")
         self._host_memory_thread = WorkerThread("host memory")
         self._slot = slot
-        #: epoch of the latest load, and the event that abandons it; and those of the latest read. Not the load itself: it
-        #: refers to the model, which may be unloaded long before the next load
+        #: Epoch of the latest load and the event that abandons it, and the same for the latest read. The load itself is not
+        #: stored, because it refers to the model, which may be unloaded long before the next load.
         self._latest: tuple[int, threading.Event] | None = None
         self._latest_read: tuple[int, threading.Event] | None = None
         #: True if this process had few mappings left at the latest count.

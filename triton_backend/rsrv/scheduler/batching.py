@@ -25,9 +25,9 @@ from math import inf, isfinite
 
 from rsrv.scheduler.events import CallerError
 
-#: share of a new sample in the learned cost.
+#: Share of a new sample in the learned cost.
 ALPHA = 0.2
-#: a sample counts at most this many times the estimate.
+#: A sample counts at most this many times the estimate.
 OUTLIER_FACTOR = 2.0
 #: Share of the excess by which an estimate falls when another size is measured.
 RELAX = 0.01
@@ -47,13 +47,13 @@ class VariantCosts:
         *,
         max_rows: int | None = None,
     ) -> None:
-        #: ascending, at least one, each >= 1.
+        #: Compiled sizes, ascending. There is at least one, and each is at least 1.
         self.sizes = tuple(sorted(seeds))
         self.capacities = tuple(size if max_rows is None else min(size, max_rows) for size in self.sizes)
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
-        #: estimates, parallel to `sizes`; finite and > 0.
+        #: Estimated costs, parallel to `sizes`. They are finite and positive.
         self.seconds = list(self._seeds)
-        #: index of the size that costs least per row when it is full (ties: the larger one).
+        #: Index of the size that costs least per row when it is full. Of equal ones, the larger size counts.
         self.best_index = self._cheapest(None)
 
     @property
@@ -115,8 +115,10 @@ class VariantCosts:
             return seconds
         if rows == 0:
             return self.seconds[0]
-        full, rest = divmod(rows, self.max_rows)
-        return full * self.cheapest_seconds(self.max_rows) + (self.cheapest_seconds(rest) if rest else 0.0)
+        full, remainder = divmod(rows, self.max_rows)
+        return full * self.cheapest_seconds(self.max_rows) + (
+            self.cheapest_seconds(remainder) if remainder else 0.0
+        )
 
     def drain_seconds(self, rows: int) -> float:
         """Seconds until `rows` waiting rows are served, if batches can cut them anywhere.
@@ -187,7 +189,7 @@ class Batch:
     size: int
     count: int
     rows: int
-    #: expected cost of the execution.
+    #: Expected cost of the execution.
     seconds: float
 
 
@@ -227,12 +229,12 @@ def plan_batch(
     Raises:
         CallerError: nothing waits, or no size holds the front request.
     """
-    rest = iter(waiting)
-    rows = next(rest, None)
+    further = iter(waiting)
+    rows = next(further, None)
     if rows is None:
         raise CallerError("a batch needs at least one request")
     count = 1
-    following = next(rest, None) if coalesce else None
+    following = next(further, None) if coalesce else None
     # The best size so far, its cost, its requests and their rows. A size of 0 means that no size holds the front request.
     best, best_cost, best_count, best_rows = 0, inf, 0, 0
     for size, cost in zip(sizes, seconds, strict=True):
@@ -243,7 +245,7 @@ def plan_batch(
         while following is not None and rows + following <= room:
             rows += following
             count += 1
-            following = next(rest, None)
+            following = next(further, None)
         if best and (cost > limit) != (best_cost > limit):
             if cost > limit:
                 continue
@@ -313,22 +315,28 @@ def plan_padded_batch(
             continue
         counts, rows = {front: 1}, {front: waiting[front][0]}
         joined = waiting[front][0]
-        others = _longest_first(waiting, front, variant)
-        following = next(others, None)
+        further = _longest_first(waiting, front, variant)
+        following = next(further, None)
         for size, cost, room in zip(table.sizes, table.seconds, table.capacities, strict=True):
             while following is not None and joined + following[1] <= room:
                 shorter, more = following
                 joined += more
                 counts[shorter] = counts.get(shorter, 0) + 1
                 rows[shorter] = rows.get(shorter, 0) + more
-                following = next(others, None)
+                following = next(further, None)
             if joined > room or len(counts) == 1 or cost > limit:
                 continue
-            worth = sum(tables[one].row_seconds() * count for one, count in rows.items())
+            worth = sum(
+                tables[joined_variant].row_seconds() * count for joined_variant, count in rows.items()
+            )
             if cost * best_worth >= best.seconds * worth:
                 continue
             first = own.drain_seconds(rows[front])
-            apart = first + sum(tables[one].drain_seconds(rows[one]) for one in rows if one != front)
+            apart = first + sum(
+                tables[joined_variant].drain_seconds(rows[joined_variant])
+                for joined_variant in rows
+                if joined_variant != front
+            )
             if total * cost < rows[front] * first + (total - rows[front]) * apart:
                 best = PaddedBatch(size, sum(counts.values()), joined, cost, variant, dict(counts))
                 best_worth = worth

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from rsrv.scheduler.ranking import Rank
 
-#: the place of a request in the order of service: (level, urgency, arrival sequence), smaller is first.
-#: The discipline defines urgency.
+#: Place of a request in the order of service: (level, urgency, arrival sequence). Smaller places come first. The discipline
+#: defines urgency.
 Place = tuple[int, float, int]
 
 #: Level of committed requests, before every priority.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rsrv.scheduler.settings import SchedulerSettings
 
-#: the level of a request without a priority: others can be more urgent or less.
+#: Level of a request without a priority. Other requests can be more urgent or less urgent.
 DEFAULT_PRIORITY = 5
 
 
@@ -54,12 +54,12 @@ class InvariantError(AssertionError):
 class Pause(Enum):
     """Mode of a paused model. Running executions and warm-ups continue."""
 
-    #: waiting requests execute, and so do calls of meta models' runs and steps of generations in progress; new requests are
+    #: Waiting requests execute, and so do calls of meta models' runs and steps of generations in progress. New requests are
     #: refused.
     DRAIN = "drain"
-    #: requests wait, none starts to execute, and the model affects no decision.
+    #: Requests wait, and none starts to execute. The model affects no decision.
     HOLD = "hold"
-    #: waiting and new requests are refused.
+    #: Waiting and new requests are refused.
     REJECT = "reject"
 
 
@@ -72,27 +72,28 @@ class Program:
     costs: Mapping[tuple[int, int], float]
     #: True if several requests may share one execution; otherwise each runs alone.
     coalesce: bool
-    #: number of requests that may wait; the next one is refused.
+    #: Maximum number of waiting requests. Further ones are refused.
     max_queue_depth: int
-    #: most useful rows in one execution; None: the largest compiled size.
+    #: Maximum number of useful rows in one execution. None means the largest compiled size.
     max_batch_rows: int | None = None
-    #: bytes of all its weights, as if no tensor were shared or occurred twice.
+    #: Bytes of all weights of the model, as if no tensor were shared or occurred twice.
     weight_bytes: int = 0
-    #: its tensors, each once: key -> bytes. Models share tensors with equal keys. None: it shares nothing.
+    #: Bytes of the model's distinct tensors, by key. Models share tensors with equal keys. None means that the model shares
+    #: nothing.
     tensors: Mapping[Any, int] | None = None
-    #: expected seconds of a load of its weights, until one was measured.
+    #: Expected seconds of a load of the model's weights, until a load was measured.
     load_seconds: float = 0.0
     #: True if its weights stay on the device, beyond the budget if need be.
     pinned: bool = False
-    #: share of device time relative to other models, > 0 (used by `fair`).
+    #: Share of device time relative to other models, above 0. `fair` uses it.
     weight: float = 1.0
-    #: seconds that a request may be delayed for others to share its execution; 0: it is never delayed.
+    #: Maximum seconds that a request may be delayed so that others can share its execution. 0 means no delay.
     max_delay: float = 0.0
-    #: seconds without use after which its weights leave the device; inf: they stay until others need the room.
+    #: After this many seconds without use, the weights leave the device. inf means that they stay until others need the room.
     idle_seconds: float = inf
-    #: whether, and how, it is paused from the start.
+    #: How the model is paused from the start, or None.
     paused: Pause | None = None
-    #: the name under which all versions of the model count.
+    #: Name under which all versions of the model count.
     name: str = ""
     #: True if ended requests are followed by others at once, like steps of generations. The next execution then waits
     #: for the end of the one before, to include these requests. Otherwise two halves of the generations would take
@@ -110,12 +111,12 @@ class Request(NamedTuple):
     model: str
     variant: int
     rows: int
-    #: absolute; None: it waits for ever.
+    #: Absolute deadline, or None if the request waits for ever.
     deadline: float | None = None
-    #: smaller is more urgent, as Triton's: 1 is the highest; 0 means the default, `DEFAULT_PRIORITY`.
+    #: Priority as in Triton. Smaller is more urgent, 1 is the highest, and 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
-    #: the run of a meta model whose sub-call it is; 0: none. The oldest queued request of each run is committed: it precedes
-    #: every priority.
+    #: The meta model's run that made this sub-call, or 0. The oldest queued request of each run is committed: it precedes every
+    #: priority.
     run: int = 0
     #: True if its execution shares the device with nothing, because a runtime crashed while it executed: with no
     #: other request, execution, load or warm-up.
@@ -123,7 +124,7 @@ class Request(NamedTuple):
     #: True if an earlier runtime accepted the request, or if it belongs to an accepted sequence. Neither a full queue
     #: nor `Pause.DRAIN` refuses it.
     accepted: bool = False
-    #: stands for the client's id of it; 0: none. Information for operators, not part of any decision.
+    #: Number that stands for the client's id of the request, or 0. It informs operators, and affects no decision.
     tag: int = 0
     #: Absolute time when the client wants the answer, before the deadline. It orders the request, but does not end
     #: it.
@@ -135,15 +136,15 @@ class Request(NamedTuple):
 class Run(NamedTuple):
     """One run of a meta model, which makes requests while it is in progress."""
 
-    #: not 0; unique among live requests and other runs.
+    #: Number of the run. It is not 0, and unique among live requests and other runs.
     id: int
-    #: name of the meta model; counters by that name are never reset.
+    #: Name of the meta model. Counters under this name are never reset.
     meta: str
-    #: absolute; the run waits for admission until then. None: for ever.
+    #: Absolute time until which the run waits for admission, or None for no limit.
     deadline: float | None = None
-    #: as of a request.
+    #: Same meaning as in a request.
     priority: int = 0
-    #: number of runs of this meta model that may wait, this one included; the next one is refused.
+    #: Maximum number of waiting runs of this meta model, including this one. Further ones are refused.
     max_waiting: int = 1024
     #: Models that the run calls. While one is held, the run is not admitted, or frees its slot if it was admitted.
     models: tuple[str, ...] = ()
@@ -155,13 +156,14 @@ class Run(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
     program: Program
-    #: its weights are on the device already.
+    #: The model's weights are already on the device.
     resident: bool = False
-    #: load its weights and warm it up before any request executes: its costs are not known yet.
+    #: Load the model's weights and warm it up before any request executes, because its costs are unknown.
     warm_up: bool = False
-    #: load its weights into free room when no other load is due, those with the smallest number first; None: do not.
+    #: Load the model's weights into free room when no other load is due, in ascending order of this number. None means no
+    #: prefetch.
     restore: int | None = None
-    #: its weights are read from disk before a load: the host has no copy.
+    #: The model's weights are read from disk before a load, because the host has no copy.
     on_disk: bool = False
 
 
@@ -212,7 +214,7 @@ class PolicyChanged:
     model: str
     weight: float | None = None
     max_delay: float | None = None
-    #: requests that wait already stay, even beyond the limit.
+    #: Requests that already wait stay, even beyond the limit.
     max_queue_depth: int | None = None
     idle_seconds: float | None = None
 
@@ -380,7 +382,7 @@ class Execute:
     size: int
     rows: int
     requests: tuple[int, ...]
-    #: expected seconds; information, not part of the decision.
+    #: Expected seconds. They inform operators, and are not part of the decision.
     seconds: float = field(default=0.0, compare=False)
     #: True if it is the second try after a lack of device memory: carry out all evictions first.
     again: bool = False
@@ -469,9 +471,9 @@ class Outcome(Enum):
 
     ANSWERED = "answered"
     REFUSED = "refused"
-    #: the deadline passed.
+    #: The deadline passed.
     EXPIRED = "expired"
-    #: the deadline had not passed, but could not be met any more.
+    #: The deadline had not passed, but could no longer be met.
     SHED = "shed"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -485,13 +487,13 @@ class Reason(Enum):
     UNLOADED = "unloaded"
     TOO_MANY_ROWS = "too_many_rows"
     UNKNOWN_VARIANT = "unknown_variant"
-    #: the model is paused.
+    #: The model is paused.
     PAUSED = "paused"
-    #: its weights are not on the device, and requests do not cause a load (`SchedulerSettings.on_demand`).
+    #: The model's weights are not on the device, and requests do not cause a load (`SchedulerSettings.on_demand`).
     NOT_RESIDENT = "not_resident"
-    #: its weights found no memory recently, even with all others evicted.
+    #: The model's weights found no memory recently, even with all others evicted.
     NO_MEMORY = "no_memory"
-    #: the load of its weights failed.
+    #: The load of the model's weights failed.
     NOT_LOADED = "not_loaded"
 
 

@@ -22,9 +22,9 @@ class Resident:
     model: str
     #: Groups of all tensors of the weights. A group is freed when no other model uses it.
     groups: Sequence[SharedTensorGroup]
-    #: when they were last used.
+    #: Time of the last use.
     last_used: float
-    #: the discipline's rank of the model's work; None if no request waits.
+    #: The discipline's rank of the model's work, or None if no request waits.
     rank: Rank | None = None
 
     @property
@@ -41,22 +41,22 @@ class _FreedBytes:
     def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
         self._users: dict[SharedTensorGroup, int] = dict.fromkeys(keep, -1)
 
-    def choose(self, one: Resident) -> int:
+    def choose(self, resident: Resident) -> int:
         """Add a victim; return the bytes that it frees."""
         freed = 0
-        for group in one.groups:
+        for group in resident.groups:
             users = self._users.get(group, group.users) - 1
             self._users[group] = users
             freed += group.bytes if users == 0 else 0
         return freed
 
-    def spare(self, one: Resident) -> int:
+    def spare(self, resident: Resident) -> int:
         """Remove a victim, and return the bytes that are then not freed."""
-        kept = 0
-        for group in one.groups:
-            kept += group.bytes if self._users[group] == 0 else 0
+        bytes_kept = 0
+        for group in resident.groups:
+            bytes_kept += group.bytes if self._users[group] == 0 else 0
             self._users[group] += 1
-        return kept
+        return bytes_kept
 
 
 def choose_victims(
@@ -73,21 +73,21 @@ def choose_victims(
         return []
     chosen: list[Resident] = []
     room = _FreedBytes(keep)
-    for one in in_eviction_order(residents):
+    for resident in in_eviction_order(residents):
         if missing <= 0:
             break
-        chosen.append(one)
-        missing -= room.choose(one)
+        chosen.append(resident)
+        missing -= room.choose(resident)
     if missing > 0:
         return None
-    for one in reversed(chosen.copy()):
-        kept = room.spare(one)
-        if kept <= -missing:
-            chosen.remove(one)
-            missing += kept
+    for resident in reversed(chosen.copy()):
+        spared = room.spare(resident)
+        if spared <= -missing:
+            chosen.remove(resident)
+            missing += spared
         else:
-            room.choose(one)
-    return [one.model for one in chosen]
+            room.choose(resident)
+    return [resident.model for resident in chosen]
 
 
 def freed_by_all(
@@ -95,10 +95,10 @@ def freed_by_all(
 ) -> int:
     """Return the bytes that are freed if all of these are evicted. Stops counting at `enough` bytes."""
     room, freed = _FreedBytes(keep), 0
-    for one in residents:
+    for resident in residents:
         if freed >= enough:
             break
-        freed += room.choose(one)
+        freed += room.choose(resident)
     return freed
 
 
@@ -109,7 +109,10 @@ def in_eviction_order(residents: Iterable[Resident]) -> list[Resident]:
     reverse of the discipline's order.
     """
     every = list(residents)
-    idle = sorted((one for one in every if one.rank is None), key=lambda one: (one.last_used, one.model))
-    working = [one for one in every if one.rank is not None]
+    idle = sorted(
+        (resident for resident in every if resident.rank is None),
+        key=lambda resident: (resident.last_used, resident.model),
+    )
+    working = [resident for resident in every if resident.rank is not None]
     working.sort(key=_rank, reverse=True)
     return [*idle, *working]

@@ -63,7 +63,7 @@ class Account:
         self.weight = weight
         #: True if it counts in the mean: it has work, or executes, or owes device time.
         self.present = False
-        #: executions in flight.
+        #: Executions in flight.
         self.executing = 0
         #: Start of the model when it began to wait. None: it is not waiting.
         self.waits_from: float | None = None
@@ -99,27 +99,27 @@ class Fair:
 
     def __init__(self) -> None:
         self._clock = 0.0
-        #: sum of the weights of all that are present.
+        #: Sum of the weights of all present models.
         self._weight = 0.0
         self._now = 0.0
         #: Rise of the clock during loads into free room.
         self._fill_rise = 0.0
         #: Reading of the clock when the present such load began. None: there is none.
         self._fill_from: float | None = None
-        #: device time that is charged but has not passed, so is not in the clock yet.
+        #: Device time that is charged but has not passed yet, so the clock does not include it.
         self._due = 0.0
-        #: number -> the model and the expected seconds of an execution in flight.
+        #: Model and expected seconds of each execution in flight, by number.
         self._executing: dict[int, tuple[str, float]] = {}
         self._accounts: dict[str, Account] = {}
-        #: eligible candidates, by (level, virtual deadline, place): the level is that of the priority.
+        #: Eligible candidates, by (level, virtual deadline, place). The level is that of the priority.
         self._eligible: Ranking[str] = Ranking()
-        #: candidates that owe device time, by virtual start.
+        #: Candidates that owe device time, by virtual start.
         self._ineligible: Ranking[str] = Ranking()
         #: Ranks that the ineligible candidates get once they are eligible. Some of these ranks are outdated.
         self._later_ranks: dict[str, Rank] = {}
-        #: models without work that owe device time, by virtual start.
+        #: Models without work that owe device time, by virtual start.
         self._idle_debtors: Ranking[str] = Ranking()
-        #: models with work that cannot execute now, the latest virtual start first.
+        #: Models with work that cannot execute now, the latest virtual start first.
         self._waiting: Ranking[str] = Ranking()
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
@@ -224,7 +224,9 @@ class Fair:
             return  # It started under another discipline, or its model was removed.
         name, expected = started
         self._due += seconds - expected
-        ahead = sum([others for _, others in self._executing.values()]) if self._executing else 0.0
+        ahead = (
+            sum([others_ahead for _, others_ahead in self._executing.values()]) if self._executing else 0.0
+        )
         if self._due > ahead:
             # The execution took longer than expected.
             self._advance_clock(self._due - ahead)

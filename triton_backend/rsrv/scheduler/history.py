@@ -11,13 +11,13 @@ from rsrv.scheduler.events import Execute, ExecutionFinished, LoadFailed, Policy
 from rsrv.scheduler.statistics import Cause
 
 Value = str | int | float | list[int]
-#: the details of a record: an instruction or an event as it was given, ids of requests, text, or named values.
+#: Details of a record: an instruction or an event as it was passed, ids of requests, text, or named values.
 Details = Execute | ExecutionFinished | LoadFailed | PolicyChanged | Sequence[int] | str | Mapping[str, Value]
 
 #: Maximum number of ids that one record shows.
 _MAX_IDS = 16
 
-#: records kept of each model, and changes of state, which outlast the records of its requests.
+#: Number of records that are kept of each model, and number of state changes, which outlast the records of requests.
 LENGTH, CHANGES_LENGTH = 50, 30
 
 #: Changes of state after which requests can execute.
@@ -30,7 +30,7 @@ class HistoryRecord(NamedTuple):
     """One record of a model's history."""
 
     at: float
-    #: such as `arrived`, or `weights loading` for a change of state.
+    #: Text such as `arrived`, or `weights loading` for a change of state.
     what: str
     details: Mapping[str, Value]
 
@@ -54,9 +54,9 @@ class History:
         # Use a list: changes are few, and a list of some takes 100 bytes, but a deque 760.
         self._changes: list[tuple[int, float, str, Details]] = []
 
-    def add(self, now: float, what: str, details: Details = "") -> None:
+    def add(self, now: float, event: str, details: Details = "") -> None:
         self.count += 1
-        self._records.append((self.count, now, what, details))
+        self._records.append((self.count, now, event, details))
 
     def change(self, now: float, state: str, details: Mapping[str, Value]) -> None:
         """Add a change of state."""
@@ -69,25 +69,25 @@ class History:
 
         Periods that ended before `since` are left out. A period that has not ended has the end inf.
         """
-        found: list[tuple[float, float]] = []
+        periods: list[tuple[float, float]] = []
         evicted, end = None, inf
-        for _, at, what, details in reversed(self._changes):
-            if what in _USABLE:
+        for _, at, event, details in reversed(self._changes):
+            if event in _USABLE:
                 if at <= since:
                     break
             else:
                 if end > since:
-                    found.append((at, end))
-                if what == "weights absent" and isinstance(details, Mapping) and details["why"] in _EVICTED:
-                    evicted = evicted or HistoryRecord(at, what, details)
+                    periods.append((at, end))
+                if event == "weights absent" and isinstance(details, Mapping) and details["why"] in _EVICTED:
+                    evicted = evicted or HistoryRecord(at, event, details)
             end = at
-        return found, evicted
+        return periods, evicted
 
     def records(self, beside: Iterable[HistoryRecord] = ()) -> list[HistoryRecord]:
         """Return all records and changes, oldest first. `beside`: other records to insert, oldest first."""
-        begun = {one.number: one for *_, one in self._records if isinstance(one, Execute)}
+        begun = {record.number: record for *_, record in self._records if isinstance(record, Execute)}
         own = merge(self._changes, self._records, key=itemgetter(0))
-        read = (HistoryRecord(now, what, _read(details, begun)) for _, now, what, details in own)
+        read = (HistoryRecord(now, event, _read(details, begun)) for _, now, event, details in own)
         return list(merge(beside, read, key=itemgetter(0)))
 
 

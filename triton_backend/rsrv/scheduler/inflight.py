@@ -9,7 +9,7 @@ from operator import itemgetter
 from rsrv.scheduler.events import CallerError, Execute
 from rsrv.scheduler.model import ModelState
 
-#: executions that `behind` looks at, and names that it returns
+#: Maximum number of executions that `behind` examines, and of names that it returns.
 _RECENT, _MAX_NAMES = 16, 3
 #: Maximum number of host seconds that an execution is charged for. If the process was stopped meanwhile, the
 #: execution is not at fault.
@@ -38,11 +38,11 @@ class InFlight(dict[int, StartedExecution]):
 
     def __init__(self) -> None:
         super().__init__()
-        #: when the latest execution ended.
+        #: Time when the latest execution ended.
         self._freed = -inf
         #: Latest ended executions: the model's family, and the time from and until which it used the device.
         self._recent: deque[tuple[str, float, float]] = deque(maxlen=_RECENT)
-        #: number of executions started since the beginning; the number of the latest.
+        #: Number of executions started so far, which is also the number of the latest one.
         self.started = 0
 
     def check(self, number: int) -> None:
@@ -75,7 +75,10 @@ class InFlight(dict[int, StartedExecution]):
         """
         # Oldest first, and none overlaps the one before: the device executes one at a time.
         periods = [*self._recent]
-        periods += [(one.model.family, max(one.started, self._freed), until) for one in self.values()]
+        periods += [
+            (execution.model.family, max(execution.started, self._freed), until)
+            for execution in self.values()
+        ]
         while periods and periods[-1][1] >= begun_before:
             periods.pop()
         del periods[: bisect_right(periods, since, key=_END)]
@@ -92,7 +95,7 @@ class InFlight(dict[int, StartedExecution]):
     @property
     def exclusive(self) -> bool:
         """True if the execution in flight has the device to itself."""
-        return any(one.execute.exclusive for one in self.values())
+        return any(execution.execute.exclusive for execution in self.values())
 
     def end_after(self, now: float) -> float | None:
         """Return when all executions are expected to have ended. None: the first one is overdue, or there is none."""
@@ -102,7 +105,7 @@ class InFlight(dict[int, StartedExecution]):
         since = max(first.started, self._freed)
         if now >= since + first.execute.seconds:
             return None
-        return since + sum(one.execute.seconds for one in self.values())
+        return since + sum(execution.execute.seconds for execution in self.values())
 
     def overdue_seconds(self, now: float) -> float:
         """Return the time by which the first execution has exceeded its expected end; there must be one."""
@@ -113,8 +116,8 @@ class InFlight(dict[int, StartedExecution]):
         """Expected remaining device time: the sum of the expected seconds, minus the elapsed seconds of the first execution (at most its own)."""
         total = 0.0
         done = 0.0
-        for one in self.values():
+        for execution in self.values():
             if total == 0.0:
-                done = min(one.execute.seconds, max(0.0, now - max(one.started, self._freed)))
-            total += one.execute.seconds
+                done = min(execution.execute.seconds, max(0.0, now - max(execution.started, self._freed)))
+            total += execution.execute.seconds
         return total - done

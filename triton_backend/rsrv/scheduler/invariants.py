@@ -90,9 +90,9 @@ def check_start(scheduler: Scheduler, execute: Execute, numbered: int) -> None:
     live, state = scheduler._queues.live, scheduler._models[execute.model]
     for variant, queue in state.queues.items():
         started = [live[id].place for id in execute.requests if live[id].request.variant == variant]
-        rest = [entry.place for entry in queue.entries if entry.place[2] <= numbered]
+        earlier = [entry.place for entry in queue.entries if entry.place[2] <= numbered]
         _require(started == sorted(started), "requests of an execution are out of order (19)", state)
-        passed = bool(started and rest) and started[-1] > min(rest)
+        passed = bool(started and earlier) and started[-1] > min(earlier)
         _require(not passed, "an execution has passed over a request (19)", state)
 
 
@@ -204,8 +204,8 @@ def _check_admission(scheduler: Scheduler) -> None:
     _require(
         abs(admission.ahead - ahead) < 1e-6 * (1 + ahead), f"{admission.ahead} s of runs, not {ahead} (13)"
     )
-    held = {state.name for state in scheduler._models.values() if state.held}
-    stalled = {id for id, run in admission.live.items() if held.intersection(run.models)}
+    held_models = {state.name for state in scheduler._models.values() if state.held}
+    stalled = {id for id, run in admission.live.items() if held_models.intersection(run.models)}
     _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take slots (13)")
     able = admission.waiting.keys() - stalled
     full = admission.closed or admission.slots_taken >= admission.limit
@@ -217,7 +217,7 @@ def _check_admission(scheduler: Scheduler) -> None:
         waiting = sum(id in admission.waiting for id in own)
         _require((meta.waiting, meta.running) == (waiting, len(own) - waiting), f"runs of {name!r} (14)")
     metas = admission.snapshot().values()
-    ended = sum(one.admitted + one.expired + one.refused + one.withdrawn for one in metas)
+    ended = sum(meta.admitted + meta.expired + meta.refused + meta.withdrawn for meta in metas)
     _require(
         admission.run_count == ended + len(admission.waiting),
         f"{admission.run_count} asked, {ended} did not only wait (14)",
@@ -229,21 +229,27 @@ def _check_admission(scheduler: Scheduler) -> None:
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     running = list(scheduler._running.values())
-    for one in running:
-        execute = one.execute
-        costs = one.model.queues[execute.variant].costs
-        _require(execute.size in costs.sizes, f"no such size: {execute} (6)", one.model)
+    for running_one in running:
+        execute = running_one.execute
+        costs = running_one.model.queues[execute.variant].costs
+        _require(execute.size in costs.sizes, f"no such size: {execute} (6)", running_one.model)
         room = costs.capacities[costs.sizes.index(execute.size)]
-        _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
-        _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
+        _require(execute.rows <= room, f"too many rows: {execute} (6)", running_one.model)
+        _require(len(execute.requests) > 0, f"no requests: {execute} (6)", running_one.model)
         for request in execute.requests:
             variant = scheduler._queues.live[request].request.variant
-            shorter = one.model.program.padded and variant < execute.variant
-            _require(variant == execute.variant or shorter, f"request {request}: {execute} (6)", one.model)
+            shorter = running_one.model.program.padded and variant < execute.variant
+            _require(
+                variant == execute.variant or shorter, f"request {request}: {execute} (6)", running_one.model
+            )
     for state in states:
-        own = [one for one in (*running, *scheduler._residency.compaction.retries) if one.model is state]
+        own = [
+            execution
+            for execution in (*running, *scheduler._residency.compaction.retries)
+            if execution.model is state
+        ]
         _require(state.executions == len(own), "its executions are not those in flight", state)
-        requests = sum(len(one.execute.requests) for one in own)
+        requests = sum(len(execution.execute.requests) for execution in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
     compaction = scheduler._residency.compaction
     held_up = bool(running) or not scheduler._residency.quiet
@@ -252,18 +258,18 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     )
     reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
     _require(scheduler._residency.accounts.reserved == reserved, "warm-ups are not counted (9)")
-    again = any(one.execute.again for one in running)
+    again = any(execution.execute.again for execution in running)
     retried = compaction.retried
     warms_up = retried is not None and retried.weights.state is WeightState.RESERVED
     _require((retried is not None and not warms_up) == again, "a second try is not known")
     # A model whose weights were on the device when it was added may warm up at the same time.
     apart = len(running) + warms_up == 1 and scheduler._residency.accounts.loading is None
     _require(retried is None or apart, "a second try does not have the device to itself")
-    kept = [one for one in running if one.execute.exclusive]
+    exclusive = [execution for execution in running if execution.execute.exclusive]
     whole = len(running) == 1 and scheduler._residency.accounts.loading is None
-    requests = sum(len(one.execute.requests) for one in kept)
-    _require(not kept or (whole and requests == 1), "an exclusive request is not alone (16)")
-    waits = scheduler._kept_exclusive and not kept
+    requests = sum(len(execution.execute.requests) for execution in exclusive)
+    _require(not exclusive or (whole and requests == 1), "an exclusive request is not alone (16)")
+    waits = scheduler._kept_exclusive and not exclusive
     _require(
         not waits or compaction.active or held_up or scheduler._is_closed,
         "an exclusive request waits for nothing (16)",
@@ -286,10 +292,10 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
             owners.setdefault(group, []).append(state.weights)
     tensors: dict[Any, SharedTensorGroup] = {}
     for group, those in owners.items():
-        users = [one for one in those if one.state in TAKING_BYTES]
+        users = [weights for weights in those if weights.state in TAKING_BYTES]
         _require(len(group.owners) == len(those) and set(group.owners) == set(those), "not its owners (8)")
         _require(group.users == len(users), "not its users (8)")
-        _require(group.pins == sum(one.pinned for one in users), "not its pins (8)")
+        _require(group.pins == sum(weights.pinned for weights in users), "not its pins (8)")
         _require(not group.tensors or group.bytes == sum(group.tensors.values()), "not its bytes (8)")
         _require(tensors.keys().isdisjoint(group.tensors), "a tensor is in two groups (8)")
         tensors |= dict.fromkeys(group.tensors, group)
@@ -298,9 +304,9 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
         if state.program.tensors is not None:
             own = {key for group in state.weights.groups for key in group.tensors}
             _require(own == set(state.program.tensors), "its groups are not its tensors (8)", state)
-    held = sum(group.bytes for group in owners if group.users)
+    held_bytes = sum(group.bytes for group in owners if group.users)
     pinned = sum(group.bytes for group in owners if group.pins)
-    _require(accounts.bytes == held, f"{accounts.bytes} bytes counted, {held} held (8)")
+    _require(accounts.bytes == held_bytes, f"{accounts.bytes} bytes counted, {held_bytes} held (8)")
     _require(accounts.pinned_bytes == pinned, f"{accounts.pinned_bytes} bytes counted, {pinned} pinned (8)")
     for state in scheduler._models.values():
         if state.weights.state in ON_DEVICE and scheduler.settings.on_demand:
@@ -311,8 +317,10 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     for state in states:
         _check_state(scheduler, state)
     counted = set(accounts.unpinned)
-    _require(counted == {one.weights for one in unpinned}, "those that are not pinned are not known (8)")
-    _require(not loads.victims_over_budget(scheduler._now), f"{held} bytes held of {accounts.budget} (8)")
+    _require(counted == {state.weights for state in unpinned}, "those that are not pinned are not known (8)")
+    _require(
+        not loads.victims_over_budget(scheduler._now), f"{held_bytes} bytes held of {accounts.budget} (8)"
+    )
     loading = [state for state in states if state.weights.state is WeightState.LOADING]
     _require(len(loading) <= 1, "more than one load is in progress (9)")
     _require(
@@ -322,8 +330,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     reading = [state.weights for state in states if state.weights.state is WeightState.READING]
     _require(reading == [accounts.reading] * len(reading), "the read in progress is another one (9)")
     _require(len(reading) == (accounts.reading is not None), "the read in progress is not known (9)")
-    _require(all(one.on_disk for one in reading), "what is being read is in host memory (9)")
-    waits = any(one.weights.on_disk for one in states if one.weights.state is WeightState.QUEUED)
+    _require(all(state.on_disk for state in reading), "what is being read is in host memory (9)")
+    waits = any(state.weights.on_disk for state in states if state.weights.state is WeightState.QUEUED)
     _require(bool(reading) or not waits, "the disk is free, and there is something to read (9)")
     first = loads.head()
     keeps = scheduler._kept_exclusive or scheduler._residency.compaction.active
@@ -348,20 +356,24 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
     demand = loads.demand_for_disk if weights.on_disk else loads.demand_for_link
     _require((name in demand) == (state.has_work and absent), "demand is not known (9)", state)
-    other = loads.demand_for_link if weights.on_disk else loads.demand_for_disk
-    _require(name not in other, "it is in line for the link and on disk, or the other way round (9)", state)
-    told = where in (WeightState.QUEUED, WeightState.READING, WeightState.BACKOFF)
-    _require(told == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state)
+    other_line = loads.demand_for_link if weights.on_disk else loads.demand_for_disk
+    _require(
+        name not in other_line, "it is in line for the link and on disk, or the other way round (9)", state
+    )
+    has_obstacle = where in (WeightState.QUEUED, WeightState.READING, WeightState.BACKOFF)
+    _require(
+        has_obstacle == bool(loads.obstacle(state, scheduler._now)), "an obstacle is not known (9)", state
+    )
     _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
         _require(not eviction and reason is None, "it is removed, and in a line (10)", state)
         return
     _require(name in loads.required or not (absent and state.needs_warm_up), "warm-up forgotten (9)", state)
     prefetched = name in loads.prefetched
-    gone = absent or (where is WeightState.LOADING and scheduler._residency.accounts.abandoning)
+    is_gone = absent or (where is WeightState.LOADING and scheduler._residency.accounts.abandoning)
     _require(not prefetched or where not in ON_DEVICE, "it is prefetched, and on the device (10)", state)
     in_line = prefetched or name in loads.required or weights.pinned
-    _require(in_line or not gone or not weights.desired, "it is desired, and in no line (10)", state)
+    _require(in_line or not is_gone or not weights.desired, "it is desired, and in no line (10)", state)
     _require(
         not eviction or not (weights.pinned or weights.desired), "it is to leave, and to stay (10)", state
     )
@@ -371,7 +383,7 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     if not (scheduler.settings.on_demand or weights.desired):
         _require(not prefetched, "it is prefetched on demand (10)", state)
         _require(where in ON_DEVICE or not state.queued, "requests wait for absent weights (10)", state)
-        expected = gone or eviction or state.needs_warm_up or where is WeightState.RESERVED
+        expected = is_gone or eviction or state.needs_warm_up or where is WeightState.RESERVED
         _require(expected, "it is present without a cause (10)", state)
 
 
@@ -394,7 +406,7 @@ def _check_fair(fair: Fair) -> None:
     weight = sum(account.weight for account in fair._accounts.values() if account.present)
     _require(isclose(fair._weight, weight, rel_tol=1e-6, abs_tol=1e-9), "the weight is not the sum (18)")
     for name, account in fair._accounts.items():
-        executing = sum(name == other for other, _ in fair._executing.values())
+        executing = sum(name == executing_name for executing_name, _ in fair._executing.values())
         _require(account.executing == executing, f"{name!r} executes, and its account differs (18)")
         places = (fair._eligible, fair._ineligible, fair._idle_debtors, fair._waiting)
         listed = [name in ranking for ranking in places]

@@ -47,10 +47,10 @@ from rsrv.scheduler.weight_states import (
 from rsrv.scheduler.weights import WeightAccounts
 from rsrv.text import amount, duration
 
-#: models that `LoadQueue.obstacle` names at most.
+#: Maximum number of models that `LoadQueue.obstacle` names.
 _MAX_NAMES = 4
 
-#: a load, and the models whose weights are evicted before it.
+#: A load, and the models whose weights are evicted before it.
 PlannedLoad = tuple[ModelState, list[ModelState]]
 
 
@@ -103,7 +103,7 @@ class LoadQueue:
         #: The same line for the disk, of models whose weights are on disk only.
         self.demand_for_disk: Ranking[str] = Ranking()
         self.prefetched: dict[str, None] = {}
-        #: by precedence, smallest first.
+        #: Models by precedence, smallest first.
         self.restored: dict[str, int] = {}
         #: True if a read runs, or a search for weights to read may succeed.
         self.may_read = False
@@ -115,8 +115,8 @@ class LoadQueue:
         self._prefetch_may_fit = False
         #: Time when such a search may succeed without other changes.
         self._prefetch_at = inf
-        #: the first model in line, if the latest search found no room for it. A search costs O(models), so the next one
-        #: waits until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
+        #: The first model in line, if the latest search found no room for it. A search costs O(models), so the next one waits
+        #: until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
         self.blocked_head: str | None = None
         self._retry_at = inf
         self._newly_evictable: dict[ModelState, None] = {}
@@ -454,20 +454,24 @@ class LoadQueue:
         if head is not None and head != model.name:
             return f"{waits} the load of {self._family(head)}, which is first in line"
         present = [
-            one for one in self._models.values() if one.weights.state in ON_DEVICE and not one.weights.pinned
+            state
+            for state in self._models.values()
+            if state.weights.state in ON_DEVICE and not state.weights.pinned
         ]
-        in_use = [one for one in present if one.busy or one.committed]
-        idle = [one for one in present if one not in in_use]
+        in_use = [state for state in present if state.busy or state.committed]
+        idle = [state for state in present if state not in in_use]
         if head is None:
             # Prefetched weights do not evict weights with work.
-            kept = [one for one in idle if one.has_work or self._yields_to_prefetch_at(one) > now]
+            protected = [
+                state for state in idle if state.has_work or self._yields_to_prefetch_at(state) > now
+            ]
         else:
-            kept = [one for one in idle if self._yields_at(one, model) > now]
+            protected = [state for state in idle if self._yields_at(state, model) > now]
         parts = []
         if in_use:
             parts.append(f"in use by {_names(in_use)}")
-        if kept:
-            parts.append(f"kept for requests of {_names(kept)}")
+        if protected:
+            parts.append(f"kept for requests of {_names(protected)}")
         if self.accounts.pinned_bytes:
             parts.append(f"pinned {amount(self.accounts.pinned_bytes)}")
         missing = amount(self.accounts.missing(model.weights))
@@ -480,7 +484,7 @@ class LoadQueue:
         """Choose evictions that bring the weights within the budget, as far as weights are evictable."""
         if self.accounts.excess() <= 0:
             return []
-        free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
+        free = [_resident(state, self.discipline) for state in self._models.values() if evictable(state)]
         missing = min(self.accounts.over_budget, freed_by_all(free))
         victims = choose_victims(missing, free)
         return [self._models[victim] for victim in victims or ()]
@@ -521,12 +525,12 @@ class LoadQueue:
         self._prefetch_may_fit = False
         self._prefetch_at = inf
         idle: list[Resident] = []
-        for one in self._models.values():
-            if self.on_demand and evictable(one) and not one.has_work:
+        for state in self._models.values():
+            if self.on_demand and evictable(state) and not state.has_work:
                 # Weights that were loaded after a shed request stay for the next requests, too.
-                until = self._yields_to_prefetch_at(one)
+                until = self._yields_to_prefetch_at(state)
                 if until <= now:
-                    idle.append(_resident(one))
+                    idle.append(_resident(state))
                 else:
                     self._prefetch_at = min(self._prefetch_at, until)
         for name in self._queued_in(self.prefetched, on_disk=False):

@@ -27,7 +27,7 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.statistics import MetaSnapshot
 
-#: weight of the latest run in the learned length of a meta model's runs
+#: Weight of the latest run in the learned length of a meta model's runs.
 _WEIGHT = 0.2
 
 
@@ -38,7 +38,7 @@ class _Meta:
 
     def __init__(self) -> None:
         self.waiting = self.running = 0
-        #: learned length of an admitted run; 0: none has ended
+        #: Learned length of an admitted run, or 0 if none has ended.
         self.seconds = 0.0
         self.admitted = self.expired = self.refused = self.withdrawn = 0
 
@@ -73,15 +73,15 @@ class MetaAdmission:
         self.limit = limit
         #: True if no run is admitted, because the runtime is about to end.
         self.closed = False
-        #: admitted runs that call a held model.
+        #: Admitted runs that call a held model.
         self.stalled: set[int] = set()
         #: All waiting and admitted runs by id.
         self.live: dict[int, Run] = {}
         #: Numbers of the waiting runs, in order of arrival.
         self.waiting: dict[int, int] = {}
-        #: the time at which each run was admitted, by id.
+        #: Time at which each run was admitted, by id.
         self._admitted: dict[int, float] = {}
-        #: number of runs that were ever asked for; the number of the latest.
+        #: Number of runs requested so far, which is also the number of the latest one.
         self.run_count = 0
         #: Waiting runs in the order of admission, except those that call a held model.
         self._order: Ranking[int] = Ranking()
@@ -131,7 +131,7 @@ class MetaAdmission:
         for run in runs:
             self.run_count += 1
             meta = self._metas.setdefault(run.meta, _Meta())
-            if run.deadline is not None and not run.deadline > now:  # or one that is not a number
+            if run.deadline is not None and not run.deadline > now:  # This also refuses NaN.
                 meta.expired += 1
                 out.append(Finish(run.id, Outcome.EXPIRED))
                 continue

@@ -14,7 +14,7 @@ from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, WeightState
 from rsrv.scheduler.weights import ModelWeights
 
-#: number of pauses of mode HOLD that a model remembers.
+#: Number of pauses of mode HOLD that a model remembers.
 _HOLDS = 8
 
 
@@ -105,11 +105,11 @@ class ModelState:
     ) -> None:
         self.name = program.model
         self.reconfigure(program)
-        #: variant -> its waiting requests; one queue for each compiled variant.
+        #: Queue of waiting requests for each compiled variant, by variant.
         self.queues = {variant: VariantQueue(variant, table) for variant, table in costs.items()}
-        #: requests that wait, over all queues.
+        #: Number of waiting requests in all queues.
         self.queued = 0
-        #: requests and executions in flight, or about to be retried.
+        #: Requests and executions that are in flight, or about to be retried.
         self.executing = 0
         self.executions = 0
         self.weights = weights
@@ -128,14 +128,14 @@ class ModelState:
         # `recount` derives the following values, up to `dispatchable_at`, from the queues and costs. True if requests
         # wait that count: those of a held model do not.
         self.has_work = False
-        #: the queue whose front request is first in the order of service, and the place of that request.
+        #: The queue whose front request is first in the order of service, and the place of that request.
         self.front: VariantQueue | None = None
         self.place: Place | None = None
         #: Expected device time of the waiting requests.
         self.backlog_seconds = 0.0
         #: Expected device time of the next execution.
         self.turn_seconds = 0.0
-        #: expected device time of a full execution of the front queue.
+        #: Expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
         #: Time until which the model is delayed: it is blocked, or more requests may join its next execution.
         self.dispatchable_at = -inf
@@ -247,13 +247,13 @@ class ModelState:
         )
 
     def _plan_padded(self, queue: VariantQueue, limit: float) -> PaddedBatch:
-        tables = {variant: one.costs for variant, one in self.queues.items()}
+        tables = {variant: queue.costs for variant, queue in self.queues.items()}
         most = max(table.max_rows for table in tables.values())
         joining = [queue] if queue.front_exclusive else self.queues.values()
         waiting = {
-            one.variant: [*islice(one.waiting_rows(), most)]
-            for one in joining
-            if one.entries and (one is queue or not one.front_exclusive)
+            joined.variant: [*islice(joined.waiting_rows(), most)]
+            for joined in joining
+            if joined.entries and (joined is queue or not joined.front_exclusive)
         }
         return plan_padded_batch(waiting, tables, queue.variant, limit=limit)
 

@@ -3,13 +3,13 @@
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeVar
 
-#: anything that compares with the ranks of the same index, smaller is first.
+#: Anything that compares with the ranks of the same index. Smaller ranks come first.
 Rank = Any
 
-#: the key of an index: models by their names, or runs by their ids.
+#: Key of an index: models by name, or runs by id.
 Name = TypeVar("Name", str, int)
 
-#: below this many entries the heap keeps stale ones.
+#: With fewer entries than this, the heap keeps stale ones.
 _MIN_CLEANED = 64
 
 
@@ -25,7 +25,7 @@ class Ranking(dict[Name, Rank]):
 
     def __init__(self) -> None:
         super().__init__()
-        #: entries that differ from the dictionary are stale.
+        #: Entries that differ from the dictionary are stale.
         self._heap: list[tuple[Rank, Name]] = []
 
     def set(self, name: Name, rank: Rank) -> None:

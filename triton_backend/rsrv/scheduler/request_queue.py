@@ -65,28 +65,28 @@ class RequestQueues:
     )
 
     def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
-        #: gives the order in which requests wait.
+        #: Defines the order in which requests wait.
         self.discipline = discipline
-        #: known models; the scheduler adds and removes them.
+        #: Known models. The scheduler adds and removes them.
         self._models = models
-        #: every request that arrived and has not finished, queued or executing.
+        #: Every request that has arrived and not finished, queued or executing.
         self.live: dict[int, LiveRequest] = {}
         #: `queued`: number of waiting requests. `exclusive`: number of exclusive ones among them.
         self.queued = self.exclusive = 0
-        #: number of requests that arrived since the start.
+        #: Number of requests that arrived since the start.
         self.arrived = 0
-        #: the latest sequence number given to a request.
+        #: Latest sequence number that was given to a request.
         self._number = 0
         self.deadlines = Deadlines()
-        #: times at which to check whether requests will be late (`late_requests`); only if the discipline sheds.
+        #: Times at which to check whether requests will be late (`late_requests`). Used only if the discipline sheds.
         self.late_checks = Deadlines()
-        #: run of a meta model -> its waiting requests, oldest first: the first one is committed, the others are not.
+        #: Waiting requests of each meta model's run, oldest first. The first one is committed, the others are not.
         self.runs: dict[int, list[LiveRequest]] = {}
-        #: models that changed since the scheduler settled its accounts (a dictionary for its order).
+        #: Models that changed since the scheduler settled its accounts. This is a dictionary to keep the order.
         self.dirty: dict[ModelState, None] = {}
-        #: requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
+        #: Requests that ended without an execution, for `RequestTimes.keep_ended` at the end of the event.
         self.ended: list[EndedWait] = []
-        #: requests that ended without a model, or whose model was removed.
+        #: Requests that ended without a model, or whose model was removed.
         self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
@@ -98,8 +98,8 @@ class RequestQueues:
         live, ids = self.live, set[int]()
         for request in requests:
             if request.id in ids or request.id in live or request.id in runs:
-                counts = Counter(one.id for one in requests)
-                twice = [one for one, count in counts.items() if count > 1 or one in live or one in runs]
+                counts = Counter(request.id for request in requests)
+                twice = [id for id, count in counts.items() if count > 1 or id in live or id in runs]
                 raise CallerError(f"ids that are in use already, or twice in one event: {twice}")
             ids.add(request.id)
             if request.rows < 0:
@@ -310,11 +310,11 @@ class RequestQueues:
         for entry in left:
             self.runs[entry.request.run].remove(entry)
         for run in {entry.request.run: None for entry in left}:
-            rest = self.runs[run]
-            if not rest:
+            remaining = self.runs[run]
+            if not remaining:
                 del self.runs[run]
                 continue
-            first = rest[0]
+            first = remaining[0]
             if first.place[0] != COMMITTED_LEVEL and first.queue is not None:
                 request = first.request
                 self._number += 1
@@ -341,7 +341,7 @@ def _reason(
         return Reason.UNKNOWN_VARIANT
     if request.rows > queue.costs.capacities[-1]:
         return Reason.TOO_MANY_ROWS
-    if request.deadline is not None and not request.deadline > now:  # or it is not a number
+    if request.deadline is not None and not request.deadline > now:  # This also refuses NaN.
         return Outcome.EXPIRED
     if model.paused is not None and model.closed_to(request):
         return Reason.PAUSED

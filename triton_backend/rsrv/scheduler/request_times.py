@@ -59,8 +59,10 @@ class RequestTimes:
 
     def in_progress(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
         """Return requests that wait or execute and match, with their time up to now."""
-        executing = {id: one for one in self._running.values() for id in one.execute.requests}
-        found = []
+        executing = {
+            id: execution for execution in self._running.values() for id in execution.execute.requests
+        }
+        slow = []
         for entry in self._queues.live.values():
             request = entry.request
             if not matches(request):
@@ -73,8 +75,8 @@ class RequestTimes:
             else:
                 continue
             ending = self._unfinished(model, entry, until, execute, None, now)
-            found.append(SlowRequest(now - entry.arrived, 0, request, entry.arrived, ending))
-        return found
+            slow.append(SlowRequest(now - entry.arrived, 0, request, entry.arrived, ending))
+        return slow
 
     def _unfinished(
         self,

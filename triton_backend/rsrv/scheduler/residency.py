@@ -32,18 +32,18 @@ from rsrv.scheduler.statistics import Cause
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightEvent, WeightState
 from rsrv.scheduler.weights import WeightAccounts
 
-#: seconds until the next look at weights that reached their idle limit but cannot be evicted.
+#: Seconds until the next check of weights that reached their idle limit but cannot be evicted.
 IDLE_LOOK_S = 0.1
 
 
 class CompactionState(Enum):
     """State of a compaction of the device's memory."""
 
-    #: no compaction is due.
+    #: No compaction is due.
     NONE = "none"
     #: Nothing starts on the device until nothing executes, loads or warms up. Then the compaction is carried out.
     DUE = "due"
-    #: an execution or a warm-up has its second try, with the device to itself. Others may wait for theirs.
+    #: An execution or a warm-up has its second try, with the device to itself. Others may wait for theirs.
     RETRYING = "retrying"
 
 
@@ -67,11 +67,11 @@ class Compaction:
         self._asked = False
         #: True if evicted weights are restored.
         self._restores = False
-        #: executions that found no memory, in their order. Their requests are not answered yet.
+        #: Executions that found no memory, in order. Their requests are not answered yet.
         self.retries: deque[StartedExecution] = deque()
-        #: models whose warm-up found no memory. Their weights stay reserved.
+        #: Models whose warm-up found no memory. Their weights stay reserved.
         self.warm_ups: deque[ModelState] = deque()
-        #: the model whose execution or warm-up has its second try now.
+        #: Model whose execution or warm-up has its second try now.
         self.retried: ModelState | None = None
 
     def ask(self, *, restores: bool) -> None:

@@ -75,9 +75,9 @@ class SchedulerPhase(Enum):
     """Phase of a scheduler. It serves until it winds down for the next runtime."""
 
     SERVING = "serving"
-    #: no run is admitted, and no execution starts once no run and no generation is in progress. It has a time limit.
+    #: No run is admitted. No execution starts once no run and no generation is in progress. This state has a time limit.
     WINDING_DOWN = "winding down"
-    #: nothing executes, and no execution or run starts. Weights still load.
+    #: Nothing executes, and no execution or run starts. Weights still load.
     AT_REST = "at rest"
 
 
@@ -100,7 +100,7 @@ class Scheduler:
         self._disciplines = disciplines
         self._now = -inf
         self._check_settings(self.settings)
-        #: known models. A removed model moves to `_draining` until nothing of it is on the device.
+        #: Known models. A removed model moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
         self._past = PastTotals()
@@ -112,7 +112,7 @@ class Scheduler:
         #: Models that may not execute yet, by the time when they may. They wait for more requests, or let other
         #: models execute first after a second try.
         self._delayed: Ranking[str] = Ranking()
-        #: at most `depth` executions.
+        #: Executions in flight, at most `depth`.
         self._running = InFlight()
         #: True if an exclusive request is next, or executes: no load and no other execution starts.
         self._kept_exclusive = False
@@ -122,9 +122,9 @@ class Scheduler:
         #: Sum of `turn_seconds` over all models.
         self._round = 0.0
         self._phase = SchedulerPhase.SERVING
-        #: when winding down must have ended.
+        #: Time by which winding down must have ended.
         self._rest_until = inf
-        #: what `_plan` does, in this order.
+        #: Steps of `_plan`, in this order.
         residency = self._residency
         self._steps = (
             self._compact,
@@ -328,8 +328,8 @@ class Scheduler:
             return
         queue = model.front
         if queue is None:
-            told = tuple(map(str, self.history(name)))
-            raise InvariantError("the discipline chose a model without work", name, told)
+            history = tuple(map(str, self.history(name)))
+            raise InvariantError("the discipline chose a model without work", name, history)
         batch = model.plan(queue, self._patience(queue, now) if self._discipline.sheds else inf)
         variant, counts = queue.variant, [(queue, batch.count)]
         if type(batch) is PaddedBatch:
@@ -457,8 +457,8 @@ class Scheduler:
         if self._residency.remove(model, now, out):
             del self._draining[model.name]
             self._queues.departed.add(model.totals.counts)
-            others = any(other.family == model.family for other in self._states())
-            self._past.keep(model.family, model.totals, others=others)
+            has_relatives = any(state.family == model.family for state in self._states())
+            self._past.keep(model.family, model.totals, others=has_relatives)
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -733,15 +733,17 @@ class Scheduler:
 
         With a part of a request, all of its parts are returned.
         """
-        found = self._matching(lambda one: one.id == id or bool(tag and one.tag == tag), now)
-        if wholes := {one.request.whole for one in found} - {0}:
-            found = [one for one in found if not one.request.whole]
-            found += self._matching(lambda one: one.whole in wholes, now)
-        return found
+        slow_requests = self._matching(
+            lambda request: request.id == id or bool(tag and request.tag == tag), now
+        )
+        if wholes := {slow.request.whole for slow in slow_requests} - {0}:
+            slow_requests = [slow for slow in slow_requests if not slow.request.whole]
+            slow_requests += self._matching(lambda request: request.whole in wholes, now)
+        return slow_requests
 
     def _matching(self, matches: Callable[[Request], bool], now: float) -> list[SlowRequest]:
-        kept = [one for state in self._states() for one in state.slowest.find(matches, now)]
-        return kept + self._times.in_progress(matches, now)
+        ended = [slow for state in self._states() for slow in state.slowest.find(matches, now)]
+        return ended + self._times.in_progress(matches, now)
 
     def obstacle(self, model: str, now: float) -> str:
         """Return what the absent weights of a known model wait for, in words; "" if they wait for nothing."""
@@ -762,8 +764,8 @@ class Scheduler:
     def weight_bytes(self) -> WeightBytes:
         """Return the device bytes of all weights. Costs O(models)."""
         accounts = self._residency.accounts
-        present = (one for one in self._states() if one.weights.state in TAKING_BYTES)
-        logical = sum(one.program.weight_bytes for one in present)
+        present = (state for state in self._states() if state.weights.state in TAKING_BYTES)
+        logical = sum(state.program.weight_bytes for state in present)
         return WeightBytes(accounts.bytes, accounts.pinned_bytes, logical, accounts.budget)
 
     def shared_tensors(self) -> list[SharedTensors]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-#: the disciplines of `disciplines` by name.
+#: The disciplines of `disciplines`, by name.
 DisciplineName = Literal["fair", "fifo", "edf"]
 
 
@@ -12,22 +12,22 @@ DisciplineName = Literal["fair", "fifo", "edf"]
 class SchedulerSettings:
     """Settings by name and unit of the configuration's sections."""
 
-    #: the order in which models execute; a key of the disciplines that the scheduler is given.
+    #: Order in which models execute: a key of the disciplines that the scheduler is given.
     discipline: str = "fair"
-    #: executions given to the device at once. The device runs them one after the other.
+    #: Maximum number of executions given to the device at the same time. The device runs them one after the other.
     depth: int = 1
-    #: with a depth above 1: how long before the expected end of the device's last execution it gets the next one, in ms.
-    #: Until then requests that arrive may still join that one.
+    #: With a depth above 1, the device gets its next execution this many milliseconds before the expected end of the last one.
+    #: Until then, requests that arrive may still join the next execution.
     launch_ahead_ms: float = 2.0
-    #: concurrent runs of meta models; the others wait.
+    #: Maximum number of concurrent runs of meta models. Further runs wait.
     meta_concurrency: int = 2
-    #: a model with waiting requests keeps its weights on the device for at least this many times the duration of their
-    #: load; see `load_queue`.
+    #: A model with waiting requests keeps its weights on the device for at least this many times the duration of their load.
+    #: See `load_queue`.
     residency_factor: float = 4.0
-    #: whether weights load for waiting requests, and are evicted for those of others. If not, they load and leave only by
+    #: If True, weights load for waiting requests, and are evicted for those of others. If False, they load and leave only by
     #: command (`Pinned`, `Prefetch`, `Evict`), and requests for other models are refused.
     on_demand: bool = True
-    #: device bytes that weights may take, pinned ones included; None: no limit.
+    #: Device bytes that weights may take, including pinned ones. None means no limit.
     weight_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from rsrv.scheduler.events import Execute, Outcome, Request
 from rsrv.scheduler.history import HistoryRecord
 from rsrv.scheduler.variant_queue import LiveRequest
 
-#: requests kept of each model, and seconds after which they are dropped.
+#: Number of requests that are kept of each model, and seconds after which they are dropped.
 KEPT, WINDOW_S = 100, 3600.0
 
 #: Beginning and end of each period.
@@ -61,9 +61,9 @@ class Ending(NamedTuple):
     outcome: Outcome | None
     #: None: they never executed.
     execute: Execute | None
-    #: names of the models that executed while they waited, the one with the most time first.
+    #: Names of the models that executed while the request waited, the one with the most time first.
     behind: tuple[str, ...]
-    #: the latest eviction of the weights before `absences`.
+    #: Latest eviction of the weights before `absences`.
     evicted: HistoryRecord | None
 
 
@@ -71,12 +71,12 @@ class SlowRequest(NamedTuple):
     """A request that took long, or still does; ordered by its time."""
 
     seconds: float
-    #: makes entries of equal time distinct.
+    #: Number that makes entries of equal time distinct.
     number: int
     request: Request
     arrived: float
     ending: Ending
-    #: seconds in its front before it arrived here, and after it ended; None: not known.
+    #: Seconds in the request's front before it arrived here, and after it ended. None if unknown.
     front: tuple[float, float] | None = None
 
     @property
@@ -111,9 +111,9 @@ class SlowestRequests:
         #: Number of requests in `_new`.
         self._new_count = 0
         self._added = 0
-        #: seconds that a request has to exceed to be kept.
+        #: A request must take more than this many seconds to be kept.
         self.floor = -1.0
-        #: when the oldest one is dropped.
+        #: Time at which the oldest request is dropped.
         self.review_at = inf
 
     def latest_arrival(self, now: float) -> float:
@@ -150,7 +150,7 @@ class SlowestRequests:
         """Return the requests that match."""
         self._rank()
         old = now - WINDOW_S
-        return [one for one in self._kept if matches(one.request) and one.ending.at > old]
+        return [slow for slow in self._kept if matches(slow.request) and slow.ending.at > old]
 
     def _rank(self) -> None:
         """Rank the new requests among the others, and drop the fastest."""
@@ -167,7 +167,7 @@ class SlowestRequests:
 
     def _drop_old(self, now: float) -> None:
         self._rank()
-        ends = [one.ending.at + WINDOW_S for one in self._kept]
-        self._kept = [one for one, end in zip(self._kept, ends, strict=True) if end > now]
+        ends = [slow.ending.at + WINDOW_S for slow in self._kept]
+        self._kept = [slow for slow, end in zip(self._kept, ends, strict=True) if end > now]
         self.review_at = min((end for end in ends if end > now), default=inf)
         self._rank()

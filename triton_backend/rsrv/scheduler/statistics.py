@@ -19,28 +19,28 @@ K = TypeVar("K")
 class Cause(Enum):
     """Cause of an eviction, other than the removal of its model."""
 
-    #: a load needed the room.
+    #: A load needed the room.
     ROOM = "room"
     #: An operator asked for it. Or a warm-up ended, and weights do not load on demand.
     ASKED = "asked"
-    #: the budget fell, or models were pinned.
+    #: The budget fell, or models were pinned.
     BUDGET = "budget"
-    #: a compaction of the device's memory.
+    #: A compaction of the device's memory evicted the weights.
     COMPACTION = "compaction"
-    #: they were not used for their model's limit of idleness.
+    #: The weights were not used within their model's idle limit.
     IDLE = "idle"
 
 
 class Stage(Enum):
     """Stage of a request when its deadline passed, or became certain to."""
 
-    #: the deadline had passed on arrival.
+    #: The deadline had passed on arrival.
     ARRIVAL = "arrival"
-    #: the request waited for other executions.
+    #: The request waited for other executions.
     QUEUE = "queue"
-    #: the request waited for its model's weights.
+    #: The request waited for its model's weights.
     LOAD = "load"
-    #: the request executed, and was answered late.
+    #: The request executed, and was answered late.
     EXECUTE = "execute"
 
 
@@ -94,22 +94,22 @@ class Totals:
     """Counters of one model; nothing resets them."""
 
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
-    #: missed deadlines by stage.
+    #: Missed deadlines by stage.
     missed: dict[Stage, int] = field(default_factory=dict)
     #: Executions started.
     dispatches: int = 0
     #: Useful rows of these executions.
     useful_rows: int = 0
-    #: device time of executions that ended, failed ones included.
+    #: Device time of executions that ended, including failed ones.
     device_seconds: float = 0.0
-    #: requests that found the weights absent, and evictions of these by cause.
+    #: Requests that found the weights absent, and evictions of the weights by cause.
     misses: int = 0
     evictions: dict[Cause, int] = field(default_factory=dict)
-    #: seconds from a request's arrival until it is given to the device.
+    #: Seconds from a request's arrival until it is given to the device.
     queue_wait: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: seconds of each execution, as in `device_seconds`.
+    #: Seconds of each execution, as in `device_seconds`.
     execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: seconds of loads that ended well.
+    #: Seconds of successful loads.
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: Rows of requests in each execution.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
@@ -120,8 +120,8 @@ class Totals:
     def of(cls, several: Iterable["Totals"]) -> "Totals":
         """Return the sum of several."""
         total = cls()
-        for one in several:
-            total.add(one)
+        for counts in several:
+            total.add(counts)
         return total
 
     def miss(self, stage: Stage) -> None:
@@ -172,8 +172,8 @@ class PastTotals:
         return {name: of[0] if len(of) == 1 else Totals.of(of) for name, of in several.items()}
 
 
-def _add(mine: dict[K, int], others: Mapping[K, int]) -> None:
-    for key, count in others.items():
+def _add(mine: dict[K, int], added: Mapping[K, int]) -> None:
+    for key, count in added.items():
         mine[key] = mine.get(key, 0) + count
 
 
@@ -186,22 +186,22 @@ class ModelSnapshot:
     pinned: bool
     #: True if it is removed, while its last executions or its load still run.
     draining: bool
-    #: how it is paused; None: not at all.
+    #: How the model is paused, or None.
     paused: Pause | None
-    #: requests that wait.
+    #: Number of waiting requests.
     queued: int
-    #: requests that execute.
+    #: Number of executing requests.
     executing: int
-    #: ended requests by outcome.
+    #: Ended requests by outcome.
     outcomes: Mapping[Outcome, int]
-    #: refused requests by reason; only reasons that occurred.
+    #: Refused requests by reason. Only reasons that occurred are present.
     refused: Mapping[Reason, int]
-    #: executions started.
+    #: Number of executions started.
     dispatches: int
     #: rows of requests, and rows of padding, in all executions started.
     useful_rows: int
     padded_rows: int
-    #: device time of executions that ended, failed ones included.
+    #: Device time of executions that ended, including failed ones.
     device_seconds: float
     #: (variant, size) -> executions started; only those that occurred.
     sizes: Mapping[tuple[int, int], int]

@@ -49,48 +49,48 @@ class LoadReason(StrEnum):
 
     #: the model is pinned, or is to be warmed up, or its load found no memory and is retried once.
     REQUIRED = "required"
-    #: requests wait for them.
+    #: Requests wait for the weights.
     DEMAND = "demand"
-    #: they were prefetched, or their load took too long for a request's deadline and the next request should find them.
+    #: The weights were prefetched, or their load took too long for a request's deadline and the next request should find them.
     PREFETCH = "prefetch"
-    #: a compaction evicted them, or an earlier runtime had them on the device. They load into free room, or are dropped.
+    #: A compaction evicted the weights, or an earlier runtime had them on the device. They load into free room, or are dropped.
     RESTORE = "restore"
 
 
 class WeightEvent(StrEnum):
     """Event that changes the state of weights."""
 
-    #: a first reason to load them appeared.
+    #: A first reason to load the weights appeared.
     QUEUE = "queue"
-    #: the last reason to load them is gone.
+    #: The last reason to load the weights is gone.
     WITHDRAW = "withdraw"
-    #: their read from disk starts.
+    #: The read of the weights from disk starts.
     READ = "read"
-    #: their read ended well, so that they can be loaded.
+    #: The read succeeded, so the weights can be loaded.
     READ_ENDED = "end of read"
-    #: their load starts.
+    #: The load of the weights starts.
     LOAD = "load"
-    #: the end of their read or load is requested; it may still end well.
+    #: The end of the read or load is requested. It may still succeed.
     ABANDON = "abandon"
-    #: their load ended well.
+    #: The load succeeded.
     LOADED = "loaded"
-    #: their read or load failed, or was abandoned.
+    #: The read or load failed, or was abandoned.
     NOT_LOADED = "not loaded"
-    #: they were on the device before the model was added.
+    #: The weights were on the device before the model was added.
     ADOPT = "adopt"
-    #: a warm-up on them starts, or is retried.
+    #: A warm-up with the weights starts, or is retried.
     WARM_UP = "warm up"
-    #: the warm-up ended, well or not.
+    #: The warm-up ended, successfully or not.
     WARMED_UP = "warmed up"
-    #: they are to be evicted as soon as they are free.
+    #: The weights are to be evicted as soon as they are free.
     RELEASE = "release"
-    #: they are to stay after all.
+    #: The weights are to stay after all.
     KEEP = "keep"
-    #: they are evicted.
+    #: The weights are evicted.
     EVICT = "evict"
-    #: a failed load is not retried for a while.
+    #: A failed load is not retried for a while.
     BACK_OFF = "back off"
-    #: the back-off is over.
+    #: The back-off is over.
     END_BACKOFF = "end of back-off"
 
 

@@ -28,9 +28,9 @@ from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent,
 
 #: Weight of the latest pause in the average that counts as the usual pause.
 _PAUSE_ALPHA = 0.3
-#: seconds for which a failed load is not retried; doubled from the first to the longest.
+#: Seconds for which a failed load is not retried. They double from the first to the longest.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
-#: share of a model's bytes that a load must move to tell how long a load of all of them takes.
+#: Minimum share of a model's bytes that a load must move to measure how long a load of all of them takes.
 _MIN_MEASURED_SHARE = 0.5
 
 
@@ -40,11 +40,11 @@ class SharedTensorGroup:
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
     def __init__(self, tensors: dict[Any, int], size: int, owners: list["ModelWeights"]) -> None:
-        #: key -> bytes; empty for the weights of a model whose tensors are unknown.
+        #: Bytes by key. Empty for the weights of a model whose tensors are unknown.
         self.tensors = tensors
         self.bytes = size
         self.owners = owners
-        #: owners whose weights take bytes of the device, and the pinned ones among them.
+        #: Owners whose weights take bytes of the device, and the pinned ones among them.
         self.users = 0
         self.pins = 0
 
@@ -55,7 +55,7 @@ class SharedTensorGroups:
     __slots__ = ("_of",)
 
     def __init__(self) -> None:
-        #: tensor -> the group that it belongs to.
+        #: Group of each tensor.
         self._of: dict[Any, SharedTensorGroup] = {}
 
     def check(self, tensors: Mapping[Any, int]) -> None:
@@ -146,45 +146,46 @@ class ModelWeights:
         self.model = program.model
         self.state = WeightState.ABSENT
         self.history = History()
-        #: all of its tensors; `WeightAccounts` divides them.
+        #: All tensors of the weights. `WeightAccounts` divides them into groups.
         self.groups: list[SharedTensorGroup] = []
-        #: true if they stay on the device even if other weights need room.
+        #: True if the weights stay on the device even if other weights need room.
         self.pinned = program.pinned
         #: True if they are to be on the device even without requests: pinned, prefetched, adopted, or present when
         #: loads on demand ended. An eviction ends it, unless the weights return.
         self.desired = program.pinned
-        #: whether a load would wait for the disk, so that they are read first; and the seconds that the latest read took.
+        #: True if a load would wait for the disk, so that the weights are read first. The second value is the seconds of the
+        #: latest read.
         self.on_disk = False
         self.read_seconds = 0.0
-        #: of the current or latest load or read; 0 before the first.
+        #: Epoch of the current or latest load or read, or 0 before the first one.
         self.epoch = 0
-        #: bytes that this load moves: those that no other model has on the device.
+        #: Bytes that this load moves: tensors that no other model has on the device.
         self.load_bytes = 0
         #: True if the latest read or load that ended was abandoned.
         self.abandoned = False
-        #: whether a load found no memory, and is to be retried once after a compaction.
+        #: True if a load found no memory and is to be retried once after a compaction.
         self.retry_due = False
-        #: when the back-off after a failed load ends, its length, and why the load failed; "": it found no memory twice,
-        #: with all others evicted.
+        #: Time when the back-off after a failed load ends, its length, and the reason of the failure. "" means that the load
+        #: found no memory twice, with all others evicted.
         self.backoff_until = -inf
         self.backoff_seconds = 0.0
         self.load_error = ""
-        #: completed loads.
+        #: Number of completed loads.
         self.loads = 0
-        #: expected duration of a load of all bytes: measured by a load of most of them, or as the program says.
+        #: Expected duration of a load of all bytes, from a load of most of them, or else from the program.
         self.load_seconds = program.load_seconds
-        #: duration of the latest load; before the first, of one of all bytes.
+        #: Duration of the latest load. Before the first load, this is the duration of a load of all bytes.
         self.last_load_seconds = program.load_seconds
         #: True if they were loaded for requests that wait, none of which has executed yet.
         self.unserved = False
-        #: when the latest load or read began, and how long the load was expected to take.
+        #: Time when the latest load or read began, and its expected duration.
         self.begun_at = 0.0
         self.expected_load_seconds = 0.0
-        #: when they came to the device last.
+        #: Time when the weights last arrived on the device.
         self.loaded_at = 0.0
-        #: when an execution on them ended last, or when they were loaded, or the model was added.
+        #: Time when the latest execution with the weights ended, or when they were loaded or the model was added.
         self.last_used = 0.0
-        #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
+        #: Seconds that the model usually has no work between two requests, or 0.0 before that was observed.
         self.usual_pause = 0.0
         #: Time when the latest request arrived, or -inf if there was none.
         self.last_arrival = -inf
@@ -260,25 +261,25 @@ class WeightAccounts:
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: of the latest load, of any model, that was long enough to measure.
+        #: Rate of the latest load of any model that was long enough to measure.
         self._seconds_per_byte = 0.0
         self.groups = SharedTensorGroups()
-        #: device bytes that weights may take, pinned ones included; None: no limit.
+        #: Device bytes that weights may take, including pinned ones. None means no limit.
         self.budget = budget
-        #: device bytes that weights take, each tensor once; and the part of pinned ones.
+        #: Device bytes that weights take (each tensor once), and the part of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
-        #: weights that take bytes and are not pinned (a dictionary for its order).
+        #: Weights that take bytes and are not pinned. This is a dictionary to keep the order.
         self.unpinned: dict[ModelWeights, None] = {}
-        #: the weights that are loading, and whether their load is to be abandoned.
+        #: The weights that are loading, and whether their load is to be abandoned.
         self.loading: ModelWeights | None = None
         self.abandoning = False
-        #: the weights that are being read from disk, and whether their read is to be abandoned.
+        #: The weights that are being read from disk, and whether their read is to be abandoned.
         self.reading: ModelWeights | None = None
         self.abandoning_read = False
-        #: number of models whose weights are reserved for a warm-up.
+        #: Number of models whose weights are reserved for a warm-up.
         self.reserved = 0
-        #: time of the event that the scheduler handles, for the histories.
+        #: Time of the event that the scheduler handles, for the histories.
         self.now = 0.0
 
     def add(self, program: Program) -> ModelWeights:
@@ -314,8 +315,8 @@ class WeightAccounts:
             (self._take if take else self._give)(weights)
         if after is not before:
             moved = abs(self.bytes - taken)
-            told = {"why": why or event.value, **details, **({"bytes": moved} if moved else {})}
-            weights.history.change(self.now, f"weights {after.value}", told)
+            facts = {"why": why or event.value, **details, **({"bytes": moved} if moved else {})}
+            weights.history.change(self.now, f"weights {after.value}", facts)
 
     # --- how much room there is --------------------------------------------------------------------------------
 

@@ -36,11 +36,11 @@ log = logging.getLogger("rsrv.stub")
 
 #: Parameter of requests. Requests with one value go to one target, as long as the shares stay.
 STICKY = "rsrv_sticky"
-#: in place of a weight: the target gets copies of all requests
+#: Value in place of a weight for a target that gets copies of all requests.
 SHADOW = "shadow"
-#: seconds between the attempts to load a target that failed, doubling
+#: Seconds between the attempts to load a target that failed. They double.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
-#: in config.pbtxt: the shares by target, as a JSON object
+#: Key in config.pbtxt with the shares by target, as a JSON object.
 _PARAMETER = "rsrv_alias"
 
 
@@ -68,7 +68,7 @@ class Split:
         self._shares = {
             name: float(weight) for name, weight in weights.items() if weight and weight != SHADOW
         }
-        #: targets that get requests
+        #: Targets that get requests.
         self.names = list(self._shares)
         #: Upper ends of the shares. If a weight grows, only the requests that it gains move.
         self._ends = list(accumulate(self._shares.values()))
@@ -164,7 +164,7 @@ class Alias:
             for index, _, comparison in comparisons:
                 comparison.answered(responses[index], copy=False)
         for shadow in shadows:
-            if copies := [one.copy for _, other, one in comparisons if other is shadow]:
+            if copies := [comparison.copy for _, compared, comparison in comparisons if compared is shadow]:
                 shadow.execute(copies)
         return responses
 
@@ -177,7 +177,7 @@ class Alias:
         # Answer in place, as requests of one model. A request that is answered later has no answer if this process
         # dies.
         answers = {name: self._targets[name].execute(part) for name, part in parts.items()}
-        whole = {name: iter(found) for name, found in answers.items() if found is not None}
+        whole = {name: iter(responses) for name, responses in answers.items() if responses is not None}
         if len(whole) == len(parts):
             return [next(whole[name]) for name in chosen]
         # A list that execute() returns must be complete.
@@ -214,9 +214,9 @@ class AliasStub(ModelStub):
             where = f"alias {alias!r}, model {target!r}"
             own = replace(setup, name=target, bundle=folder / target, alias=alias, copies=copies)
             process = StubProcess(tensors, TargetResponses(pb_utils, where, together), guard)
-            found = serve_model(own, process, pb_utils, imports[target])
-            shadow = Shadow(where, tensors, dtypes, found.execute_later, found.compared) if copies else None
-            return found, shadow
+            model = serve_model(own, process, pb_utils, imports[target])
+            shadow = Shadow(where, tensors, dtypes, model.execute_later, model.compared) if copies else None
+            return model, shadow
 
         split = Split(alias, shares)
         served = Alias(split, load, together)
@@ -233,18 +233,18 @@ class AliasStub(ModelStub):
 
     def _load_again(self, served: Alias, failures: Mapping[str, str]) -> None:
         """Load targets that failed until all are loaded."""
-        pause, said = _FIRST_PAUSE_S, dict[str, str]()
+        pause, logged = _FIRST_PAUSE_S, dict[str, str]()
         while failures:
             for name, text in failures.items():
-                if said.get(name) != text:
+                if logged.get(name) != text:
                     log.error(
                         "model %r is behind this alias and does not load; the others answer: %s", name, text
                     )
-            said = {**failures}
+            logged = {**failures}
             if self._closed.wait(pause):
                 return
             failures = served.load(failures)
-            for name in said.keys() - failures:
+            for name in logged.keys() - failures:
                 log.info("model %r is loaded and answers its share", name)
             pause = min(2 * pause, _MAX_PAUSE_S)
 
@@ -253,7 +253,7 @@ class AliasStub(ModelStub):
         super().finalize()
 
 
-#: the name that Triton's Python backend looks for
+#: Triton's Python backend looks for this name.
 TritonPythonModel = AliasStub
 
 __all__ = ["TritonPythonModel"]

@@ -33,12 +33,12 @@ log = logging.getLogger("rsrv.stub")
 
 Arrays = dict[str, Array]
 
-#: threads of an instance's pool, unless the server's command line sets another number
+#: Threads of an instance's pool, unless the server's command line sets another number.
 _DEFAULT_POOL = 32
-#: calls that one meta model hands to Triton at a time, if its thread pool allows as many: a quarter of the default
-#: pool, which also sends the responses
+#: Maximum number of calls that one meta model hands to Triton at a time, if its thread pool allows as many. This is a quarter
+#: of the default pool, which also sends the responses.
 MAX_CALLS = 8
-#: seconds after which a call without an answer fails; no call waits for a model for ever
+#: A call without an answer fails after this many seconds, so that no call waits for a model for ever.
 CALL_TIMEOUT_S = 60.0
 
 
@@ -61,9 +61,9 @@ def pool_size(arguments: Sequence[str]) -> int:
     for value in Options(arguments).values("backend-config", shortest="backend-c"):
         backend, _, setting = value.partition(",")
         key, _, number = setting.partition("=")
-        found = re.match(r"\s*(\d+)", number)  # Triton, too, ignores what follows the digits
-        if (backend, key) == ("python", "thread-pool-size") and found:
-            size = int(found[1])
+        match = re.match(r"\s*(\d+)", number)  # Triton, too, ignores what follows the digits
+        if (backend, key) == ("python", "thread-pool-size") and match:
+            size = int(match[1])
     return size
 
 
@@ -130,14 +130,14 @@ class _BlsCall:
     outputs: Sequence[str]
     deadline_ns: int  # 0: none
     run: int
-    #: the client's id of the request that makes the call
+    #: The client's id of the request that makes the call.
     client_id: str
     traceparent: str
-    #: of the run
+    #: Token of the run.
     device: int
-    #: end of the time limit of all calls
+    #: End of the time limit of all calls.
     hung_ns: int
-    #: resolved with the answer, or at the end of the call's time
+    #: Future that gets the answer, or an error at the end of the call's time.
     future: Future[Arrays] = field(default_factory=Future)
     started: bool = False
 
@@ -184,7 +184,7 @@ class Bls:
         self._threads = 0
         self._idle = 0
         self._watching = False
-        #: end of the watching thread's sleep; 0: it does not sleep
+        #: End of the watching thread's sleep, or 0 if it does not sleep.
         self._asleep_ns = 0
         self._closed = False
 
@@ -305,7 +305,7 @@ class Bls:
                     self._waiting = deque(call for call in self._waiting if call.until_ns > now)
                     return [(call, self._too_late(call)) for call in late]
                 first = min((call.until_ns for call in calls), default=now + int(self._timeout * 1e9))
-                del calls, late  # ended calls must not live on here
+                del calls, late  # Ended calls must not stay in memory here.
                 self._asleep_ns = first
                 self._deadlines_changed.wait((first - now) / 1e9)
                 self._asleep_ns = 0
@@ -352,7 +352,7 @@ class Bls:
             message = error.message()
             failure = failure_of(call.model, message, status_of(self._pb, error))
             if failure.status is Status.INTERNAL:
-                text = shorten(message, 4 * TEXT)  # including places in the callee's code
+                text = shorten(message, 4 * TEXT)  # The traceback also contains places in the callee's code.
                 log.error(
                     "%s: calling model %r: %s",
                     request_name(call.client_id),
@@ -374,7 +374,9 @@ class Bls:
         options: dict[str, Any] = {}
         parameters = {}
         if call.run:
-            parameters[RUN] = str(call.run)  # as text: integers there are signed
+            parameters[RUN] = str(
+                call.run
+            )  # Triton's integer parameters are signed, so send this number as text.
         if call.device:
             parameters[RUN_DEVICE] = str(call.device)
         if call.traceparent:

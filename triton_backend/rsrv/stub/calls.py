@@ -28,11 +28,11 @@ from rsrv.stub.session import Remote
 from rsrv.stub.tensors import BYTES, CLIENT_DTYPES, Array, as_array, strings_encoded
 from rsrv.wire.frames import Status
 
-#: names of the outputs that stay on the device; True: all of them
+#: Names of the outputs that stay on the device, or True for all of them.
 Keep = bool | Sequence[str]
 Results = dict[str, Any]
 
-#: nanoseconds that a sub-call may outlive the deadline: a healthy runtime ends it by then
+#: Nanoseconds that a sub-call may outlive the deadline. A healthy runtime ends it within them.
 GRACE_NS = 1_000_000_000
 
 
@@ -174,8 +174,8 @@ class SyncCall(_Calls):
         Raises the CallError of the first call that failed, after all have ended.
         """
         started: list[tuple[str, Pending | CallError]] = []
-        for one in calls:
-            name, inputs, keep = _spell_out(one)
+        for call in calls:
+            name, inputs, keep = _spell_out(call)
             try:
                 started.append((name, self._start(name, inputs, keep)))
             except CallError as error:
@@ -199,7 +199,7 @@ class SyncCall(_Calls):
 class AsyncCall(_Calls):
     """`call` of an `async def run`: every call starts at once, and is awaited."""
 
-    #: number of calls that have not ended
+    #: Number of calls that have not ended.
     under_way = 0
 
     def __call__(
@@ -215,7 +215,7 @@ class AsyncCall(_Calls):
 
     async def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
         """Make several calls, as `SyncCall.many`."""
-        started = [self(*_spell_out(one)) for one in calls]
+        started = [self(*_spell_out(call)) for call in calls]
         return _raise_first(await asyncio.gather(*started, return_exceptions=True))
 
     async def _wait(self, name: str, pending: Pending) -> Results:
@@ -264,12 +264,12 @@ def _spell_out(call: Sequence[Any]) -> tuple[str, Mapping[str, Any], Keep]:
 
 def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
     results = []
-    for one in ended:
-        if isinstance(one, CallError):
-            raise one.copy()
-        if isinstance(one, BaseException):
-            raise one
-        results.append(one)
+    for result in ended:
+        if isinstance(result, CallError):
+            raise result.copy()
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
     return results
 
 
@@ -280,7 +280,7 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
 class Callee:
     """A model that a meta model calls."""
 
-    #: its index in the list of REGISTERED
+    #: Index of the model in the list of REGISTERED.
     index: int
     remote: Remote
     endpoint: Endpoint
@@ -335,11 +335,11 @@ def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
     """Return the names of the outputs that stay on the device. Raises RequestFailure."""
     names = [tensor.name for tensor in callee.remote.interface.variants[0].outputs.tensors]
-    kept = frozenset(names if keep is True else keep or ())
-    if kept and callee.endpoint.hooks.postprocess is not None:
+    names_kept = frozenset(names if keep is True else keep or ())
+    if names_kept and callee.endpoint.hooks.postprocess is not None:
         raise RequestFailure(
             Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
         )
-    if unknown := sorted(kept - set(names)):
+    if unknown := sorted(names_kept - set(names)):
         raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
-    return kept
+    return names_kept

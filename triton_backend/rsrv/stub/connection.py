@@ -138,19 +138,19 @@ class RuntimeConnection:
         self.devices = greeted.devices
         self._blackbox = greeted.blackbox
         self._arena = Arena(spare=spare_memory)
-        self._lock = Lock()  # guards the arena and the order of frames
+        self._lock = Lock()  # This lock guards the arena and the order of frames.
         self._next_id = 0
         #: True if the runtime did not read in time. Until it reads again, frames do not wait for it.
         self._stuck = False
         #: The demand that was reported to the runtime, while REGISTER is not answered.
         self._demand: Mapping[str, int] | None = None
-        #: set by COLD on a registered connection: the seconds that requests may wait for the next start
+        #: Seconds that requests may wait for the next start. COLD sets it on a registered connection.
         self.dismissed: float | None = None
-        #: requests and their next tokens, of the latest TOKENS
+        #: Requests and their next tokens from the latest TOKENS.
         self._tokens: Iterable[tuple[int, int]] = ()
         #: True if this process has left the runtime, which lives on.
         self.left = False
-        #: places of arrays that were garbage-collected
+        #: Places of arrays that were garbage-collected.
         self._returned: deque[Place] = deque()
 
     # --- registration -------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class RuntimeConnection:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REPORTED:
                 return
-            if kind is not Kind.COLD:  # which the connection for answers obeys
+            if kind is not Kind.COLD:  # The connection for answers obeys this, too.
                 raise ProtocolError(f"{kind.name} where REPORTED was expected")
 
     def report_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
@@ -266,7 +266,7 @@ class RuntimeConnection:
         """Announce dropped segments at once, because a large request's memory stays in use while the runtime maps it."""
         if self._arena.dropped:
             with suppress(Closed, OSError):
-                self._announce(0)  # the next announcement has the rest
+                self._announce(0)  # The next announcement has the rest.
 
     def locate(self, array: Array) -> tuple[int, int] | None:
         """Return (segment, offset in bytes) of an array that lies in this connection's memory as the runtime reads it, or None."""
@@ -392,7 +392,7 @@ class RuntimeConnection:
         if not self._readable.poll(max(0.0, timeout * 1e3)):
             raise TimeoutError
         frame, fds = self._receiver.receive()
-        for fd in fds:  # a runtime sends none with answers
+        for fd in fds:  # A runtime sends no descriptors with answers.
             os.close(fd)
         kind, count = frames.read_header(frame)
         if kind is Kind.COLD:
@@ -459,7 +459,7 @@ class RuntimeConnection:
 
     def abandon(self) -> None:
         """Close only the socket, in a process that was forked: the runtime must see the end of its parent."""
-        with suppress(OSError):  # other code has closed it
+        with suppress(OSError):  # Other code has closed it.
             self.sock.close()
 
 

@@ -37,10 +37,11 @@ log = logging.getLogger("rsrv.stub")
 
 #: Most checks for cancellation in a round: each costs up to 0.2 ms.
 MAX_CHECKS = 16
-#: late answers per round, as each takes this thread some tenths of a millisecond
+#: Maximum number of late answers per round, because each takes this thread some tenths of a millisecond.
 _MAX_LATE_ANSWERS = 64
 
-#: threads that send deferred replies and run slow hooks: four keep a slow hook from holding up the replies behind it
+#: Number of threads that send deferred replies and run slow hooks. With four threads, a slow hook does not hold up the replies
+#: behind it.
 SENDER_THREADS = 4
 
 #: Client's text if this process may open no further file.
@@ -61,12 +62,12 @@ _BROKEN = "the model's process cannot go on; it is being restarted"
 class DeferredRequest:
     """A request that may be answered after execute() returned."""
 
-    id: int  # unique on its connection
+    id: int  # Unique on its connection.
     request: ClientRequest
     connection: RuntimeConnection
     #: None until it is made
     response: Any = field(default=None, kw_only=True)
-    checked: float = field(default=0.0, kw_only=True)  # time.monotonic of the latest check for cancellation
+    checked: float = field(default=0.0, kw_only=True)  # time.monotonic of the latest check for cancellation.
     cancelling: bool = field(default=False, kw_only=True)
 
     def write(self) -> Any:
@@ -99,13 +100,13 @@ class Owner(Protocol[W_contra]):
     def pack(self, entries: Sequence[Any]) -> bytes:
         """Make the frame that submits requests."""
 
-    def respond(self, one: W_contra) -> Any:
+    def respond(self, work: W_contra) -> Any:
         """Return the Triton response of a request whose outcome is known. This never raises."""
 
-    def rescue(self, one: W_contra) -> None:
+    def rescue(self, work: W_contra) -> None:
         """Take over a request whose runtime has ended."""
 
-    def take_token(self, one: W_contra, token: int) -> None:
+    def take_token(self, work: W_contra, token: int) -> None:
         """Take a token of an answer, on the reading thread."""
 
     def lost(self, attachment: Attachment, why: object) -> None:
@@ -144,7 +145,7 @@ class DeferredReplies(Generic[W]):
         self._closed = False
         #: True if the reading thread sleeps until it is woken.
         self._asleep = False
-        #: time.monotonic of the latest look for late requests
+        #: time.monotonic of the latest check for late requests.
         self._late_checked = 0.0
         self._reader = threading.Thread(target=self._read, name="completions", daemon=True)
         self._reader.start()
@@ -181,11 +182,11 @@ class DeferredReplies(Generic[W]):
 
     def submit(self, attachment: Attachment, requests: Sequence[W]) -> None:
         """Submit prepared requests. Each is answered in time, even if the runtime crashes or hangs."""
-        submissions = [one.write() for one in requests]
+        submissions = [request.write() for request in requests]
         with self._lock:
             pending = self._connections.get(attachment.deferred)
             if pending is not None:
-                pending.update((one.id, one) for one in requests)
+                pending.update((request.id, request) for request in requests)
         try:
             if pending is None:
                 raise Closed("the runtime was lost")
@@ -199,7 +200,9 @@ class DeferredReplies(Generic[W]):
         if sent < len(requests):
             with self._lock:
                 # Leave out the requests that failed because the runtime was lost meanwhile.
-                refused = [one for one in requests[sent:] if pending.pop(one.id, None) is not None]
+                refused = [
+                    request for request in requests[sent:] if pending.pop(request.id, None) is not None
+                ]
             self._fail(refused, Status.QUEUE_FULL, STUCK)
 
     def lose(self, attachment: Attachment, why: object) -> None:
@@ -212,9 +215,9 @@ class DeferredReplies(Generic[W]):
         with self._lock:
             handed_over = attachment.direct in self._connections
             requests = [
-                one
+                request
                 for connection in (attachment.deferred, attachment.direct)
-                for one in self._forget(connection).values()
+                for request in self._forget(connection).values()
             ]
         self._owner.lost(attachment, why)
         attachment.deferred.close()
@@ -238,8 +241,8 @@ class DeferredReplies(Generic[W]):
 
     def rescue_all(self, requests: Iterable[W]) -> None:
         """Let requests whose runtime is gone wait for another one. All of them must have replies."""
-        for one in requests:
-            self._owner.rescue(one)
+        for request in requests:
+            self._owner.rescue(request)
 
     @property
     def idle(self) -> bool:
@@ -279,7 +282,9 @@ class DeferredReplies(Generic[W]):
         self._reader.join(timeout=5)
         with self._lock:
             requests = [
-                one for connection in list(self._connections) for one in self._forget(connection).values()
+                request
+                for connection in list(self._connections)
+                for request in self._forget(connection).values()
             ]
         self._fail(requests, Status.RUNTIME_DOWN, UNLOADED)
         for _ in range(self._started):
@@ -317,7 +322,7 @@ class DeferredReplies(Generic[W]):
         with self._lock:
             attachment = self._attachments.get(connection)
         if attachment is None:
-            return  # another thread has lost it meanwhile
+            return  # Another thread has lost the connection meanwhile.
         try:
             completions = connection.receive(0)
         except TimeoutError:
@@ -337,11 +342,11 @@ class DeferredReplies(Generic[W]):
             if not pending and connection in self._when_idle:
                 idle = self._when_idle.pop(connection)
                 self._forget(connection)
-        for one, token in tokens:
-            self._owner.take_token(one, token)
-        for one, done in requests:
-            one.finish(done)
-            self.finish(one)
+        for request, token in tokens:
+            self._owner.take_token(request, token)
+        for request, done in requests:
+            request.finish(done)
+            self.finish(request)
         if idle is not None:
             idle()
         if connection.dismissed is not None:
@@ -366,33 +371,33 @@ class DeferredReplies(Generic[W]):
         now = time.monotonic()
         with self._lock:
             due = [
-                one
+                request
                 for pending in self._connections.values()
-                for one in pending.values()
-                if not one.cancelling and now - one.checked > CHECK_PERIOD_S
+                for request in pending.values()
+                if not request.cancelling and now - request.checked > CHECK_PERIOD_S
             ]
         # The requests that were checked longest ago, so that each is checked in turn.
-        for one in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
-            one.checked = now
-            if one.request.reply is not None and one.request.reply.cancelled():
-                with suppress(Closed, OSError):  # a runtime that is gone has nothing to cancel
-                    one.cancelling = one.connection.cancel([one.id])
+        for request in heapq.nsmallest(MAX_CHECKS, due, key=attrgetter("checked")):
+            request.checked = now
+            if request.request.reply is not None and request.request.reply.cancelled():
+                with suppress(Closed, OSError):  # A runtime that has ended has nothing to cancel.
+                    request.cancelling = request.connection.cancel([request.id])
 
     def _forget(self, connection: RuntimeConnection) -> dict[int, W]:
         """Stop reading a connection, and return its pending requests. Call this under the lock."""
         pending = self._connections.pop(connection, {})
         self._attachments.pop(connection, None)
         self._when_idle.pop(connection, None)
-        for fd, other in list(self._by_fd.items()):
-            if other is connection:
+        for fd, open_connection in list(self._by_fd.items()):
+            if open_connection is connection:
                 del self._by_fd[fd]
                 self._poll.unregister(fd)
         return pending
 
     def _fail(self, requests: Iterable[W], status: Status, text: str) -> None:
-        for one in requests:
-            one.fail(status, text)
-            self.finish(one)
+        for request in requests:
+            request.fail(status, text)
+            self.finish(request)
 
     # --- the sender threads -------------------------------------------------------------------------------
 
@@ -406,7 +411,7 @@ class DeferredReplies(Generic[W]):
                 finally:
                     with self._lock:
                         self._unfinished -= 1
-                del work  # a request must not live on here: its reply answers when dropped
+                del work  # Drop the request here, because its reply answers when it is dropped.
         except Exception:  # noqa: BLE001
             # There is no memory even for the log.
             self._owner.end(_BROKEN)

@@ -25,11 +25,11 @@ from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
 _LATE = "the deadline passed, and the model runtime does not answer"
-#: for the client; the model's author can say `restartable: true`
+#: Error text for the client. The model's author can set `restartable: true`.
 LOST_TENSOR = (
     "the model runtime ended with a tensor that this request kept on the device; send the request again"
 )
-#: seconds; a deadline may be further away than poll can wait
+#: Maximum seconds of one wait, because a deadline may be further away than poll can wait.
 _MAX_WAIT_S = 3600.0
 
 T = TypeVar("T")
@@ -58,12 +58,14 @@ class DeviceTensor(Elsewhere):
                 Status.INTERNAL,
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
-        kept = self._tensor
+        tensor_kept = self._tensor
         # Element types of equal size can be confused, and so can tensors of equal extents with different batch axes.
-        if kept.dtype != tensor.dtype:
-            raise invalid(f"input {tensor.name!r} is on the device as {kept.dtype}, expected {tensor.dtype}")
-        if (kept.batch_axis, kept.dims) != (tensor.batch_axis, tensor.dims) or (
-            kept.batch_axis is not None and self._rows != rows
+        if tensor_kept.dtype != tensor.dtype:
+            raise invalid(
+                f"input {tensor.name!r} is on the device as {tensor_kept.dtype}, expected {tensor.dtype}"
+            )
+        if (tensor_kept.batch_axis, tensor_kept.dims) != (tensor.batch_axis, tensor.dims) or (
+            tensor_kept.batch_axis is not None and self._rows != rows
         ):
             raise invalid(
                 f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there"
@@ -79,11 +81,11 @@ class DirectCall:
     callee: Callee
     plan: ExecutionPlan
     client_rows: int | None
-    #: inputs of the module, held until the call has ended: the runtime reads them
+    #: Inputs of the module. They are held until the call has ended, because the runtime reads them.
     values: list[Array | DeviceTensor]
-    #: names of the outputs that stay on the device
+    #: Names of the outputs that stay on the device.
     kept: frozenset[str]
-    #: by name
+    #: Outputs by name.
     outputs: dict[str, Array | DeviceTensor]
     #: Time of the call, by time.perf_counter.
     since: float
@@ -154,18 +156,18 @@ class DirectRun:
         self.stage: int | None = None
         #: True if its calls execute alone, because a runtime died while it executed one.
         self.alone = False
-        #: set if the runtime refused the run
+        #: Set if the runtime refused the run.
         self._refused: RequestFailure | None = None
         self._entering: int | None = None
-        #: time.perf_counter of the ENTER frame
+        #: time.perf_counter of the ENTER frame.
         self._entered_at = 0.0
         self.entered = False
-        #: calls that have not ended
+        #: Calls that have not ended.
         self._calls: dict[int, DirectCall] = {}
-        #: calls that failed without the runtime: it may still write to their memory
+        #: Calls that failed without the runtime. It may still write to their memory.
         self._lost: list[DirectCall] = []
         self._numbers = itertools.count()
-        #: numbers of device tensors that were garbage-collected
+        #: Numbers of device tensors that were garbage-collected.
         self.released: deque[int] = deque()
         #: `broken`: the connection must not be used any more. `down`: it is broken because the runtime is gone.
         self.broken = self.down = False
@@ -220,14 +222,14 @@ class DirectRun:
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         try:
             arrays = check_inputs(callee, inputs)
-            kept = check_keep(callee, keep)
+            names_kept = check_keep(callee, keep)
             values, plan = callee.endpoint.prepare(arrays, self._client_id, span)
             if plan.rows > plan.largest:
-                if kept or any(isinstance(value, DeviceTensor) for value in values):
+                if names_kept or any(isinstance(value, DeviceTensor) for value in values):
                     raise callee.endpoint.refuse_rows(plan)
                 raise LargeCallError(arrays, plan)
             rows = arrays[callee.remote.inputs[0].name].shape[0] if callee.remote.batched else None
-            return self._send(DirectCall(self, callee, plan, rows, list(values), kept, {}, since, span))
+            return self._send(DirectCall(self, callee, plan, rows, list(values), names_kept, {}, since, span))
         except RequestFailure as failure:
             end_call(span, callee.remote.name, since, failure, self.stage)
             raise
@@ -240,12 +242,14 @@ class DirectRun:
         """
         since, span = time.perf_counter(), None if self.span is None else self.span.child()
         try:
-            kept = check_keep(callee, sorted(lost.kept))
+            names_kept = check_keep(callee, sorted(lost.kept))
             names = [planned.tensor.name for planned in lost.plan.inputs]
             values, plan = callee.endpoint.plan_again(
                 dict(zip(names, lost.values, strict=True)), self._client_id
             )
-            return self._send(DirectCall(self, callee, plan, lost.client_rows, values, kept, {}, since, span))
+            return self._send(
+                DirectCall(self, callee, plan, lost.client_rows, values, names_kept, {}, since, span)
+            )
         except RequestFailure as failure:
             end_call(span, callee.remote.name, since, failure, self.stage)
             raise
@@ -363,7 +367,7 @@ class DirectRun:
             call.end(self._refused or RequestFailure(done.status, done.text))
         else:
             call.end(self._results(call))
-            call.values.clear()  # a call that failed may be repeated
+            call.values.clear()  # A call that failed may be repeated.
         call.resolve()
 
     def look(self) -> None:

@@ -37,14 +37,14 @@ from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
 
 log = logging.getLogger("rsrv.stub")
 
-#: combinations of shapes whose plans are kept
+#: Maximum number of combinations of shapes whose plans are kept.
 _MAX_PLANS = 1024
-#: characters of a hook's message to a client
+#: Maximum number of characters of a hook's message to a client.
 _MAX_MESSAGE = 1000
 #: A hook is assumed to take this many seconds until it is measured. If it takes as long or longer, requests are
 #: preprocessed on other threads than execute()'s.
 SLOW_HOOK_S = 0.001
-#: weight of the latest call in the learned length of a hook
+#: Weight of the latest call in the learned length of a hook.
 _HOOK_WEIGHT = 0.1
 
 
@@ -84,7 +84,7 @@ class LearnedDuration:
     measurement may get a larger weight. A longer one counts for at most `cap` times the estimate.
     """
 
-    #: the estimate
+    #: The estimated length.
     seconds: float
     #: Weight of a shorter measurement.
     fall: float
@@ -314,10 +314,10 @@ class Endpoint:
             self._plans[shapes] = plan
         return plan
 
-    def _wrong_input(self, what: str, client_id: str) -> RequestFailure:
+    def _wrong_input(self, problem: str, client_id: str) -> RequestFailure:
         if self.hooks.preprocess is None:
-            return invalid(THE_REQUEST + what)
-        return hook_failed("preprocess", f"its result {what}", client_id)
+            return invalid(THE_REQUEST + problem)
+        return hook_failed("preprocess", f"its result {problem}", client_id)
 
     def results(
         self,
@@ -461,7 +461,7 @@ def hook_raised(name: str, error: BaseException, client_id: str, guard: HookGuar
     """Return the failure of the request `client_id` for a hook's error. Call this while `error` is handled."""
     if isinstance(error, CallError):
         return RequestFailure(error.status, message_of(error))
-    if isinstance(error, RequestFailure):  # there was no memory for a buffer of `run`
+    if isinstance(error, RequestFailure):  # There was no memory for a buffer of `run`.
         return error.copy()
     if isinstance(error, BadInput):
         return invalid(message_of(error))

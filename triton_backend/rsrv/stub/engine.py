@@ -42,7 +42,7 @@ from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: execute() waits only if the device is free within this many times `stub.in_place_ms`
+#: execute() waits only if the device is free within this many times `stub.in_place_ms`.
 _QUEUE_FACTOR = 5
 #: An answer that took at least this many seconds carries the request's number, for `rsrv why`.
 _SLOW_S = 0.1
@@ -60,12 +60,12 @@ class ModelRequest(DeferredRequest):
     plan: ExecutionPlan | None = None
     #: Step of a sequence, for a stateful model.
     step: SequenceStep | None = None
-    client_rows: int = 0  # as the client counts rows, if Triton batches
+    client_rows: int = 0  # Rows as the client counts them, if Triton batches.
     #: Memory of the request's batch. The inputs and outputs lie at the following offsets in its segment.
     slab: Slab | None = None
     inputs_at: int = 0
     outputs_at: int = 0
-    execute_ns: int = 0  # duration of the request's execution
+    execute_ns: int = 0  # Duration of the request's execution.
     answer_bytes: int = 0
     #: Parts of the request that are to be submitted; None: there are none, or they were submitted.
     large: LargeRequest | None = None
@@ -119,8 +119,8 @@ class ModelRequest(DeferredRequest):
     def _arrays(self, tensors: Sequence[PlannedTensor], start: int) -> dict[str, Array]:
         assert self.slab is not None
         return {
-            one.tensor.name: np.ndarray(one.shape, one.dtype, self.slab.segment, start + one.offset)
-            for one in tensors
+            block.tensor.name: np.ndarray(block.shape, block.dtype, self.slab.segment, start + block.offset)
+            for block in tensors
         }
 
     @property
@@ -135,7 +135,7 @@ class ModelRequest(DeferredRequest):
     @property
     def launched(self) -> bool:
         """False if the runtime never gave the request to its device: then its outputs are as `write` left them."""
-        # the inputs were not written, so the memory still has an earlier request's outputs
+        # The inputs were not written, so the memory still has an earlier request's outputs.
         if self.inputs or self.slab is None:
             return False
         return not self.plan or not self.plan.output_bytes or bool(self.slab.segment[self.outputs_at])
@@ -175,7 +175,7 @@ class Engine(ModelReplica[ModelRequest]):
         #: Memory for answers in place. The connection has one batch at a time. When the next one comes, Triton has
         #: copied the answers.
         self._slab: Slab | None = None
-        #: the connection for answers in place; None while it is handed over
+        #: Connection for answers in place. None while it is handed over.
         self._direct: RuntimeConnection | None = None
         self._attachment = self._latest = attachment
         self.use(attachment)
@@ -192,7 +192,7 @@ class Engine(ModelReplica[ModelRequest]):
 
     def use(self, attachment: Attachment) -> None:
         if self._latest is not self._attachment:
-            self._latest.direct.close()  # its runtime died before execute() used it
+            self._latest.direct.close()  # The connection's runtime died before execute() used it.
         self._latest = attachment
         #: Variant of the request that was read last.
         self._variant = 0
@@ -230,7 +230,7 @@ class Engine(ModelReplica[ModelRequest]):
 
     def _rows(self, request: Any) -> int:
         if self._batched:
-            with suppress(Exception):  # the request is refused when it is read
+            with suppress(Exception):  # The request is refused when it is read.
                 tensor = request.inputs()[0]
                 return len(self._tensors.read(tensor, self._inputs[tensor.name()].dtype))
         return 1
@@ -273,7 +273,9 @@ class Engine(ModelReplica[ModelRequest]):
         placed = list(waiting.values())
         # The other requests have failed, have no rows, or are large. If there is a large request, the answers cannot
         # be one list.
-        has_large = len(placed) < len(batch) and any(one.large is not None for one in batch)
+        has_large = len(placed) < len(batch) and any(
+            model_request.large is not None for model_request in batch
+        )
         # Submit as many parts as one execution takes. So the device works while later parts are written and earlier
         # ones are answered.
         step = self._largest
@@ -281,10 +283,10 @@ class Engine(ModelReplica[ModelRequest]):
         try:
             for at in range(0, len(placed), step):
                 sending = placed[at : at + step]
-                sent = connection.submit([one.write() for one in sending])
+                sent = connection.submit([model_request.write() for model_request in sending])
                 if sent < len(sending):
-                    for one in placed[at + sent :]:
-                        waiting.pop(one.id).fail(Status.QUEUE_FULL, STUCK)
+                    for model_request in placed[at + sent :]:
+                        waiting.pop(model_request.id).fail(Status.QUEUE_FULL, STUCK)
                     break
             if has_large:
                 self._hand_over(attachment, connection, batch, waiting)
@@ -294,8 +296,8 @@ class Engine(ModelReplica[ModelRequest]):
                 for done in completions:
                     waiting[done.request].finish(done)
                 for done in completions:
-                    one = waiting.pop(done.request)
-                    one.response = self.respond(one)
+                    model_request = waiting.pop(done.request)
+                    model_request.response = self.respond(model_request)
         except TimeoutError:
             self._hand_over(attachment, connection, batch, waiting)
             return None
@@ -304,14 +306,14 @@ class Engine(ModelReplica[ModelRequest]):
             self._defer(batch, waiting)
             self._deferred.rescue_all(waiting.values())
             return None
-        return [one.response or self.respond(one) for one in batch]
+        return [model_request.response or self.respond(model_request) for model_request in batch]
 
     def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
         """Return the direct connection's only slab. Replace it if it is too small, or far too large."""
         slab = self._slab
         if slab is None or not nbytes <= slab.place.nbytes <= _KEEP_SLAB_BYTES + 8 * nbytes:
             if slab is not None:
-                self._slab = None  # a slab that was given back must not be reused if taking another one fails
+                self._slab = None  # A returned slab must not be reused if taking another one fails.
                 connection.release(slab, slab.users)
             slab = self._slab = connection.take(max(nbytes, _MIN_SLAB_BYTES), users)
         slab.users = users
@@ -342,70 +344,72 @@ class Engine(ModelReplica[ModelRequest]):
 
         Only requests that wait for the runtime are answered later than at once.
         """
-        for one in batch:
-            self._deferred.reply(one.request)
-        for one in batch:
-            if one.id not in waiting:
-                self._begin_or_finish(one)
+        for model_request in batch:
+            self._deferred.reply(model_request.request)
+        for model_request in batch:
+            if model_request.id not in waiting:
+                self._begin_or_finish(model_request)
 
-    def _begin_or_finish(self, one: ModelRequest) -> None:
+    def _begin_or_finish(self, model_request: ModelRequest) -> None:
         """Submit the first parts of a large request, or answer a request that has failed or has no rows."""
-        if one.large is not None:
+        if model_request.large is not None:
             # The parts hold the request now. Clear the reference, because without a cycle its tensors are freed as
             # soon as it is answered.
-            large, one.large = one.large, None
+            large, model_request.large = model_request.large, None
             large.begin()
         else:
-            self._deferred.finish(one)
+            self._deferred.finish(model_request)
 
     def _answer_later(self, attachment: Attachment, requests: list[ClientRequest]) -> None:
         batch = self._receive(attachment.deferred, requests)
         now = time.monotonic()
-        for one in batch:
-            self._deferred.reply(one.request)
-            one.checked = now
+        for model_request in batch:
+            self._deferred.reply(model_request.request)
+            model_request.checked = now
         if self._endpoint.preprocess.seconds * len(batch) < SLOW_HOOK_S:
             self._submit_later(attachment, batch)
             return
-        for one in batch:
-            self._deferred.run(partial(self._submit_later, attachment, [one]))
+        for model_request in batch:
+            self._deferred.run(partial(self._submit_later, attachment, [model_request]))
 
     def _submit_later(self, attachment: Attachment, batch: list[ModelRequest]) -> None:
         try:
             placed = self._place(batch, attachment.deferred, RuntimeConnection.take)
-        except Closed:  # the runtime died while hooks ran
+        except Closed:  # The runtime died while hooks ran.
             self._deferred.rescue_all(batch)
             return
-        for one in batch:
-            if one.id not in placed:
-                self._begin_or_finish(one)
+        for model_request in batch:
+            if model_request.id not in placed:
+                self._begin_or_finish(model_request)
         if placed:
             self._deferred.submit(attachment, list(placed.values()))
 
     # --- after a runtime's death --------------------------------------------------------------------------
 
-    def rescue(self, one: ModelRequest) -> None:
-        request = one.request
-        if one.step is not None and not one.step.start:  # no other runtime has the state of its sequence
-            one.fail(Status.SEQUENCE_LOST, LOST)
-            self._deferred.finish(one)
+    def rescue(self, model_request: ModelRequest) -> None:
+        request = model_request.request
+        if (
+            model_request.step is not None and not model_request.step.start
+        ):  # No other runtime has the state of the request's sequence.
+            model_request.fail(Status.SEQUENCE_LOST, LOST)
+            self._deferred.finish(model_request)
             return
-        if one.launched and one.connection.ended_by(self._key):
+        if model_request.launched and model_request.connection.ended_by(self._key):
             request.deaths += 1
-            self._remember(request.deaths, one)
+            self._remember(request.deaths, model_request)
         # The dead runtime may still write to this memory, so the request gets other memory.
-        one.release()
+        model_request.release()
         self._process.front.add(
             request, request.large if isinstance(request, PartRequest) else self._outcomes
         )
 
-    def _remember(self, deaths: int, one: ModelRequest) -> None:
+    def _remember(self, deaths: int, model_request: ModelRequest) -> None:
         """Record how many runtimes died during a request, for its inputs, as `FrontLoop.record`."""
         with suppress(Exception):
             try:
-                arrays = read_inputs(self._tensors, one.request.triton, self._inputs)
+                arrays = read_inputs(self._tensors, model_request.request.triton, self._inputs)
             except Exception:  # noqa: BLE001 - an answered request has no inputs any more
-                arrays = one.written()
+                arrays = model_request.written()
             self._process.front.record(deaths, arrays)
 
     def _submit_parts(self, parts: Sequence[PartRequest]) -> None:
@@ -419,26 +423,26 @@ class Engine(ModelReplica[ModelRequest]):
         for part in parts:
             self._process.front.add(part, part.large)
 
-    def _outcome_of_part(self, one: ModelRequest) -> RequestFailure | Mapping[str, Array]:
+    def _outcome_of_part(self, model_request: ModelRequest) -> RequestFailure | Mapping[str, Array]:
         """Return the outputs of a part, which lie in shared memory until the part is released, or its failure."""
-        request = one.request
+        request = model_request.request
         if isinstance(request, PartRequest) and request.part.first == 0:
             # `rsrv why` finds the request by its first part.
-            request.large.request.number = one.id
+            request.large.request.number = model_request.id
         if request.failure is not None:
             return request.failure
-        if one.execute_ns:
-            self._execution.learn(one.execute_ns / 1e9)
+        if model_request.execute_ns:
+            self._execution.learn(model_request.execute_ns / 1e9)
         if request.deaths:
-            self._remember(0, one)
-        return one.outputs()
+            self._remember(0, model_request)
+        return model_request.outputs()
 
     def _finish_large(
-        self, one: ModelRequest, failure: RequestFailure | None, outputs: Mapping[str, Array]
+        self, model_request: ModelRequest, failure: RequestFailure | None, outputs: Mapping[str, Array]
     ) -> None:
         """Answer a large request, on a sender thread."""
-        one.request.failure, one.collected = failure, outputs
-        self._deferred.finish(one)
+        model_request.request.failure, model_request.collected = failure, outputs
+        self._deferred.finish(model_request)
 
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         self._take_over_all(attachment, [request])
@@ -476,16 +480,16 @@ class Engine(ModelReplica[ModelRequest]):
         """
         prepared: list[ModelRequest] = []
         nbytes = 0
-        for one in batch:
-            if one.request.failure is not None:
+        for model_request in batch:
+            if model_request.request.failure is not None:
                 continue
             try:
-                nbytes += self._prepare(one, nbytes)
+                nbytes += self._prepare(model_request, nbytes)
             except Exception as error:  # noqa: BLE001 - logged by failure_for
-                one.request.failure = one.request.failure_for(error)
+                model_request.request.failure = model_request.request.failure_for(error)
             else:
-                if one.large is None:
-                    prepared.append(one)
+                if model_request.large is None:
+                    prepared.append(model_request)
         if not prepared:
             return {}
         try:
@@ -493,54 +497,54 @@ class Engine(ModelReplica[ModelRequest]):
         except OSError as error:
             log.exception("no room for %d bytes of requests", nbytes, extra=of_request(""))
             failure = no_room(error)
-            for one in prepared:
-                one.fail(failure.status, failure.text)
+            for model_request in prepared:
+                model_request.fail(failure.status, failure.text)
             self._process.guard.out_of_descriptors(error)
             return {}
         placed = {}
         marks = []
-        for one in prepared:
-            one.slab = slab
-            one.inputs_at += slab.place.offset
-            one.outputs_at += slab.place.offset
-            if one.plan is not None and one.plan.rows:
-                placed[one.id] = one
-                if one.request.span is not None:
-                    marks.append(one.request.span.mark(one.id))
+        for model_request in prepared:
+            model_request.slab = slab
+            model_request.inputs_at += slab.place.offset
+            model_request.outputs_at += slab.place.offset
+            if model_request.plan is not None and model_request.plan.rows:
+                placed[model_request.id] = model_request
+                if model_request.request.span is not None:
+                    marks.append(model_request.request.span.mark(model_request.id))
         if marks:
             connection.mark(marks)
         return placed
 
-    def _prepare(self, one: ModelRequest, at: int) -> int:
+    def _prepare(self, model_request: ModelRequest, at: int) -> int:
         """Read and check a request's tensors. Return the bytes that it needs. Its inputs start at `at`."""
-        request = one.request
+        request = model_request.request
         if request.reply is not None and request.reply.sent:
-            raise RequestFailure(Status.DEADLINE, LATE)  # the hook's work would be in vain
+            raise RequestFailure(Status.DEADLINE, LATE)  # The hook's work would be in vain.
         if request.is_part and isinstance(request, PartRequest):
-            one.inputs, plan = self._plan_part(request)
+            model_request.inputs, plan = self._plan_part(request)
         else:
             if self._stateful:
-                one.step = self._read_step(request.triton)
+                model_request.step = self._read_step(request.triton)
             arrays = read_inputs(self._tensors, request.triton, self._inputs)
             request.deaths = max(request.deaths, self._process.front.check(arrays))
             if self._batched:
-                one.client_rows = len(next(iter(arrays.values())))
-            rows = one.client_rows if self._batched else None
-            one.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span, rows)
-            if one.step is not None and plan.rows != 1:
+                model_request.client_rows = len(next(iter(arrays.values())))
+            rows = model_request.client_rows if self._batched else None
+            model_request.inputs, plan = self._endpoint.prepare(arrays, request.id, request.span, rows)
+            if model_request.step is not None and plan.rows != 1:
                 text = f"a request of a sequence has one row, this one {plan.rows}: send each sequence's row in a request of its own"
                 raise invalid(text)
-        one.plan = plan
+        model_request.plan = plan
         self._variant = plan.variant
         request.rows = plan.rows
         if plan.rows > plan.largest:
-            finish = partial(self._finish_large, one)
-            one.large = LargeRequest(
-                request, one.inputs, plan, self._submit_parts, finish, self._process.front.post
+            finish = partial(self._finish_large, model_request)
+            model_request.large = LargeRequest(
+                request, model_request.inputs, plan, self._submit_parts, finish, self._process.front.post
             )
             return 0
-        one.inputs_at = at
-        one.outputs_at = at + plan.input_bytes
+        model_request.inputs_at = at
+        model_request.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
 
     def _plan_part(self, request: PartRequest) -> tuple[list[Array], ExecutionPlan]:
@@ -563,21 +567,21 @@ class Engine(ModelReplica[ModelRequest]):
             raise RequestFailure(Status.SEQUENCE_LOST, LOST)
         return step
 
-    def respond(self, one: ModelRequest) -> Any:
-        request = one.request
+    def respond(self, model_request: ModelRequest) -> Any:
+        request = model_request.request
         if request.is_part:
-            return self._outcome_of_part(one)
+            return self._outcome_of_part(model_request)
         if request.failure is None and request.reply is not None and request.reply.sent:
-            one.fail(Status.DEADLINE, LATE)
+            model_request.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
             return self._outcomes.failed(request, request.failure)
         try:
-            rows = one.client_rows if self._batched else None
-            outputs = one.outputs()
-            if one.execute_ns:
-                self._execution.learn(one.execute_ns / 1e9)
+            rows = model_request.client_rows if self._batched else None
+            outputs = model_request.outputs()
+            if model_request.execute_ns:
+                self._execution.learn(model_request.execute_ns / 1e9)
             results = self._endpoint.results(outputs, self._outputs, rows, request.id, request.span)
-            one.answer_bytes = sum(map(size_of, results))
+            model_request.answer_bytes = sum(map(size_of, results))
             made = [
                 self._tensors.make(wire.name, array, wire.dtype)
                 for wire, array in zip(self._outputs, results, strict=True)
@@ -586,7 +590,7 @@ class Engine(ModelReplica[ModelRequest]):
             response = self._responses.answer(made, {NUMBER: request.number} if slow else None)
             self._outcomes.ended(request, Status.OK)
             if request.deaths:
-                self._remember(0, one)
+                self._remember(0, model_request)
             return response
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             return self._outcomes.failed(request, request.failure_for(error))

@@ -168,9 +168,9 @@ class FrontLoop:
 
         Raises RequestFailure if the run cannot wait longer.
         """
-        kept = self._kept[request] = _Owed(None, self._clock())
+        owed = self._kept[request] = _Owed(None, self._clock())
         self.post(RunAsks(request))
-        answer = kept.answer.get()
+        answer = owed.answer.get()
         if isinstance(answer, RequestFailure):
             raise answer
         return answer
@@ -232,18 +232,18 @@ class FrontLoop:
         if self._effects is not None:
             try:
                 self._effects.refresh()
-            except Exception:  # time passes nevertheless
+            except Exception:  # Time passes nevertheless.
                 log.exception("the placement table cannot be read")
         checks = MAX_CHECKS
         for request in [*self._front.waiting]:
             assert isinstance(request, ClientRequest)
-            reply, kept = request.reply, self._kept.get(request)
-            if kept is None:
+            reply, owed = request.reply, self._kept.get(request)
+            if owed is None:
                 continue  # The end of another request has let this one be submitted.
             if reply is None or reply.sent:
                 self.handle(RequestAnswered(request))
-            elif checks and now - kept.checked > CHECK_PERIOD_S:
-                kept.checked, checks = now, checks - 1
+            elif checks and now - owed.checked > CHECK_PERIOD_S:
+                owed.checked, checks = now, checks - 1
                 if reply.cancelled():
                     self.handle(RequestCancelled(request))
         suspect = self._front.suspect
@@ -313,24 +313,24 @@ class FrontLoop:
 
     def _submit(self, effects: Effects, request: ClientRequest) -> bool:
         # Read this first, because the request may come back before `submit` returns.
-        kept = self._kept.pop(request)
+        owed = self._kept.pop(request)
         try:
             if effects.submit(request):
                 return True
-            self._kept[request] = kept
+            self._kept[request] = owed
             return False
         except Exception:
             log.exception("%s: resubmitting failed", request_name(request.id), extra=of_request(request.id))
-            self._kept[request] = kept
+            self._kept[request] = owed
             self._end(request, RequestFailure(Status.INTERNAL, _NOT_SUBMITTED))
             return True
 
     def _end(self, request: ClientRequest, failure: RequestFailure) -> None:
-        kept = self._kept.pop(request)
-        if kept.outcomes is None:
-            kept.answer.put(failure)
+        owed = self._kept.pop(request)
+        if owed.outcomes is None:
+            owed.answer.put(failure)
         else:
-            _answer(request, kept.outcomes, failure)
+            _answer(request, owed.outcomes, failure)
 
 
 def digest_of(arrays: Mapping[str, Array]) -> bytes:

@@ -34,7 +34,7 @@ from rsrv.wire.socket import Closed
 #: Seconds that an answer may take if its client sets no deadline. On plain HTTP, Triton does not notice that a client
 #: is gone.
 _DEADLINE_S = 300.0
-#: bytes of text that are read for each token of the context
+#: Bytes of text that are read for each token of the context.
 _BYTES_PER_TOKEN = 64
 _DIED = "the model runtime ended after a part of this answer was sent; it is being restarted, ask again for a whole answer"
 _SUB_CALL = (
@@ -52,14 +52,14 @@ class AnswerStream(DeferredRequest):
     #: None for clients that get tokens
     text: TextStream | None = None
     lock: Lock = field(default_factory=Lock)
-    #: tokens that wait for a sender thread
+    #: Tokens that wait for a sender thread.
     tokens: deque[int] = field(default_factory=deque)
     count: int = 0
     #: Time of the first token, by time.perf_counter.
     first_at: float = 0.0
     #: Time of the latest token, by time.perf_counter.
     latest_at: float = 0.0
-    #: responses sent
+    #: Number of responses sent.
     parts: int = 0
     #: Text or tokens that are not sent yet.
     kept: Any = ""
@@ -127,27 +127,27 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             until_ns = time.monotonic_ns() + int(1e9 * _DEADLINE_S)
             request.params = request.params._replace(deadline_ns=until_ns)
             request.reply.deadline_ns = until_ns
-        one = AnswerStream(connection.next_ids(1)[0], request, connection, checked=time.monotonic())
+        stream = AnswerStream(connection.next_ids(1)[0], request, connection, checked=time.monotonic())
         if request.failure is None:
             try:
-                self._prepare(one)
+                self._prepare(stream)
             except BadInput as error:
                 request.failure = invalid(str(error))
             except Exception as error:  # noqa: BLE001 - logged by failure_for
                 request.failure = request.failure_for(error)
-        if one.frame and request.failure is None:
-            self._deferred.submit(attachment, [one])
+        if stream.frame and request.failure is None:
+            self._deferred.submit(attachment, [stream])
         else:
-            self._deferred.finish(one)
+            self._deferred.finish(stream)
 
-    def _prepare(self, one: AnswerStream) -> None:
+    def _prepare(self, stream: AnswerStream) -> None:
         """Read and check a request. It has no frame if it generates nothing. Raises RequestFailure."""
-        request, context = one.request, self._context
+        request, context = stream.request, self._context
         if request.params.run:
             raise invalid(_SUB_CALL)
         if request.reply is not None and request.reply.sent:
             raise RequestFailure(Status.DEADLINE, LATE)
-        one.params = read_generation_params(
+        stream.params = read_generation_params(
             parse_parameters(request.triton.parameters() or "{}"),
             context=context,
             stop=self._stop,
@@ -155,134 +155,134 @@ class GenerationEngine(ModelReplica[AnswerStream]):
         )
         (tensor,) = request.triton.inputs()
         if self._prompts is None:
-            one.prompt, one.kept = _read_tokens(self._tensors.read(tensor, "i32")), []
+            stream.prompt, stream.kept = _read_tokens(self._tensors.read(tensor, "i32")), []
         else:
             text = _read_text(tensor.as_numpy(), context)
-            one.text = TextStream(self._prompts.decode, one.params.stop_texts)
-            if one.params.detokenize:
-                one.kept = self._prompts.decode(read_tokens(text), special=True)
+            stream.text = TextStream(self._prompts.decode, stream.params.stop_texts)
+            if stream.params.detokenize:
+                stream.kept = self._prompts.decode(read_tokens(text), special=True)
                 return
-            one.prompt = self._prompts.encode_chat(text) if one.params.chat else self._prompts.encode(text)
-            if one.params.tokenize:
-                one.kept = json.dumps({"tokens": one.prompt, "max_model_len": context})
+            stream.prompt = (
+                self._prompts.encode_chat(text) if stream.params.chat else self._prompts.encode(text)
+            )
+            if stream.params.tokenize:
+                stream.kept = json.dumps({"tokens": stream.prompt, "max_model_len": context})
                 return
-        if not 0 < len(one.prompt) < context:
+        if not 0 < len(stream.prompt) < context:
             text = (
-                f"the prompt has {len(one.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "
+                f"the prompt has {len(stream.prompt)} tokens, and this model takes 1 to {context - 1}, as {context} are for "
                 "prompt and answer together"
             )
             raise invalid(text)
-        request.deaths = max(request.deaths, self._process.front.check(one.arrays))
-        sampling = one.params[:5]  # max_tokens to seed
+        request.deaths = max(request.deaths, self._process.front.check(stream.arrays))
+        sampling = stream.params[:5]  # These are the parameters from max_tokens to seed.
         times = request.params.deadline_ns, request.params.priority
         try:
-            one.frame = pack_generate(
+            stream.frame = pack_generate(
                 Generate(
-                    one.id,
-                    one.prompt,
+                    stream.id,
+                    stream.prompt,
                     *sampling,
-                    one.params.stop_tokens,
+                    stream.params.stop_tokens,
                     *times,
                     request.tag,
-                    one.params.tokens_per_s,
+                    stream.params.tokens_per_s,
                 )
             )
         except ProtocolError:
-            text = (
-                f"the prompt of {len(one.prompt)} tokens is longer than can be sent to the model; shorten it"
-            )
+            text = f"the prompt of {len(stream.prompt)} tokens is longer than can be sent to the model; shorten it"
             raise invalid(text) from None
         request.rows = 1
 
-    def rescue(self, one: AnswerStream) -> None:
+    def rescue(self, stream: AnswerStream) -> None:
         """Begin an answer again in another runtime if nothing of it was sent. Otherwise, end it."""
-        request = one.request
-        with one.lock:
-            if one.over:
+        request = stream.request
+        with stream.lock:
+            if stream.over:
                 return
-            one.over = one.parts == 0
-        if not one.over:
-            one.fail(Status.RUNTIME_DOWN, _DIED)
-            self._deferred.finish(one)
+            stream.over = stream.parts == 0
+        if not stream.over:
+            stream.fail(Status.RUNTIME_DOWN, _DIED)
+            self._deferred.finish(stream)
             return
-        if one.connection.ended_by(self._key):
+        if stream.connection.ended_by(self._key):
             request.deaths += 1
-            self._process.front.record(request.deaths, one.arrays)
+            self._process.front.record(request.deaths, stream.arrays)
         self._process.front.add(request, self._outcomes)
 
     # --- tokens -------------------------------------------------------------------------------------------
 
-    def take_token(self, one: AnswerStream, token: int) -> None:
+    def take_token(self, stream: AnswerStream, token: int) -> None:
         """Take a token from the reading thread."""
-        one.latest_at = time.perf_counter()
-        one.first_at = one.first_at or one.latest_at
-        one.tokens.append(token)
+        stream.latest_at = time.perf_counter()
+        stream.first_at = stream.first_at or stream.latest_at
+        stream.tokens.append(token)
         # With more tokens, a sender thread is already asked, and will also find this one.
-        if len(one.tokens) == 1 and (one.params.stream or one.params.stop_texts):
-            self._deferred.run(partial(self._send, one))
+        if len(stream.tokens) == 1 and (stream.params.stream or stream.params.stop_texts):
+            self._deferred.run(partial(self._send, stream))
 
-    def _send(self, one: AnswerStream) -> None:
+    def _send(self, stream: AnswerStream) -> None:
         """Send the text or tokens that the received tokens yield."""
-        with one.lock:
-            if one.over:
+        with stream.lock:
+            if stream.over:
                 return
             ended = False
             try:
-                self._take(one)
-                ended = one.text is not None and one.text.stopped
-                if one.kept and one.params.stream and isinstance(one.request.reply, Reply):
-                    piece, one.kept = one.kept, one.kept[:0]
-                    one.parts += 1
-                    one.request.reply.send_part(self._responses.answer([self._piece(piece)]))
+                self._take(stream)
+                ended = stream.text is not None and stream.text.stopped
+                if stream.kept and stream.params.stream and isinstance(stream.request.reply, Reply):
+                    piece, stream.kept = stream.kept, stream.kept[:0]
+                    stream.parts += 1
+                    stream.request.reply.send_part(self._responses.answer([self._piece(piece)]))
             except Exception as error:  # noqa: BLE001 - logged by failure_for
-                one.request.failure = one.request.failure_for(error)
+                stream.request.failure = stream.request.failure_for(error)
                 ended = True
             if not ended:
                 return
             # The front ends this answer before the runtime reports an end.
-            one.finish_reason = "stop"
-            response = self._last(one)
-            if one.request.reply is not None:
-                one.request.reply.send(response)
-        with suppress(Closed, OSError):  # a runtime that is gone has nothing to end
-            one.cancelling = one.connection.cancel([one.id])
+            stream.finish_reason = "stop"
+            response = self._last(stream)
+            if stream.request.reply is not None:
+                stream.request.reply.send(response)
+        with suppress(Closed, OSError):  # A runtime that has ended has nothing to end.
+            stream.cancelling = stream.connection.cancel([stream.id])
 
-    def _take(self, one: AnswerStream) -> None:
+    def _take(self, stream: AnswerStream) -> None:
         """Convert the received tokens to text or tokens for the client."""
-        tokens = [one.tokens.popleft() for _ in range(len(one.tokens))]
-        one.count += len(tokens)
-        one.kept += tokens if one.text is None else one.text.feed(tokens)
+        tokens = [stream.tokens.popleft() for _ in range(len(stream.tokens))]
+        stream.count += len(tokens)
+        stream.kept += tokens if stream.text is None else stream.text.feed(tokens)
 
-    def respond(self, one: AnswerStream) -> Any:
+    def respond(self, stream: AnswerStream) -> Any:
         """Return the last response of an answer. None: it was sent already."""
-        with one.lock:
-            return None if one.over else self._last(one)
+        with stream.lock:
+            return None if stream.over else self._last(stream)
 
-    def _last(self, one: AnswerStream) -> Any:
+    def _last(self, stream: AnswerStream) -> Any:
         """Return the last response, under the lock; never raises."""
-        one.over = True
-        request = one.request
+        stream.over = True
+        request = stream.request
         if request.failure is None and request.reply is not None and request.reply.sent:
-            one.fail(Status.DEADLINE, LATE)
+            stream.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
             return self._outcomes.failed(request, request.failure)
         try:
-            self._take(one)
-            if one.text is not None:
-                one.kept += one.text.finish()
+            self._take(stream)
+            if stream.text is not None:
+                stream.kept += stream.text.finish()
             response = self._responses.answer(
-                [self._piece(one.kept), *self._usage(one)],
+                [self._piece(stream.kept), *self._usage(stream)],
                 {
-                    "finish_reason": one.finish_reason,
-                    "prompt_tokens": len(one.prompt),
-                    "completion_tokens": one.count,
+                    "finish_reason": stream.finish_reason,
+                    "prompt_tokens": len(stream.prompt),
+                    "completion_tokens": stream.count,
                 },
             )
         except Exception as error:  # noqa: BLE001 - logged by failure_for
             return self._outcomes.failed(request, request.failure_for(error))
         self._outcomes.ended(request, Status.OK)
         if request.deaths:
-            self._process.front.record(0, one.arrays)
+            self._process.front.record(0, stream.arrays)
         return response
 
     def _piece(self, piece: Any) -> Any:
@@ -290,19 +290,19 @@ class GenerationEngine(ModelReplica[AnswerStream]):
             return self._tensors.make("tokens", np.asarray(piece, np.int32), "i32")
         return self._tensors.make("text_output", _text_array(piece))
 
-    def _usage(self, one: AnswerStream) -> list[Any]:
+    def _usage(self, stream: AnswerStream) -> list[Any]:
         """Return the tensors that only the last response has."""
-        first_s = one.first_at - one.request.since if one.count else 0.0
-        token_s = (one.latest_at - one.first_at) / (one.count - 1) if one.count > 1 else 0.0
+        first_s = stream.first_at - stream.request.since if stream.count else 0.0
+        token_s = (stream.latest_at - stream.first_at) / (stream.count - 1) if stream.count > 1 else 0.0
         numbers = {
-            "prompt_tokens": np.asarray([len(one.prompt)], np.int32),
-            "completion_tokens": np.asarray([one.count], np.int32),
+            "prompt_tokens": np.asarray([len(stream.prompt)], np.int32),
+            "completion_tokens": np.asarray([stream.count], np.int32),
             "first_token_s": np.asarray([first_s], np.float32),
             "token_s": np.asarray([token_s], np.float32),
         }
         made = [self._tensors.make(name, array) for name, array in numbers.items()]
         if self._tensors.carries_text:
-            made.append(self._tensors.make("finish_reason", _text_array(one.finish_reason)))
+            made.append(self._tensors.make("finish_reason", _text_array(stream.finish_reason)))
         return made
 
 
@@ -312,16 +312,16 @@ def _text_array(text: str) -> Array:
 
 def _read_text(array: Array, context: int) -> str:
     """Return a prompt's text. Raises RequestFailure."""
-    found = array.reshape(-1).tolist()
-    if len(found) != 1 or not isinstance(found[0], bytes):
-        raise invalid(f"text_input must be one text, got {len(found)} elements")
-    if len(found[0]) > _BYTES_PER_TOKEN * context:
-        text = f"text_input has {len(found[0])} bytes, far more than this model's {context} tokens hold; shorten it"
+    texts = array.reshape(-1).tolist()
+    if len(texts) != 1 or not isinstance(texts[0], bytes):
+        raise invalid(f"text_input must be one text, got {len(texts)} elements")
+    if len(texts[0]) > _BYTES_PER_TOKEN * context:
+        text = f"text_input has {len(texts[0])} bytes, far more than this model's {context} tokens hold; shorten it"
         raise invalid(text)
     try:
-        return bytes(found[0]).decode()
+        return bytes(texts[0]).decode()
     except UnicodeDecodeError as error:
-        text = f"text_input is not UTF-8: byte {error.start} is {found[0][error.start]:#04x}"
+        text = f"text_input is not UTF-8: byte {error.start} is {texts[0][error.start]:#04x}"
         raise invalid(text) from None
 
 

@@ -10,15 +10,15 @@ from rsrv.stub.replies import invalid
 from rsrv.stub.request import OURS
 from rsrv.text import nearest
 
-#: limits of a client's stop texts or tokens
+#: Limits of a client's stop texts or tokens.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 #: A seed and a number of tokens below this are exact as f32.
 _EXACT = 1 << 24
 _MAX_TEMPERATURE = 100.0
 _MAX_RATE = 1000.0
-#: parameters of any request, which are read elsewhere; `id` is a field of `generate` that Triton takes for a parameter
+#: Parameters of any request that are read elsewhere. `id` is a field of `generate` that Triton takes for a parameter.
 _OTHERS = ("id", *OURS, "reactant_timeout_ns")
-#: headers of one word that Triton may forward; the others have a hyphen or a capital letter
+#: Headers of one word that Triton may forward. Other headers contain a hyphen or a capital letter.
 _HEADERS = ("traceparent", "tracestate", "authorization", "baggage", "host", "cookie", "accept", "b3")
 
 
@@ -33,7 +33,7 @@ class GenerationParams(NamedTuple):
     stop_texts: Sequence[str] = ()
     stop_tokens: Sequence[int] | None = None  # None: the model's
     tokens_per_s: float = 0.0  # 0: no rate is asked for
-    #: a response for each piece; otherwise one for the whole answer
+    #: True for a response for each piece, False for one response with the whole answer.
     stream: bool = True
     #: The text is a whole chat, with marks around contents (rsrv.hooks.text).
     chat: bool = False
@@ -42,7 +42,7 @@ class GenerationParams(NamedTuple):
     detokenize: bool = False
 
 
-#: parameter -> how its number is read
+#: Reader of the number in each parameter.
 _NUMBERS: Mapping[str, tuple[type, Callable[[float], bool], str]] = {
     "max_tokens": (int, lambda value: value >= 1, "a whole number from 1 on"),
     "temperature": (float, lambda value: 0 <= value <= _MAX_TEMPERATURE, "a number from 0 (greedy) to 100"),
@@ -65,27 +65,27 @@ def read_generation_params(
     for name in parameters:
         if name not in _KNOWN and not _is_for_others(name):
             raise invalid(f"unknown parameter {name[:80]!r}{nearest(name, _KNOWN)}")
-    found: dict[str, Any] = {"seed": random.randrange(_EXACT)}
+    params: dict[str, Any] = {"seed": random.randrange(_EXACT)}
     for name, (kind, is_right, rule) in _NUMBERS.items():
         if name in parameters:
             value = _number(parameters[name], kind)
             if value is None or not is_right(value):
                 raise invalid(f"parameter {name} must be {rule}, got {parameters[name]!r:.50}")
-            found[name] = value
-    if found.get("max_tokens", 0) > context:
+            params[name] = value
+    if params.get("max_tokens", 0) > context:
         raise invalid(f"parameter max_tokens must be at most this model's context, {context} tokens")
     for name in parameters.keys() & _FLAGS:
-        found[name] = parameters[name]
-        if not isinstance(found[name], bool):
+        params[name] = parameters[name]
+        if not isinstance(params[name], bool):
             raise invalid(f"parameter {name} must be true or false, got {parameters[name]!r:.50}")
-    if not text and (found.get("tokenize") or found.get("detokenize")):
+    if not text and (params.get("tokenize") or params.get("detokenize")):
         raise invalid("this model has no tokenizer: its clients send and get tokens")
     if "stop" in parameters:
         if text:
-            found["stop_texts"] = _stop_texts(parameters["stop"])
+            params["stop_texts"] = _stop_texts(parameters["stop"])
         else:
-            found["stop_tokens"] = [*stop, *_stop_tokens(parameters["stop"])]
-    return GenerationParams(**found)
+            params["stop_tokens"] = [*stop, *_stop_tokens(parameters["stop"])]
+    return GenerationParams(**params)
 
 
 def _is_for_others(name: str) -> bool:
@@ -111,7 +111,7 @@ def _stop_texts(value: Any) -> list[str]:
     if (
         texts is None
         or len(texts) > _MAX_STOPS
-        or not all(isinstance(one, str) and 0 < len(one) <= _MAX_STOP_CHARACTERS for one in texts)
+        or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARACTERS for text in texts)
     ):
         raise invalid(
             f"parameter stop must be a text, or a JSON list of at most {_MAX_STOPS} texts, of 1 to {_MAX_STOP_CHARACTERS} "
@@ -125,7 +125,7 @@ def _stop_tokens(value: Any) -> list[int]:
     if (
         tokens is None
         or len(tokens) > _MAX_STOPS
-        or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens)
+        or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens)
     ):
         raise invalid(f"parameter stop must be a token, or a JSON list of at most {_MAX_STOPS} tokens")
     return tokens
@@ -134,14 +134,14 @@ def _stop_tokens(value: Any) -> list[int]:
 def read_tokens(text: str) -> list[int]:
     """Return tokens of a JSON list. Raises RequestFailure."""
     tokens = _listed(text)
-    if tokens is None or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
+    if tokens is None or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
         raise invalid("with the parameter detokenize, the text must be a JSON list of tokens")
     return tokens
 
 
 def _listed(text: str) -> list[Any] | None:
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else None
+    return values if isinstance(values, list) else None

@@ -39,13 +39,13 @@ from rsrv.wire.socket import lacks_descriptors, may_open
 
 log = logging.getLogger("rsrv.stub")
 
-#: checks per timeout
+#: Number of checks per timeout.
 CHECKS = 10
 #: Minimum number of seconds between two checks.
 _MIN_CHECK_PERIOD_S = 0.01
-#: timeouts after which the backstop ends a process without checks
+#: After this many timeouts, the backstop ends a process without checks.
 BACKSTOP_TIMEOUTS = 2.0
-#: share of the hooks' memory that must be free again after a hook got MemoryError
+#: Share of the hooks' memory that must be free again after a hook got MemoryError.
 _MIN_FREE_SHARE = 1 / 8
 
 #: Descriptors that a stub needs to reach a runtime.
@@ -53,7 +53,8 @@ FREE_DESCRIPTORS = 8
 #: Text for clients of a process whose hooks keep all descriptors.
 KEPT_DESCRIPTORS = "the model's hooks keep as many files open as their process may have (ulimit -n); the model is being restarted"
 
-#: threads that may start at any time: the one here, the backstop's, the log's, an attempt's to reach a runtime
+#: Number of threads that may start at any time: the thread here, the backstop's, the log's, and that of an attempt to reach a
+#: runtime.
 _MORE_THREADS = 5
 #: Seconds that a draining process may take to answer all requests.
 _DRAIN_S = 5.0
@@ -97,7 +98,7 @@ class Faulthandler:
             faulthandler.cancel_dump_traceback_later()
             return
         left = max(_MIN_CHECK_PERIOD_S, min(self._ends.values()) - time.monotonic())
-        with suppress(RuntimeError):  # a hook has left no memory for the thread
+        with suppress(RuntimeError):  # A hook has left no memory for the thread.
             faulthandler.dump_traceback_later(left, exit=True, file=2)
 
 
@@ -127,7 +128,7 @@ class DrainAndExit:
         """Answer all requests with INTERNAL and this text, and end the process. Only the first call has an effect."""
         if next(self._calls) > 1:
             return
-        lift_limit()  # lack of memory may be the reason
+        lift_limit()  # Lack of memory may be the reason.
         self._backstop.put_off(_DRAIN_S)
         try:
             self._stop()
@@ -164,7 +165,7 @@ def bound_exit(leave: Callable[[int], object] = os._exit, backstop: Backstop | N
         faulthandler.dump_traceback(file=2)
         leave(0)
 
-    with suppress(RuntimeError):  # a hook has left no memory for the thread
+    with suppress(RuntimeError):  # A hook has left no memory for the thread.
         threading.Thread(target=end, name="exit", daemon=True).start()
 
 
@@ -173,7 +174,7 @@ class HookInterval:
     """A hook's execution without a break. A meta model's run has one before and after each sub-call."""
 
     hook: str
-    #: the client's id of its request
+    #: The client's id of the hook's request.
     request: str
 
 
@@ -194,7 +195,7 @@ def check(before: Seen, now: Mapping[int, HookInterval | None]) -> Seen:
 def find_hung(seen: Seen) -> tuple[int, HookInterval] | None:
     """Return a thread whose hook has taken longer than the timeout, if there is one."""
     for thread, (interval, checks) in seen.items():
-        if checks > CHECKS:  # the whole timeout lies between the first and the last check
+        if checks > CHECKS:  # The whole timeout lies between the first and the last check.
             return thread, interval
     return None
 
@@ -221,7 +222,7 @@ class HookGuard:
         self._closed = threading.Event()
         #: True if this process is a fork that a hook made.
         self._forked = False
-        #: bytes that hooks may take; 0: no limit
+        #: Bytes that hooks may take, or 0 without a limit.
         self._allowance = 0
         self._timeout = 0.0
         self._backstop = backstop or Faulthandler()
@@ -321,7 +322,7 @@ class HookGuard:
 
     def _put_off(self, *, idle: bool) -> None:
         with _backstop_lock:
-            self._armed = False  # from here on, a thread that starts a hook arms the backstop
+            self._armed = False  # From here on, a thread that starts a hook arms the backstop.
             used, self._used = self._used, False
             if used or not idle:
                 self._arm()

@@ -27,7 +27,7 @@ log = logging.getLogger("rsrv.stub")
 
 T = TypeVar("T")
 
-#: seconds between two reports of an import that goes on, at most
+#: Maximum number of seconds between two reports of an import that continues.
 _REPORT_PERIOD_S = 5.0
 #: Hint in errors about functions that work only on the main thread.
 _THREAD_HINT = "model.py is imported on a thread of its own, where signal handlers cannot be set"
@@ -115,13 +115,13 @@ class HookImport(Generic[T]):
         self._thread = threading.get_ident()
         try:
             with _event_loop():
-                found = self._load()
+                hooks = self._load()
         except BaseException as error:  # noqa: BLE001 - also sys.exit(), as on the thread that waits
             if isinstance(error, (ValueError, RuntimeError)) and "main thread" in str(error):
                 error.args = (f"{error} ({_THREAD_HINT})",)
             result.set_exception(error)
         else:
-            result.set_result(found)
+            result.set_result(hooks)
 
     def _hang(self) -> HookError:
         """Log where the import is, and return the error of the load."""
@@ -139,7 +139,7 @@ class HookImport(Generic[T]):
         if frame is None:
             return 0, "(it has ended)"
         frames = traceback.walk_stack(frame)
-        lines = (line for one, line in frames if one.f_code.co_filename in self._files)
+        lines = (line for frame, line in frames if frame.f_code.co_filename in self._files)
         return next(lines, 0), "".join(traceback.format_stack(frame))
 
 

@@ -39,7 +39,7 @@ log = logging.getLogger("rsrv.stub")
 
 Run = Callable[[dict[str, Array], Any], Any]
 
-#: weights of a shorter and of a longer run in the learned length
+#: Weights of a shorter and of a longer run in the learned length.
 _FALL, _RISE = 0.5, 0.02
 
 
@@ -53,7 +53,7 @@ class MetaModel:
     outputs: Sequence[WireTensor]
     #: True if Triton batches it.
     batched: bool = True
-    #: models outside of the runtime
+    #: Models outside of the runtime.
     external: Collection[str] = ()
     #: True if `run` may begin again if a runtime dies with tensors of it.
     restartable: bool = False
@@ -94,7 +94,7 @@ class MetaEngine(ModelReplica[MetaRequest]):
         self._hook_threads = threads + (MAX_CALLS if self._bls is not None else 0)
         super().__init__(session, process, threads)
         self._model = model
-        #: length of a run; execute() does not wait for the first ones
+        #: Length of a run. execute() does not wait for the first runs.
         self._run_length = LearnedDuration(MAX_BLOCK_S, _FALL, _RISE)
         self._running: set[MetaRequest] = set()
         #: The requests that were last answered in place. Triton reads their responses after execute() has returned.
@@ -128,8 +128,8 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     def _forecast(self, attachment: Attachment) -> Forecast:
         """Return the device's expected work. It counts runs instead of rows."""
-        found = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
-        return found._replace(free_s=self._begins_in_s(attachment))
+        forecast = attachment.forecast(ExecutionCosts([self._concurrency], [self._run_length.seconds]))
+        return forecast._replace(free_s=self._begins_in_s(attachment))
 
     def close(self, *, direct: bool = False) -> None:
         # Runs end on their connections: closing one would not wake a thread that polls it.
@@ -162,32 +162,32 @@ class MetaEngine(ModelReplica[MetaRequest]):
         limit_s = attachment.settings["stub"]["in_place_ms"] / 1e3
         if at_once and not waiting and self._run_length.seconds <= limit_s:
             return self._answer_in_place(batch, running)
-        for one in batch:
-            self._deferred.reply(one.request)
+        for meta_request in batch:
+            self._deferred.reply(meta_request.request)
         self._start(running)
-        for one in batch:
-            if one.request.failure is not None:
-                self._deferred.finish(one)
+        for meta_request in batch:
+            if meta_request.request.failure is not None:
+                self._deferred.finish(meta_request)
         if waiting:
             self._deferred.submit(attachment, waiting)
         return None
 
     def _divide(self, batch: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
         """Return the requests to run at once, and those that wait for admission. Leave out requests that have failed."""
-        valid = [one for one in batch if one.request.failure is None]
+        valid = [meta_request for meta_request in batch if meta_request.request.failure is None]
         free = max(0, self._concurrency - len(self._running)) if self._gated else len(valid)
         running, waiting = valid[:free], valid[free:]
         self._running.update(running)
         return running, waiting
 
     def _start(self, batch: list[MetaRequest]) -> None:
-        for one in batch:
-            self._deferred.run(partial(self._serve_at_once, one))
+        for meta_request in batch:
+            self._deferred.run(partial(self._serve_at_once, meta_request))
 
     def _answer_in_place(self, batch: list[MetaRequest], running: list[MetaRequest]) -> list[Any] | None:
         inbox: queue.SimpleQueue[MetaRequest] = queue.SimpleQueue()
-        for one in running:
-            one.inbox = inbox
+        for meta_request in running:
+            meta_request.inbox = inbox
         self._start(running)
         until = time.monotonic() + MAX_BLOCK_S
         try:
@@ -196,21 +196,21 @@ class MetaEngine(ModelReplica[MetaRequest]):
         except queue.Empty:
             # The runs take longer than predicted: let execute() return.
             self._run_length.seconds = MAX_BLOCK_S
-            for one in batch:
-                self._hand_over(one)
+            for meta_request in batch:
+                self._hand_over(meta_request)
             return None
         self._answered = batch
-        return [one.response or self._failed(one) for one in batch]
+        return [meta_request.response or self._failed(meta_request) for meta_request in batch]
 
-    def _hand_over(self, one: MetaRequest) -> None:
-        self._deferred.reply(one.request)
+    def _hand_over(self, meta_request: MetaRequest) -> None:
+        self._deferred.reply(meta_request.request)
         # If the run ends at this moment, its thread also answers. The reply takes only the first answer.
-        if one.response is not None or one.request.failure is not None:
-            self._deferred.finish(one)
+        if meta_request.response is not None or meta_request.request.failure is not None:
+            self._deferred.finish(meta_request)
 
-    def rescue(self, one: MetaRequest) -> None:
+    def rescue(self, meta_request: MetaRequest) -> None:
         # Its run was not admitted before the runtime died.
-        self._process.front.add(one.request, self._outcomes)
+        self._process.front.add(meta_request.request, self._outcomes)
 
     def _take_over(self, attachment: Attachment, request: ClientRequest) -> None:
         (id,) = attachment.deferred.next_ids(1)
@@ -218,52 +218,57 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     # --- one run, on a sender thread ----------------------------------------------------------------------
 
-    def _serve_at_once(self, one: MetaRequest) -> None:
+    def _serve_at_once(self, meta_request: MetaRequest) -> None:
         """Execute a run that did not wait, and answer its request."""
         # Set it before the look for a reply: `_hand_over` makes the reply before it looks for a response.
-        response = one.response = self._serve(one)
-        reply = one.request.reply
+        response = meta_request.response = self._serve(meta_request)
+        reply = meta_request.request.reply
         if reply is None:
-            assert one.inbox is not None
-            one.inbox.put(one)
+            assert meta_request.inbox is not None
+            meta_request.inbox.put(meta_request)
         else:
-            reply.send(response, one.nbytes)
-            one.release()
+            reply.send(response, meta_request.nbytes)
+            meta_request.release()
 
-    def respond(self, one: MetaRequest) -> Any:
+    def respond(self, meta_request: MetaRequest) -> Any:
         """Return the response of a request that was admitted or refused."""
-        if one.request.failure is not None:
-            return self._failed(one)
-        self._running.add(one)
-        return self._serve(one)
+        if meta_request.request.failure is not None:
+            return self._failed(meta_request)
+        self._running.add(meta_request)
+        return self._serve(meta_request)
 
-    def _failed(self, one: MetaRequest) -> Any:
-        assert one.request.failure is not None
-        return self._outcomes.failed(one.request, one.request.failure)
+    def _failed(self, meta_request: MetaRequest) -> Any:
+        assert meta_request.request.failure is not None
+        return self._outcomes.failed(meta_request.request, meta_request.request.failure)
 
-    def _serve(self, one: MetaRequest) -> Any:
+    def _serve(self, meta_request: MetaRequest) -> Any:
         """Execute a run, which counts as running until it has ended. Returns its response; never raises."""
         started = time.perf_counter()
         try:
-            response = self._responses.answer(self._execute_run(one))
-            self._outcomes.ended(one.request, Status.OK)
+            response = self._responses.answer(self._execute_run(meta_request))
+            self._outcomes.ended(meta_request.request, Status.OK)
             return response
         except Exception as error:  # noqa: BLE001 - logged by failure_for
-            return self._outcomes.failed(one.request, one.request.failure_for(error))
+            return self._outcomes.failed(meta_request.request, meta_request.request.failure_for(error))
         finally:
-            self._running.discard(one)
+            self._running.discard(meta_request)
             self._run_length.learn(time.perf_counter() - started)
 
-    def _execute_run(self, one: MetaRequest) -> list[Any]:
-        span = None if one.request.span is None else one.request.span.child()
-        run = PlacedRun(one, partial(self._enter_again, one, span), self._process.front, self._process.guard)
+    def _execute_run(self, meta_request: MetaRequest) -> list[Any]:
+        span = None if meta_request.request.span is None else meta_request.request.span.child()
+        run = PlacedRun(
+            meta_request,
+            partial(self._enter_again, meta_request, span),
+            self._process.front,
+            self._process.guard,
+        )
         status = Status.INTERNAL
         try:
-            run.begin(self._try_to_enter(one, span))
-            one.check()
+            run.begin(self._try_to_enter(meta_request, span))
+            meta_request.check()
             while True:
                 try:
-                    tensors = self._results(one, run, span)
+                    tensors = self._results(meta_request, run, span)
                     break
                 except RequestFailure:
                     if not (self._model.restartable and run.begins_again()):
@@ -275,11 +280,11 @@ class MetaEngine(ModelReplica[MetaRequest]):
             raise
         finally:
             run.end(status)
-            if deaths := one.request.deaths:
-                with suppress(Exception):  # an answered request has no inputs any more
-                    self._process.front.record(0 if status is Status.OK else deaths, self._read(one))
+            if deaths := meta_request.request.deaths:
+                with suppress(Exception):  # An answered request no longer has inputs.
+                    self._process.front.record(0 if status is Status.OK else deaths, self._read(meta_request))
 
-    def _enter_again(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
+    def _enter_again(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run whose runtime has died a place at the device that admits it soonest.
 
         None: there is no place now. Raises RequestFailure.
@@ -289,23 +294,23 @@ class MetaEngine(ModelReplica[MetaRequest]):
         attachment = None if engine is None else engine.session.attachment
         if engine is None or attachment is None:
             return None
-        return engine._try_to_enter(_request(attachment, one.request), span)
+        return engine._try_to_enter(_request(attachment, meta_request.request), span)
 
-    def _try_to_enter(self, one: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
+    def _try_to_enter(self, meta_request: MetaRequest, span: OpenSpan | None) -> RunPlace | None:
         """Give a run a place here. None: the runtime is gone. Raises RequestFailure.
 
         If the callees are on several devices, each of them must admit the run. The run asks them in ascending order,
         beginning here. Otherwise two runs could wait for each other's places for ever.
         """
-        place = RunPlace(one.request.params.deadline_ns)
+        place = RunPlace(meta_request.request.params.deadline_ns)
         try:
-            self._join(place, one, span)
+            self._join(place, meta_request, span)
             model = self._process.model
             engines = (
                 model.stages(self.session.device) if model is not None and self._process.devices > 1 else {}
             )
             if engines:
-                self._join_stages(place, one, span, engines)
+                self._join_stages(place, meta_request, span, engines)
             return place
         except RequestFailure as failure:
             place.leave(failure.status)
@@ -315,55 +320,63 @@ class MetaEngine(ModelReplica[MetaRequest]):
             return None
 
     def _join(
-        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, *, further: bool = False
+        self, place: RunPlace, meta_request: MetaRequest, span: OpenSpan | None, *, further: bool = False
     ) -> tuple[DirectRun, Mapping[str, Callee]]:
         """Add this device to a run's place. `further`: the run has begun on another device. Raises RequestFailure."""
-        connection, callees = self._take_connection(one)
-        entrance = one.write()._replace(further=further)
-        run = DirectRun(connection, entrance, one.request.id, span)
-        run.entered, run.device, run.alone = one.admitted, self.session.device, one.request.deaths > 0
-        place.add(run, partial(self._release, one, connection, run))
+        connection, callees = self._take_connection(meta_request)
+        entrance = meta_request.write()._replace(further=further)
+        run = DirectRun(connection, entrance, meta_request.request.id, span)
+        run.entered, run.device, run.alone = (
+            meta_request.admitted,
+            self.session.device,
+            meta_request.request.deaths > 0,
+        )
+        place.add(run, partial(self._release, meta_request, connection, run))
         place.callees.update({name: (run, callee) for name, callee in callees.items()})
         return run, callees
 
     def _join_stages(
-        self, place: RunPlace, one: MetaRequest, span: OpenSpan | None, engines: Mapping[str, "MetaEngine"]
+        self,
+        place: RunPlace,
+        meta_request: MetaRequest,
+        span: OpenSpan | None,
+        engines: Mapping[str, "MetaEngine"],
     ) -> None:
         """Admit a run that has a place here on the other devices as well. Raises RequestFailure."""
-        until_ns = grace(one.request.params.deadline_ns)
-        others = {engine.session.device: engine for engine in engines.values() if engine is not self}
+        until_ns = grace(meta_request.request.params.deadline_ns)
+        other_engines = {engine.session.device: engine for engine in engines.values() if engine is not self}
         place.first.stage = self.session.device
         place.first.await_admission(until_ns)
-        for device, engine in sorted(others.items()):
+        for device, engine in sorted(other_engines.items()):
             attachment = engine.session.attachment
             if attachment is None:
                 raise RequestFailure(Status.RUNTIME_DOWN, DOWN)
-            further = _request(attachment, one.request)
-            further.token = one.token
+            further = _request(attachment, meta_request.request)
+            further.token = meta_request.token
             mine = place.callees.copy()
             run, callees = engine._join(place, further, span, further=True)
             place.callees = mine | {name: (run, callees[name]) for name in callees if engines[name] is engine}
             run.stage = device
             run.await_admission(until_ns)
 
-    def _read(self, one: MetaRequest) -> dict[str, Array]:
-        return read_inputs(self._tensors, one.request.triton, one.attachment.inputs)
+    def _read(self, meta_request: MetaRequest) -> dict[str, Array]:
+        return read_inputs(self._tensors, meta_request.request.triton, meta_request.attachment.inputs)
 
-    def _results(self, one: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
-        arrays, outputs = self._read(one), self._model.outputs
-        one.request.deaths = max(one.request.deaths, self._process.front.check(arrays))
+    def _results(self, meta_request: MetaRequest, run: PlacedRun, span: OpenSpan | None) -> list[Any]:
+        arrays, outputs = self._read(meta_request), self._model.outputs
+        meta_request.request.deaths = max(meta_request.request.deaths, self._process.front.check(arrays))
         rows = len(next(iter(arrays.values()))) if self._model.batched else None
-        results = self._call_user(one, run, arrays, span)
-        one.results = check_results(results, outputs, rows, "run", one.request.id)
+        results = self._call_user(meta_request, run, arrays, span)
+        meta_request.results = check_results(results, outputs, rows, "run", meta_request.request.id)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
-            for wire, array in zip(outputs, one.results, strict=True)
+            for wire, array in zip(outputs, meta_request.results, strict=True)
         ]
 
     def _call_user(
-        self, one: MetaRequest, run: PlacedRun, arrays: dict[str, Array], span: OpenSpan | None
+        self, meta_request: MetaRequest, run: PlacedRun, arrays: dict[str, Array], span: OpenSpan | None
     ) -> dict[str, Array]:
-        client_id, deadline_ns = one.request.id, one.request.params.deadline_ns
+        client_id, deadline_ns = meta_request.request.id, meta_request.request.params.deadline_ns
         triton = None
         if self._bls is not None:
             triton = ThroughTriton(self._bls, deadline_ns, client_id, span)
@@ -374,8 +387,8 @@ class MetaEngine(ModelReplica[MetaRequest]):
         def execute(arrays: dict[str, Array]) -> Any:
             function = self._model.run
             if inspect.iscoroutinefunction(function):
-                return run_async(function, arrays, AsyncCall(router, deadline_ns, one.check))
-            return function(arrays, SyncCall(router, deadline_ns, one.check))
+                return run_async(function, arrays, AsyncCall(router, deadline_ns, meta_request.check))
+            return function(arrays, SyncCall(router, deadline_ns, meta_request.check))
 
         started, error = time.perf_counter(), ""
         try:
@@ -391,48 +404,48 @@ class MetaEngine(ModelReplica[MetaRequest]):
 
     # --- connections --------------------------------------------------------------------------------------
 
-    def _take_connection(self, one: MetaRequest) -> tuple[RuntimeConnection, Mapping[str, Callee]]:
+    def _take_connection(self, meta_request: MetaRequest) -> tuple[RuntimeConnection, Mapping[str, Callee]]:
         """Return a connection for a run, and the callees there."""
         idle = self._idle
-        if idle is None or idle.attachment is not one.attachment:
-            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the request came for a runtime that is gone
+        if idle is None or idle.attachment is not meta_request.attachment:
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # The request came for a runtime that has ended.
         with suppress(IndexError):
             return idle.connections.pop(), idle.callees
         try:
-            return self.session.open_connection(one.attachment.key), idle.callees
+            return self.session.open_connection(meta_request.attachment.key), idle.callees
         except UNREACHABLE as error:
-            client_id = one.request.id
+            client_id = meta_request.request.id
             log.error(
                 "%s: no connection for its run: %s",
                 request_name(client_id),
                 error,
                 extra=of_request(client_id),
             )
-            self._withdraw(one, Status.RUNTIME_DOWN)
+            self._withdraw(meta_request, Status.RUNTIME_DOWN)
             if self._process.guard.out_of_descriptors(error):
                 raise RequestFailure(Status.INTERNAL, OUT_OF_DESCRIPTORS) from None
             raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
-    def _withdraw(self, one: MetaRequest, status: Status) -> None:
+    def _withdraw(self, meta_request: MetaRequest, status: Status) -> None:
         """End an admitted run that has no connection of its own, on the connection of its ENTER."""
-        if one.admitted:
+        if meta_request.admitted:
             try:
                 # Do not wait, because execute() also sends on that connection.
-                one.connection.leave(RunExit(one.token, status), patience=0)
+                meta_request.connection.leave(RunExit(meta_request.token, status), patience=0)
             except (Closed, OSError) as error:
                 # Otherwise the runtime would count the run as running for good.
-                self._deferred.lose(one.attachment, error)
+                self._deferred.lose(meta_request.attachment, error)
 
     def _release(
-        self, one: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status
+        self, meta_request: MetaRequest, connection: RuntimeConnection, run: DirectRun, status: Status
     ) -> None:
         """Take back the connection of a run. The run has ended with `status`."""
         if run.broken:
-            self._withdraw(one, status)
+            self._withdraw(meta_request, status)
         else:
             connection.tidy()
         idle = self._idle
-        if idle is None or one.attachment is not idle.attachment or run.broken:
+        if idle is None or meta_request.attachment is not idle.attachment or run.broken:
             connection.close()
             return
         idle.connections.append(connection)

@@ -73,7 +73,7 @@ def _make_bls(
         raise HookError(str(error)) from None
 
 
-#: the name that Triton's Python backend looks for
+#: Triton's Python backend looks for this name.
 TritonPythonModel = MetaModelStub
 
 __all__ = ["TritonPythonModel"]

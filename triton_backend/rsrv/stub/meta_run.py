@@ -41,10 +41,10 @@ class MetaRequest(DeferredRequest):
 
     #: Attachment of the engine that serves the request.
     attachment: Attachment = field(kw_only=True)
-    #: random, so that other requests cannot name it
+    #: Random token, so that other requests cannot name it.
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1, kw_only=True)
     admitted: bool = False
-    #: arrays that the response may refer to
+    #: Arrays that the response may refer to.
     results: Sequence[Array] = ()
     #: The queue at which execute() waits for the request.
     inbox: SimpleQueue["MetaRequest"] | None = None
@@ -83,7 +83,7 @@ class RunPlace:
     """A run's place on one device, or on several by stage, until the run ends or one of their runtimes does."""
 
     def __init__(self, deadline_ns: int) -> None:
-        #: the run on the device of each callee, and the callee there, by name
+        #: The run on the device of each callee, and the callee there, by name.
         self.callees: dict[str, tuple[DirectRun, Callee]] = {}
         self._until_ns = grace(deadline_ns)
         self._runs: list[DirectRun] = []
@@ -144,12 +144,12 @@ class PlacedRun:
 
     def __init__(
         self,
-        one: MetaRequest,
+        meta_request: MetaRequest,
         enter: Callable[[], RunPlace | None],
         front: FrontLoop,
         guard: HookGuard,
     ) -> None:
-        self._one = one
+        self._one = meta_request
         self._enter = enter
         self._front = front
         self.guard = guard
@@ -204,8 +204,8 @@ class PlacedRun:
         if not is_lost:
             return lost
         with self.guard.waiting():
-            found = self._enter()
-        if found is not None:
+            place = self._enter()
+        if place is not None:
             log.info(
                 "%s: its run goes on at another runtime",
                 request_name(request.id),
@@ -213,8 +213,8 @@ class PlacedRun:
             )
             if lost is not None:
                 lost.release(Status.RUNTIME_DOWN)
-            self._place, self._abandoned, self._moved = found, False, True
-        return found
+            self._place, self._abandoned, self._moved = place, False, True
+        return place
 
     def progress(self) -> None:
         """Allow the run to wait for `retry_s` again after a further death, because a call was answered."""
@@ -227,7 +227,7 @@ class PlacedRun:
             self._place.release(status)
 
 
-#: sends a call through Triton for a run on a device
+#: Sends a call through Triton for a run on a device.
 Start = Callable[[DirectRun, Callee], Pending]
 
 

@@ -19,9 +19,9 @@ log = logging.getLogger("rsrv.stub")
 Report = dict[str, Any]
 #: Number of slow requests in a report.
 _SLOWEST = 32
-#: seconds that the runtime may take to answer
+#: Seconds that the runtime may take to answer.
 REPORT_TIMEOUT_S = 5.0
-#: seconds that `close` waits for the thread
+#: Seconds that `close` waits for the thread.
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -42,13 +42,13 @@ class Meters:
     def _clear(self) -> None:
         self._requests = Histogram(SECONDS)
         self._responses = [0] * len(Status)
-        #: seconds, by model and function of model.py
+        #: Seconds by model and by function of model.py.
         self._hooks: dict[tuple[str, str], Histogram] = {}
-        #: answers to copies of an alias's requests, by outcome
+        #: Answers to copies of an alias's requests, by outcome.
         self._shadows: Counter[str] = Counter()
         #: Seconds, number and arrival of the slowest requests, as a heap.
         self._slow: list[tuple[float, int, float]] = []
-        #: why the latest request failed
+        #: Reason why the latest request failed.
         self._failure = ""
 
     def answered(self, status: Status, since: float, number: int = -1) -> None:
@@ -77,10 +77,10 @@ class Meters:
     def hook(self, model: str, hook: str, seconds: float) -> None:
         """Count a call of a function of model.py that took this long, also if it raised."""
         with self._lock:
-            found = self._hooks.get((model, hook))
-            if found is None:
-                found = self._hooks[model, hook] = Histogram(SECONDS)
-            found.observe(seconds)
+            series = self._hooks.get((model, hook))
+            if series is None:
+                series = self._hooks[model, hook] = Histogram(SECONDS)
+            series.observe(seconds)
         if not self.some.is_set():
             self.some.set()
 
@@ -146,7 +146,7 @@ class Reporting:
                 self._report(self._meters.take())
             except Exception:
                 log.exception("reporting measurements failed")
-                self._drop()  # an unread answer must not be taken for the next one
+                self._drop()  # An unread answer must not be taken for the next one.
             if self._closed.wait(self._period):
                 return
 

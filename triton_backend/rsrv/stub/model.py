@@ -123,9 +123,9 @@ def serve_model(
             # carry text.
             check_strings(setup.config["output"], process.tensors)
             internal = "rsrv_internal" in setup.config["parameters"]
-            found = hooks.result(session, attachment)
+            setup_hooks = hooks.result(session, attachment)
             replica = Engine(
-                session, attachment, process, found, setup.outputs, setup.batched, internal=internal
+                session, attachment, process, setup_hooks, setup.outputs, setup.batched, internal=internal
             )
         replica.meters.alias, replica.meters.copies = setup.alias, setup.copies
         return replica
@@ -135,7 +135,7 @@ def serve_model(
 
 def check_strings(wires: Sequence[Mapping[str, Any]], tensors: Tensors) -> None:
     """Raise BrokenPairing if clients send or get strings that the stub's numpy cannot carry."""
-    if any(one["data_type"] == "TYPE_STRING" for one in wires):
+    if any(wire["data_type"] == "TYPE_STRING" for wire in wires):
         tensors.check_text()
 
 
@@ -149,7 +149,7 @@ class Setup:
     """Triton's arguments of a stub that starts."""
 
     name: str
-    #: config.pbtxt
+    #: Content of config.pbtxt.
     config: dict[str, Any]
     bundle: Path
     outputs: list[WireTensor]
@@ -288,7 +288,7 @@ def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:
     return WireTensor(tensor["name"], _DTYPES[tensor["data_type"]], (-1, *dims) if batched else tuple(dims))
 
 
-#: the name that Triton's Python backend looks for
+#: Triton's Python backend looks for this name.
 TritonPythonModel = ModelStub
 
 __all__ = ["TritonPythonModel"]

@@ -87,10 +87,10 @@ class ModelReplica(ABC, Generic[W]):
         self._process = process
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, process.responses)
-        #: held while execute() reads requests and answers them in place
+        #: Lock that is held while execute() reads requests and answers them in place.
         self._executing = Lock()
         self._deferred: DeferredReplies[W] = DeferredReplies(self, process.responses, threads)
-        #: answers Triton's requests, as `EntryPoint.execute`
+        #: Answers Triton's requests, like `EntryPoint.execute`.
         self.execute = self._entry(self._answer)
         #: Answers Triton's requests after execute() returned. A returned list has failures, which are not sent yet.
         self.execute_later = self._entry(partial(self._answer, at_once=False))
@@ -200,7 +200,7 @@ class ModelReplica(ABC, Generic[W]):
         """End the process."""
         self._process.end(text)
 
-    def take_token(self, one: W, token: int) -> None:
+    def take_token(self, work: W, token: int) -> None:
         """Take a token of an answer. Only models that generate get tokens."""
 
     @abstractmethod
@@ -226,9 +226,9 @@ class ModelReplica(ABC, Generic[W]):
         """Answer a request that waited for this runtime."""
 
     @abstractmethod
-    def respond(self, one: W) -> Any:
+    def respond(self, work: W) -> Any:
         """Return the response of a request whose outcome is known; never raises."""
 
     @abstractmethod
-    def rescue(self, one: W) -> None:
+    def rescue(self, work: W) -> None:
         """Requeue or fail a request whose runtime died."""

@@ -71,13 +71,17 @@ class _Candidates:
         cls, replicas: Mapping[int, ModelReplica[Any]], mask: int, callees: Mapping[str, int]
     ) -> "_Candidates":
         devices, masks = list(replicas), callees.values()
-        together = [one for one in devices if all(not other or other >> one & 1 for other in masks)]
+        together = [
+            device
+            for device in devices
+            if all(not mask_of_callee or mask_of_callee >> device & 1 for mask_of_callee in masks)
+        ]
         chosen = allowed(together or devices, mask)
-        others = [replicas[one] for one in devices if one not in chosen]
+        remaining = [replicas[device] for device in devices if device not in chosen]
         # On another device, a meta model would need the weights of all models that it calls.
         pinned = bool(mask & PINNED or callees)
         apart = {} if together else callees
-        return cls(replicas, mask, callees, [replicas[one] for one in chosen], others, pinned, apart)
+        return cls(replicas, mask, callees, [replicas[device] for device in chosen], remaining, pinned, apart)
 
 
 class Replicas:
@@ -320,9 +324,11 @@ class Replicas:
     def _add(self, device: int, attachment: Attachment, replica: ModelReplica[Any]) -> None:
         """Add a replica. The first one decides how requests are answered, and sets the limits of hooks."""
         count = attachment.direct.devices
-        found = {**self._replicas, device: replica}
+        all_replicas = {**self._replicas, device: replica}
         self._replicas = {
-            one: found[one] for one in by_preference(self._name, max(count, *found, 1)) if one in found
+            number: all_replicas[number]
+            for number in by_preference(self._name, max(count, *all_replicas, 1))
+            if number in all_replicas
         }
         self._choose_among()
         self._report(replica)
@@ -388,7 +394,7 @@ class Replicas:
         choice = self._choose_among()
         chosen = self._choose_by(choice)
         if len(requests) > 1 and len(choice.allowed) > 1 and not choice.apart:
-            shares = _cut(requests, chosen, [one for one in choice.allowed if one is not chosen])
+            shares = _cut(requests, chosen, [replica for replica in choice.allowed if replica is not chosen])
             if len(shares) > 1:
                 return self._answer(shares)
         return chosen.execute(requests)
@@ -405,7 +411,9 @@ class Replicas:
 
     def _begin_stages(self, choice: _Candidates) -> ModelReplica[Any]:
         """Return the live replica on the lowest device where a run by stage may call a model."""
-        live = {one: replica for one, replica in choice.replicas.items() if replica.answers_in_s() < inf}
+        live = {
+            number: replica for number, replica in choice.replicas.items() if replica.answers_in_s() < inf
+        }
         union = reduce(or_, choice.apart.values())
         return live[min(allowed(list(live), union))] if live else choice.allowed[0]
 
@@ -414,17 +422,17 @@ class Replicas:
 
         Devices before that one are left out, because runs enter devices in ascending order.
         """
-        found: dict[str, ModelReplica[Any]] = {}
+        stages: dict[str, ModelReplica[Any]] = {}
         for name, mask in self._choice.apart.items():
             begins = {
-                one: attachment.begins_in_s(name)
-                for one, replica in self._replicas.items()
-                if one >= device and (attachment := replica.session.attachment) is not None
+                number: attachment.begins_in_s(name)
+                for number, replica in self._replicas.items()
+                if number >= device and (attachment := replica.session.attachment) is not None
             }
             if not begins:
                 return {}
-            found[name] = self._replicas[min(allowed(list(begins), mask), key=begins.__getitem__)]
-        return {} if all(one.session.device == device for one in found.values()) else found
+            stages[name] = self._replicas[min(allowed(list(begins), mask), key=begins.__getitem__)]
+        return {} if all(replica.session.device == device for replica in stages.values()) else stages
 
     def _follow_runs(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each sub-call on the device of its run, because only that runtime knows the run.
@@ -436,14 +444,14 @@ class Replicas:
             parts.setdefault(_device_of_run(request), []).append(request)
         if parts.keys() == {None}:
             return self._spread(requests)
-        views, replicas, others = self._front.snapshot.devices, self._replicas, self._choice.allowed
+        views, replicas, remaining = self._front.snapshot.devices, self._replicas, self._choice.allowed
         for device in parts:
             if device is not None and device in views and views[device].state in STARTABLE:
                 self._front.post(StartAsked(device))
         # If the run's device has no replica, any other replica makes the meta model repeat the call.
         return self._answer(
             [
-                (replicas.get(-1 if device is None else device, others[0]), part)
+                (replicas.get(-1 if device is None else device, remaining[0]), part)
                 for device, part in parts.items()
             ]
         )
@@ -469,8 +477,8 @@ class Replicas:
             return choice.allowed[0]
         chosen = self._choose_by(choice)
         if step.start:
-            live = [one for one in choice.allowed if one.answers_in_s() < inf]
-            chosen = min(live, key=lambda one: homes.count(one.session.device), default=chosen)
+            live = [replica for replica in choice.allowed if replica.answers_in_s() < inf]
+            chosen = min(live, key=lambda replica: homes.count(replica.session.device), default=chosen)
         else:
             home = self._replicas.get(homes.find(step.sequence, -1))
             if home is None or (attachment := home.session.attachment) is None:
@@ -498,31 +506,35 @@ class Replicas:
     def close(self) -> None:
         """Fail the requests that wait, and detach."""
         self._front.close()
-        if self._first is not None:  # otherwise the guard has only hooks of other models
+        if self._first is not None:  # Otherwise the guard has only hooks of other models.
             self._process.guard.close()
         for reporting in self._reporting:
             reporting.close()
-        for one in self._replicas.values():
-            one.close()
+        for replica in self._replicas.values():
+            replica.close()
         if self._placement is not None:
             self._placement.close()
 
 
 def _cut(
-    requests: Sequence[Any], chosen: ModelReplica[Any], others: Sequence[ModelReplica[Any]]
+    requests: Sequence[Any], chosen: ModelReplica[Any], further: Sequence[ModelReplica[Any]]
 ) -> list[tuple[ModelReplica[Any], list[Any]]]:
     """Divide a batch, and return the shares by replica.
 
     If the chosen replica alone answers as soon, there is only one share.
     """
     whole = chosen.forecast()
-    found = [(one, forecast) for one in others if (forecast := one.forecast()) is not None and forecast.warm]
+    forecasts = [
+        (replica, forecast)
+        for replica in further
+        if (forecast := replica.forecast()) is not None and forecast.warm
+    ]
     parts: dict[int, list[Any]] = {}
-    if whole is not None and found:
-        devices = divide(chosen.rows(requests), whole, [forecast for _, forecast in found])
+    if whole is not None and forecasts:
+        devices = divide(chosen.rows(requests), whole, [forecast for _, forecast in forecasts])
         for request, device in zip(requests, devices, strict=True):
             parts.setdefault(device, []).append(request)
-    return [(found[device - 1][0] if device else chosen, part) for device, part in parts.items()]
+    return [(forecasts[device - 1][0] if device else chosen, part) for device, part in parts.items()]
 
 
 def _device_of_run(request: Any) -> int | None:

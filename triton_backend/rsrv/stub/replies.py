@@ -20,7 +20,7 @@ _TAG = re.compile(
 #: Parameter of a response: the request's number, for `rsrv why NUMBER`.
 NUMBER = "rsrv_request"
 
-#: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
+#: An answer with more bytes than this may not find room in Triton's shared memory (64 MB in a container by default).
 _LARGE_BYTES = 256 * 1024
 #: An answer must fit this many times into the free part of that memory, so that it finds room beside other answers.
 _AMPLE_FACTOR = 4
@@ -28,8 +28,8 @@ _AMPLE_FACTOR = 4
 
 def free_shared_memory() -> int:
     """Return the bytes by which Triton's shared memory can grow."""
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs("/dev/shm")
+    return status.f_bavail * status.f_frsize
 
 
 class RequestFailure(Exception):
@@ -75,10 +75,10 @@ def untag(message: str) -> RequestFailure | None:
 
     The tag need not come first: an ensemble puts its own name there.
     """
-    found = _TAG.search(message)
-    if found is None:
+    match = _TAG.search(message)
+    if match is None:
         return None
-    return RequestFailure(Status[found[1]], message[: found.start()] + message[found.end() :])
+    return RequestFailure(Status[match[1]], message[: match.start()] + message[match.end() :])
 
 
 def status_of(pb_utils: Any, error: Any) -> Status:

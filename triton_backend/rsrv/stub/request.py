@@ -19,7 +19,7 @@ from rsrv.wire.frames import Status, request_tag
 
 log = logging.getLogger("rsrv.stub")
 
-#: parameter of sub-calls that go through Triton: the token of their run, in decimal
+#: Parameter of sub-calls that go through Triton: the token of their run, in decimal.
 RUN = "rsrv_run"
 #: Parameter of sub-calls through Triton: the number of the run's device, if it is not 0.
 RUN_DEVICE = "rsrv_device"
@@ -29,12 +29,12 @@ _INCOMPLETE = "rsrv_incomplete"
 _PUBLIC = ("rsrv_deadline_unix_ns", "rsrv_priority", "rsrv_sticky")
 #: All parameters of rsrv. Every other name that begins with `rsrv_` is a mistake.
 OURS = frozenset({*_PUBLIC, RUN, RUN_DEVICE, _INCOMPLETE})
-#: relative deadline in ns, the parameter that clients of ReactantServer send
+#: Parameter with the relative deadline in ns, which clients of ReactantServer send.
 _REACTANT_TIMEOUT = "reactant_timeout_ns"
-#: the latest deadline that a frame can carry, in ns
+#: Latest deadline that a frame can carry, in ns.
 _LATEST_DEADLINE_NS = (1 << 63) - 1
 
-#: requests of a batch that a line of the log names
+#: Maximum number of requests of a batch that a line of the log names.
 _MAX_NAMED = 16
 
 
@@ -58,9 +58,9 @@ class RequestParams(NamedTuple):
 
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
     priority: int = 0
-    #: token of the meta model's run that the request is a sub-call of; 0: none
+    #: Token of the meta model's run that made this sub-call, or 0.
     run: int = 0
-    #: number of the run's device
+    #: Number of the run's device.
     device: int = 0
 
 
@@ -80,9 +80,9 @@ class ClientRequest:
     arrival: InitVar[ArrivalTime]
     #: None if no request is traced
     spans: InitVar[Spans | None] = None
-    #: time.perf_counter of its arrival
+    #: time.perf_counter of the request's arrival.
     since: float = 0.0
-    #: the client's id, "" for none, cut to what the log and traces take
+    #: The client's id, cut to the length that the log and traces accept. "" if there is none.
     id: str = ""
     #: Hash that stands for the id in frames. 0: there is no id.
     tag: int = 0
@@ -99,7 +99,7 @@ class ClientRequest:
     waiting_since: float = 0.0
     #: Time until which the request may wait, by time.monotonic.
     retry_until: float = 0.0
-    #: set if the request is answered after execute() returned
+    #: Set if the request is answered after execute() returned.
     reply: Reply | PartReply | None = None
     #: True if this is a part of a client's request (`large_request`).
     is_part: bool = False
@@ -151,7 +151,7 @@ class ClientRequest:
     def failure_for(self, error: Exception) -> RequestFailure:
         """Return the request's failure for an error of handling it. Call this while `error` is handled."""
         if isinstance(error, RequestFailure):
-            return error.copy()  # a traceback would keep the whole batch alive
+            return error.copy()  # A traceback would keep the whole batch alive.
         log.exception("%s: handling failed", request_name(self.id), extra=of_request(self.id))
         return RequestFailure(Status.INTERNAL, NOT_HANDLED)
 
@@ -159,12 +159,12 @@ class ClientRequest:
 def parse_parameters(text: str) -> Mapping[str, Any]:
     """Return a Triton request's parameters, and the headers that Triton forwards. Raises RequestFailure."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise invalid("the request's parameters cannot be read")
-    return found
+    return parsed
 
 
 def read_params(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> RequestParams:
@@ -219,7 +219,7 @@ class Outcomes:
         self._responses = responses
         self._failure_log = FailureLog()
         self._key = ""
-        #: collects the spans of requests; None: no request is traced
+        #: Collects the spans of requests. None if no request is traced.
         self.spans: Spans | None = None
 
     def serve(self, key: str, *, traced: bool) -> None:

@@ -47,7 +47,7 @@ T = TypeVar("T")
 _MOST_MISUNDERSTOOD = 5
 
 
-#: errors of reaching a runtime
+#: Errors while reaching a runtime.
 UNREACHABLE = (
     LaunchError,
     paths.RuntimeDirectoryError,
@@ -65,18 +65,18 @@ class Remote:
 
     name: str
     interface: Interface
-    #: tensors of clients' requests and answers
+    #: Tensors of clients' requests and answers.
     inputs: tuple[WireTensor, ...]
     outputs: tuple[WireTensor, ...]
     #: True if all of these tensors have the batch axis first.
     batched: bool
-    #: measured seconds of one execution, by variant and compiled size, as in `interface`
+    #: Measured seconds of one execution, by variant and compiled size, as in `interface`.
     costs: tuple[tuple[float, ...], ...]
-    #: on the runtime's board; 0: it has none
+    #: Slot on the runtime's board, or 0 without one.
     slot: int
     #: True if its requests belong to sequences, whose state is in the runtime.
     stateful: bool = False
-    #: of a model that generates tokens: its section of REGISTERED
+    #: Section of REGISTERED about generation, for a model that generates tokens.
     generate: Mapping[str, Any] | None = None
 
     @classmethod
@@ -107,17 +107,17 @@ class Attachment:
     """The model's registration with one runtime, and the connections to it; ends with the runtime."""
 
     key: str
-    #: tensors of clients' requests, by name
+    #: Tensors of clients' requests, by name.
     inputs: Mapping[str, WireTensor]
-    #: the model, or the callees of a meta model
+    #: Name of the model, or of the callees of a meta model.
     models: tuple[Remote, ...]
-    #: sections of rsrv.yaml
+    #: Sections of rsrv.yaml.
     settings: dict[str, dict[str, Any]]
-    #: for answers inside execute(), used by one thread
+    #: Connection for answers inside execute(), used by one thread.
     direct: RuntimeConnection
-    #: for answers after execute() returned
+    #: Connection for answers after execute() returned.
     deferred: RuntimeConnection
-    #: time.monotonic of the registration
+    #: time.monotonic of the registration.
     since: float = field(default_factory=time.monotonic)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Launcher:
     server_pid: int
     device: str
     settings: Path
-    #: the server's own, and its environment: hooks may change both in this process
+    #: The server's own environment variables. Hooks may change the environment of this process.
     working_directory: Path
     environment: Mapping[str, str]
 
@@ -352,7 +352,7 @@ class Launcher:
             finally:
                 os.close(child_end)
             message = _read_startup_message(ready, START_TIMEOUT_S)
-            status = started.wait()  # it has forked the runtime and ended
+            status = started.wait()  # The process has forked the runtime and ended.
         finally:
             os.close(ready)
         if not message and status <= 0:

@@ -20,28 +20,28 @@ from rsrv.throttle import Throttle, more
 
 log = logging.getLogger("rsrv.stub")
 
-#: copies in progress; further requests are not copied, because a slow model would collect their memory
+#: Maximum number of copies in progress. Further requests are not copied, because a slow model would collect their memory.
 _MAX_COPIES = 64
-#: bytes of clients' answers that wait for those of copies, and of shared memory that must be free: requests are in it
-#: until they are answered, and clients would have none left
+#: Maximum bytes of clients' answers that wait for the answers of copies. At least this much shared memory must also be free,
+#: because requests stay in it until they are answered and clients would have none left.
 _MAX_ANSWER_BYTES, _MIN_FREE_BYTES = 64 * 2**20, 16 * 2**20
-#: microseconds after which a copy is of no use
+#: After this many microseconds a copy is of no use.
 _TIMEOUT_US = 30_000_000
-#: of a copy: the lowest priority, and none of the client's, such as its deadline
+#: Parameters of a copy. It has the lowest priority, and none of the client's parameters, such as its deadline.
 _PARAMETERS = json.dumps({"rsrv_priority": 0xFFFE})
-#: differences that floats of two versions may have, relative and absolute; bf16 has two to three digits
+#: Differences that floats of two versions may have, relative and absolute. bf16 has two to three digits.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-5
 
 
-def differing(one: Mapping[str, Array], other: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+def differing(answer: Mapping[str, Array], copy: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
     """Return the first output in which two answers differ, by more than rounding; empty: none."""
     for name, dtype in dtypes.items():
-        if name not in one or name not in other:
-            if name in one or name in other:
+        if name not in answer or name not in copy:
+            if name in answer or name in copy:
                 return name
             continue
-        first, second = one[name], other[name]
-        if dtype == "bf16":  # its bits are the upper half of an f32's
+        first, second = answer[name], copy[name]
+        if dtype == "bf16":  # The bits of a bf16 are the upper half of an f32's bits.
             first, second = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (first, second))
         if first.shape != second.shape:
             return name
@@ -73,7 +73,7 @@ class Shadow:
         self._count = count
         #: Requests with a copy in progress. Any thread may remove its request.
         self._pending: set[ShadowedRequest] = set()
-        #: clients need not wait until copies are read
+        #: Clients need not wait until copies are read.
         self._thread = ThreadPoolExecutor(1, "shadow")
         self._throttle = Throttle()
 
@@ -84,7 +84,7 @@ class Shadow:
         if (
             scarce
             or len(pending) >= _MAX_COPIES
-            or sum(one.kept_bytes for one in pending) > _MAX_ANSWER_BYTES
+            or sum(shadowed.kept_bytes for shadowed in pending) > _MAX_ANSWER_BYTES
         ):
             self._count("skipped")
             return None
@@ -105,10 +105,10 @@ class Shadow:
         """Return when the last copies are executed."""
         self._thread.shutdown()
 
-    def end(self, one: "ShadowedRequest") -> None:
+    def end(self, shadowed: "ShadowedRequest") -> None:
         """Count the outcome of a copy whose answer and whose client's answer are there."""
-        self._pending.discard(one)
-        id, answer, copy = one.id, one.answers[False], one.answers[True]
+        self._pending.discard(shadowed)
+        id, answer, copy = shadowed.id, shadowed.answers[False], shadowed.answers[True]
         if answer is None or copy is None:
             self._count("skipped" if answer is None else "failed")
             return
@@ -136,20 +136,22 @@ class ShadowedRequest:
 
     def answered(self, response: Any, *, copy: bool) -> None:
         """Take one of the answers before Triton gets it; never raises."""
-        found: dict[str, Array] | None = None
+        answer: dict[str, Array] | None = None
         try:
             if not response.has_error():
                 # The memory of an answer is used again after it was sent.
-                found = {one.name(): np.array(self._shadow.take(one)) for one in response.output_tensors()}
+                answer = {
+                    tensor.name(): np.array(self._shadow.take(tensor)) for tensor in response.output_tensors()
+                }
         except Exception:
             log.exception(
                 "%s: an answer cannot be compared", request_name(self.id), extra=of_request(self.id)
             )
         if copy in self.answers:
             return
-        self.answers[copy] = found
+        self.answers[copy] = answer
         if next(self._numbers) == 1:
-            self.kept_bytes = sum(map(size_of, (found or {}).values()))
+            self.kept_bytes = sum(map(size_of, (answer or {}).values()))
         else:
             self._shadow.end(self)
 
@@ -189,7 +191,7 @@ class RequestCopy:
 
     def __init__(self, request: Any, comparison: ShadowedRequest) -> None:
         """Raises Triton's error for a request that cannot be read."""
-        #: hold Triton's memory
+        #: These hold Triton's memory.
         self._inputs = request.inputs()
         self._id = request.request_id()
         self._comparison = comparison

@@ -17,11 +17,11 @@ log = logging.getLogger("rsrv.stub")
 
 Array = npt.NDArray[Any]
 
-#: element type of strings, which clients and hooks have and modules have not
+#: Element type of strings, which clients and hooks have but modules do not.
 BYTES = "bytes"
-#: token -> numpy's dtype, of the tensors of clients and hooks
+#: numpy's dtypes of the tensors of clients and hooks, by token.
 CLIENT_DTYPES: Mapping[str, np.dtype[Any]] = {**NUMPY, BYTES: np.dtype(object)}
-#: numpy's types -> rsrv's, without types that travel as their bits: uint8 and uint16 stand for themselves
+#: rsrv's types by numpy's types. Types that travel as their bits are left out, because uint8 and uint16 stand for themselves.
 _TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16", "f8_e5m2", "f8_e4m3")}
 
 
@@ -91,7 +91,7 @@ class Tensors:
         For BYTES, Triton's error is raised if the pairing with numpy does not work.
         """
         if self._numpy_works:
-            with contextlib.suppress(Exception):  # of a bf16 tensor
+            with contextlib.suppress(Exception):  # This is a bf16 tensor.
                 array: Array = tensor.as_numpy()  # Triton's copy, which stays when the tensor goes
                 return array
         return _in_place(tensor).copy()
@@ -160,7 +160,7 @@ def encode_strings(array: Array) -> Array | None:
         if isinstance(value, str):
             try:
                 encoded[at] = str.encode(value)
-            except UnicodeEncodeError:  # half of a surrogate pair
+            except UnicodeEncodeError:  # The text contains half of a surrogate pair.
                 return None
         elif isinstance(value, bytes):
             encoded[at] = b"".join((value,))
@@ -196,7 +196,7 @@ def _in_place(tensor: Any) -> Array:
 _KDLCPU = 1
 _NAME = b"dltensor"
 
-#: token -> (DLPack type code, bits). Codes: 0 int, 1 uint, 2 float, 4 bfloat, 6 bool.
+#: DLPack type code and bits, by token. Codes: 0 int, 1 uint, 2 float, 4 bfloat, 6 bool.
 _TYPES = {
     "bool": (6, 8),
     "i8": (0, 8), "i16": (0, 16), "i32": (0, 32), "i64": (0, 64),

@@ -21,10 +21,10 @@ from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
 log = logging.getLogger("rsrv.stub")
 
-#: parameter that has the trace context: of sub-calls through Triton, and, in any case of letters, of requests whose
-#: header Triton forwards
+#: Parameter with the trace context. Sub-calls through Triton have it, and requests whose header Triton forwards have it in any
+#: case of letters.
 TRACEPARENT = "traceparent"
-#: ended spans that wait to be reported
+#: Maximum number of ended spans that wait to be reported.
 _MAX_WAITING = 4096
 
 _TRACEPARENT = re.compile(
@@ -38,10 +38,10 @@ def read_traceparent(text: object) -> tuple[str, str] | None:
 
     The format is W3C's Trace Context: later versions may append fields, the first one must not.
     """
-    found = _TRACEPARENT.fullmatch(text) if isinstance(text, str) else None
-    if found is None or not int(found[4], 16) & _SAMPLED or (found[1] == "00" and found[5] is not None):
+    match = _TRACEPARENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or not int(match[4], 16) & _SAMPLED or (match[1] == "00" and match[5] is not None):
         return None
-    return found[2], found[3]
+    return match[2], match[3]
 
 
 class Spans:
@@ -64,15 +64,15 @@ class Spans:
 
         If both Triton and the client have a context, Triton's counts: its own span is the client's child.
         """
-        found = read_traceparent(self._ask_triton(request) or _forwarded(parameters))
-        return None if found is None else OpenSpan(self, *found)
+        parent = read_traceparent(self._ask_triton(request) or _forwarded(parameters))
+        return None if parent is None else OpenSpan(self, *parent)
 
     def _ask_triton(self, request: Any) -> object:
         """Return the traceparent of Triton's own span, or None if there is none or Triton is unlike 24.10."""
         try:
             context = request.trace().get_context()
             return json.loads(context).get(TRACEPARENT) if context else None
-        except Exception:  # another Triton may do anything
+        except Exception:  # Another version of Triton may do anything.
             if not self._warned:
                 self._warned = True
                 log.warning(

@@ -15,7 +15,7 @@ from rsrv_bundle import dtypes
 from rsrv_bundle.spec import Manifest, TaskSpec, TensorSpec
 from rsrv_bundle.tensors import Report, is_positive
 
-#: Roles whose tensor has one value in a row: the role's element type. A file or a JSON text is one string.
+#: Element types of the roles whose tensor has one value in each row. A file or a JSON text is one string.
 _SINGLE: Final[Mapping[str, str]] = {
     "text": dtypes.BYTES,
     "text_pair": dtypes.BYTES,

@@ -105,7 +105,7 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
 
 
 def _is_same(source: Path, copy: Path) -> bool:
-    """Return whether a copy of a shared file has its content: read once, however many models have links to the copy."""
+    """Return whether a copy has the content of its shared file. Each copy is read only once, even if many models link to it."""
     (original, copied) = (
         (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (source.stat(), copy.stat())
     )

@@ -19,7 +19,7 @@ _GROUPS = {
 
 
 class SpanReader:
-    """All spans that the runtimes keep, by answers that continue each other."""
+    """Reads all spans that the runtimes keep. Each answer continues where the previous one ended."""
 
     def __init__(self) -> None:
         self.spans: list[pb.Span] = []

@@ -21,7 +21,7 @@ class ServerFinding:
     severity: Severity
     #: The facts in numbers.
     evidence: str
-    #: Why it is so.
+    #: Cause of the finding.
     cause: str
     #: What to do, and what that costs.
     cure: str

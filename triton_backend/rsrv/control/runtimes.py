@@ -294,9 +294,9 @@ class Runtimes:
         return {number: await asyncio.to_thread(link.last_records) for number, link in links.items()}
 
     async def restart(self, number: int, drain_s: float, *, force: bool) -> RestartedDevice:
-        """Replace a runtime by the next one. Return when all models that return are ready.
+        """Replace a runtime by a new one. Return when all models that the new one brings back are ready.
 
-        Raises RuntimeDown, StatusError; then the runtime goes on.
+        Raises RuntimeDown and StatusError. The old runtime then continues.
         """
         link, clock = self.links[number], asyncio.get_running_loop().time
         presence = link.presence

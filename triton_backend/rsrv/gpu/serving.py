@@ -187,8 +187,6 @@ def _no_room(part_input: PartInput, device: int, files: int) -> str:
     """Return why this many bytes of weights do not fit on the device and in files, or an empty text if they fit.
 
     The host also holds a copy of the files' weights.
-
-    The host also holds a copy of the files' weights.
     """
     memory, disk = part_input.device.memory, shutil.disk_usage(part_input.folder).free
     if memory is not None and device > memory:

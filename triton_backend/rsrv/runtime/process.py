@@ -67,9 +67,9 @@ class DeviceProcess:
         Args:
             options: arguments of the command.
             server: pidfd of tritonserver.
-            settings: of the runtime.
-            environment: of the processes that this one starts.
-            prepared: what this process has prepared while it was the spare.
+            settings: settings of the runtime.
+            environment: environment of the processes that this one starts.
+            prepared: results of the preparation while this process was the spare.
         """
         self._options, self._server, self._settings = options, server, settings
         self._environment, self._prepared = environment, prepared

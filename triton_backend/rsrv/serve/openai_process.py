@@ -35,9 +35,8 @@ async def keep_openai(
 ) -> None:
     """Run the process until `end`, and return when it has answered its calls.
 
-    If this coroutine is cancelled, the process is killed.
-
-    `write` gets whole lines of its log, and `started` the address of each process.
+    If this coroutine is cancelled, the process is killed. `write` gets whole lines of its log, and `started` the address of
+    each process.
     """
     section = settings.openai
     if section.listen is None:

@@ -136,8 +136,6 @@ def _spellings(path: str | Path) -> set[str]:
     """Return the spellings of an absolute path: as it is, with the links of its folder resolved, and with all links resolved.
 
     The last part may itself be a link. Links into a folder that is not mounted may lead nowhere.
-
-    The links of a folder that is not mounted may lead nowhere.
     """
     plain = os.path.abspath(path)
     folder, name = os.path.split(plain)
@@ -160,8 +158,6 @@ def compile_for(card: str, repository: Path) -> None:
     """Compile the models of a repository for a card, and print the results.
 
     The server compiles models that could not be compiled here. Raises KeyboardInterrupt.
-
-    The server compiles those that could not be compiled here. Raises KeyboardInterrupt.
     """
     if run_in_runtime("rsrv.runtime.compile_for", repository, card) == 130:
         raise KeyboardInterrupt

@@ -158,8 +158,6 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
     """Return a container's CPU limit in whole cores, or None without a limit.
 
     Inside a container, its control group is the root.
-
-    Inside a container, its control group is the root.
     """
     groups = root / "sys/fs/cgroup"
     try:
@@ -352,8 +350,6 @@ async def _first_bundles(planned: ServerPlan, settings: Settings, bundles: Seque
     """Return when the repository has models.
 
     The control process then watches for more. A server without a model has no control process.
-
-    Then the control process watches for more; a server without a model has no control process.
     """
     pause = settings.lifecycle.poll_s
     log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)

@@ -1,4 +1,4 @@
-"""The scheduler's decisions: one stable line for each instruction but the answers."""
+"""The scheduler's decisions as text, with one line for each instruction except answers."""
 
 from collections.abc import Iterator
 from heapq import merge

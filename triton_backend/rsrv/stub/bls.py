@@ -224,7 +224,7 @@ class Bls:
         return call.future
 
     def close(self) -> None:
-        """Fail all calls. Calls that Triton has continue there."""
+        """Fail all calls here. Calls that Triton has already received continue in Triton."""
         with self._lock:
             self._closed = True
             calls = [call for call in (*self._waiting, *self._under_way) if not call.future.done()]

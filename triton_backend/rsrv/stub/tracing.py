@@ -96,7 +96,7 @@ class Spans:
         return spans, dropped
 
     def lost(self, count: int) -> None:
-        """Count spans as dropped that were taken and could not be reported."""
+        """Count spans as dropped if they were taken but could not be reported."""
         with self._lock:
             self._dropped += count
 

@@ -87,9 +87,6 @@ def how_it_ended(content: bytes) -> How:
     """Return how the process of a black box ended.
 
     A kill during a crash counts as a crash. A kill -9, the kernel's out-of-memory killer and an intended end leave no text.
-
-    A kill in the middle of a crash is a crash. A kill -9, the kernel's out-of-memory killer and an end on purpose leave
-    no text.
     """
     if any(content[at + 1 : at + 2] == b"\1" for at in range(0, BYTES, SLOT_BYTES)):
         return "hung"
@@ -100,8 +97,6 @@ def is_suspect(content: bytes, key: str) -> bool:
     """Return whether executions of the model `key` (of any model if it is "") may have ended the process of a black box.
 
     If no slot names an execution, for example after a failure of the loop, any execution may have ended it.
-
-    If no slot says what executed, as after a failure of the loop, any execution may have.
     """
     how = how_it_ended(content)
     tasks: Sequence[UnfinishedTask] = read_slots(content)

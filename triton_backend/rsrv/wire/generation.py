@@ -44,8 +44,6 @@ def read_generate(value: dict[str, Any]) -> Generate:
     """Return the generation that GENERATE's JSON describes.
 
     Its values have the right types, but may be out of range. Raises ProtocolError.
-
-    Raises ProtocolError.
     """
     try:
         request = Generate(**value)

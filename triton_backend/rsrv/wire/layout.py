@@ -196,8 +196,6 @@ def pack_flat(
     """Return REGISTERED's document for a model without hooks.
 
     `client` and the other values are those of REGISTERED. Raises ValueError for a type that no client can send.
-
-    Raises ValueError for a type that no client can send.
     """
     inputs, outputs = client["inputs"], client["outputs"]
     flags = _BATCHED * batched | _EXACT * interface.exact | _TRACED * traced

@@ -124,8 +124,6 @@ class Receiver:
     """Reads frames into one buffer, so that a read allocates nothing.
 
     Receivers may share one `buffer` of MAX_FRAME bytes. A frame is valid until any of them receives the next one.
-
-    Receivers may share one `buffer` of MAX_FRAME bytes; a frame is valid until any of them receives the next.
     """
 
     __slots__ = ("_buffer", "_sock")

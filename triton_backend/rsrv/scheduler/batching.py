@@ -150,8 +150,9 @@ class VariantCosts:
         Ties go to more served rows.
         """
         best, best_cost, best_rows = 0, inf, 1
-        for index, (room, cost) in enumerate(zip(self.capacities, self.seconds, strict=True)):
+        for index, room in enumerate(self.capacities):
             served = room if rows is None or room < rows else rows
+            cost = self.seconds[index]
             difference = cost * best_rows - best_cost * served
             if difference < 0.0 or (difference == 0.0 and served > best_rows):
                 best, best_cost, best_rows = index, cost, served

@@ -8,9 +8,7 @@ counted and ended once.
 from collections import Counter
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from math import inf
-from operator import attrgetter
 from typing import NamedTuple
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
@@ -34,7 +32,6 @@ from rsrv.scheduler.weights import WeightAccounts
 SLACK = 1e-6
 
 _ANSWERED = Outcome.ANSWERED
-_arrived, _deadline, _id = attrgetter("arrived"), attrgetter("request.deadline"), attrgetter("request.id")
 
 
 class EndedWait(NamedTuple):
@@ -255,7 +252,7 @@ class RequestQueues:
         model.totals.queue_wait.observe_all([now - entry.arrived for entry in taken])
         if self.runs:
             self._promote([entry for entry in taken if entry.request.run])
-        return tuple(map(_id, taken))
+        return tuple([entry.request.id for entry in taken])
 
     def finish(
         self,
@@ -271,17 +268,20 @@ class RequestQueues:
             All of them, if one took long enough to be kept by `ModelState.slowest`.
         """
         entries = list(map(self.live.pop, requests))
-        for deadline in map(_deadline, entries):
+        latest, slow = model.slowest.latest_arrival(now), False
+        for entry in entries:
+            if entry.arrived < latest:
+                slow = True
+            deadline = entry.request.deadline
             if deadline is not None and deadline < now:
                 model.totals.miss(Stage.EXECUTE)
         if event.error is None:
             model.totals.counts.answered += len(requests)
-            out.extend(map(Finish, requests, repeat(_ANSWERED)))
+            out.extend([Finish(request, _ANSWERED) for request in requests])
         else:
             model.totals.counts.failed += len(requests)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
         model.history.add(now, "answered" if event.error is None else "failed", event)
-        slow = min(map(_arrived, entries)) < model.slowest.latest_arrival(now)
         return entries if slow else []
 
     def model(self, entry: LiveRequest) -> ModelState:

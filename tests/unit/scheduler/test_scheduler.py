@@ -104,17 +104,6 @@ def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
     assert executions(out)[0].requests == (second.id,)
 
 
-def test_a_failed_execution_changes_no_estimate(machine: Driver) -> None:
-    """An execution that fails at once does not make its model look fast."""
-    machine.add(program("a"))
-    before = machine.scheduler.snapshot().models["a"].costs
-    machine.arrive(machine.request())
-
-    machine.finish(seconds=0.0001, error="device fault")
-
-    assert machine.scheduler.snapshot().models["a"].costs == before
-
-
 # --- refusals, in the order of the checks -----------------------------------------------------------------
 
 

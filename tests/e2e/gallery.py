@@ -130,18 +130,17 @@ def texts(server: RunningTriton, call: Caller) -> Figure:
 
     with ThreadPoolExecutor(len(TERMS)) as pool:
         answers = list(pool.map(listen, TERMS))
-    made, (axes,) = figure(9, 3.2, 1, 1)
+    made, (axes,) = figure(9, 2.2, 1, 1)
     for row, (term, answer) in enumerate(zip(TERMS, answers, strict=True)):
         axes.plot(
-            [at * 1000 for at, _ in answer], range(1, len(answer) + 1), ".", color=COLOURS[row], markersize=4
+            [at * 1000 for at, _ in answer], [row] * len(answer), "|", color=COLOURS[row], markersize=14
         )
         text = "".join(piece for _, piece in answer)
         assert definitions()[term].startswith(text)
-        shown = text if len(text) < 60 else f"{text[:60]}…"
-        axes.plot([], [], ".", color=COLOURS[row], markersize=10, label=f"{term} → {shown}")
-    axes.set_xlabel("ms since the requests")
-    axes.set_ylabel("pieces of text")
-    axes.legend(loc="lower right", fontsize=8)
+        axes.text(0, row - 0.3, f"{text[:100]}…", fontsize=8)
+    axes.set_yticks(range(len(TERMS)), TERMS)
+    axes.set_ylim(len(TERMS) - 0.5, -0.6)
+    axes.set_xlabel("ms since the requests; each mark is a piece of text that comes")
     return made
 
 

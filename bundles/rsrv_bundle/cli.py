@@ -63,10 +63,10 @@ def _add_export(commands: Any) -> None:
         " example inputs by name; or the model itself. Modules in the working directory count. FILE is the path of an ONNX"
         " file, which describes its inputs itself.",
     )
-    what = export.add_mutually_exclusive_group(required=True)
+    sources = export.add_mutually_exclusive_group(required=True)
     for kind, takes in KINDS.items():
-        what.add_argument(f"--{kind}", metavar="FILE" if kind == "onnx" else "TARGET", help=takes)
-    what.add_argument(
+        sources.add_argument(f"--{kind}", metavar="FILE" if kind == "onnx" else "TARGET", help=takes)
+    sources.add_argument(
         "--hf", metavar="DIR", type=Path, help="a directory of Hugging Face, as save_pretrained writes it"
     )
     _add_hf(export)
@@ -418,11 +418,11 @@ def _export(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from rsrv_bundle.commands import checking
 
-    wanted = None
+    comparison = None
     if arguments.numerics:
         if arguments.no_signatures:
             raise UsageError("--numerics looks inside the modules; leave out --no-signatures")
-        wanted = _wanted(arguments)
+        comparison = _wanted(arguments)
     elif arguments.samples or arguments.tolerance or arguments.store or _target(arguments) != ("", ""):
         raise UsageError(
             "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
@@ -432,7 +432,7 @@ def _check(arguments: argparse.Namespace) -> int:
         arguments.directories,
         signatures=not arguments.no_signatures,
         json=arguments.json,
-        numerics=wanted,
+        numerics=comparison,
         run=arguments.run,
     )
 
@@ -448,10 +448,10 @@ def _wanted(arguments: argparse.Namespace) -> Comparison:
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
     """Return the kind of the model to compare with, or `against`, and its target; both are empty without one."""
-    given = [
+    targets = [
         (kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind, None)) is not None
     ]
-    return given[0] if given else ("", "")
+    return targets[0] if targets else ("", "")
 
 
 def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:

@@ -66,24 +66,24 @@ def export_onnx(
         model = read_model(path)
         evaluator = Evaluator(model, outputs)
         bound = _bound(model, bind or {})
-        given = [
+        named_inputs = [
             value for value in (evaluator.inputs if outputs else model.inputs) if value.name not in bound
         ]
-        plan = _plan(given, batch_sizes, batch_axis or {}, input_shapes)
+        plan = _plan(named_inputs, batch_sizes, batch_axis or {}, input_shapes)
         names = list(dict.fromkeys(outputs or model.graph.outputs))
 
         def call(params: Mapping[str, Any], **inputs: Any) -> dict[str, Any]:
             return evaluator(params, **inputs, **bound)
 
         def shapes(**inputs: Any) -> Mapping[str, Any]:
-            found: Mapping[str, Any] = jax.eval_shape(call, dict(evaluator.weights), **inputs)
-            return found
+            outputs: Mapping[str, Any] = jax.eval_shape(call, dict(evaluator.weights), **inputs)
+            return outputs
 
         # A value that appears twice among the outputs has one name.
         return export_bundle(
             call,
             dict(evaluator.weights),
-            {value.name: _example(model, value, plan) for value in given},
+            {value.name: _example(model, value, plan) for value in named_inputs},
             batch_sizes=batch_sizes,
             batch_axis=None,
             out_dir=out_dir,
@@ -243,21 +243,21 @@ def _size(name: str, value: Input, at: int, input_shapes: Sequence[Mapping[str, 
 
 
 def _bound(model: OnnxModel, bind: Mapping[str, Any]) -> dict[str, Array]:
-    found = {}
+    bound = {}
     for name, value in bind.items():
-        spec = next((one for one in model.inputs if one.name == name), None)
+        spec = next((value for value in model.inputs if value.name == name), None)
         if spec is None:
             raise BundleError(
-                f"bind: the model has no input '{name}'; it has {', '.join(one.name for one in model.inputs)}"
+                f"bind: the model has no input '{name}'; it has {', '.join(value.name for value in model.inputs)}"
             )
         array = np.asarray(value)
         if array.dtype.kind == "f" and spec.dtype.kind in "iu" and (array != np.trunc(array)).any():
             raise BundleError(f"bind: input '{name}' is {spec.dtype}, so its value must be a whole number")
         shape = [dim if isinstance(dim, int) else 1 for dim in spec.dims or ()]
-        found[name] = (
+        bound[name] = (
             np.broadcast_to(array, shape).astype(spec.dtype) if array.ndim == 0 else array.astype(spec.dtype)
         )
-    return found
+    return bound
 
 
 def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
@@ -273,9 +273,9 @@ def _example(model: OnnxModel, value: Input, plan: _Axes) -> Any:
         # These are lengths, within the longest axis of the other inputs.
         longest = [
             size
-            for other, sizes in plan.shapes.items()
-            for letter, size in zip(plan.axes[other], sizes, strict=True)
-            if letter != "n" and other != value.name
+            for input_name, sizes in plan.shapes.items()
+            for letter, size in zip(plan.axes[input_name], sizes, strict=True)
+            if letter != "n" and input_name != value.name
         ]
         low, top = 1, max(longest, default=1) + 1
     elif value.dtype.itemsize == 1:
@@ -351,7 +351,7 @@ def _original(
         if not sessions:
             sessions.append(_session(model, outputs))
         [session] = sessions
-        taken = {one.name for one in session.get_inputs()}
+        taken = {node.name for node in session.get_inputs()}
         constants = {name: array for name, array in bound.items() if name in taken}
         arrays = {name: np.asarray(value) for name, value in inputs.items() if name in taken}
         if not rows:
@@ -373,7 +373,7 @@ def _original(
         joined = {}
         for index, name in enumerate(outputs):
             sizes = zip(parts[0][index].shape, whole[name].shape, strict=False)
-            axis = next((axis for axis, (one, all_rows) in enumerate(sizes) if one != all_rows), 0)
+            axis = next((axis for axis, (length, all_rows) in enumerate(sizes) if length != all_rows), 0)
             joined[name] = np.concatenate([part[index] for part in parts], axis)
         return joined
 

@@ -140,13 +140,13 @@ def export_directory(arguments: argparse.Namespace) -> int:
         free_target(arguments.out_dir, arguments.overwrite)
     except (ValueError, TargetError) as e:
         return _trouble(str(e))
-    given = {option: getattr(arguments, option) for option in HF_OPTIONS}
+    values = {option: getattr(arguments, option) for option in HF_OPTIONS}
     try:
         bundle = export_hf(
             arguments.hf,
             out_dir=arguments.out_dir,
             options=HubOptions(
-                **{option: value for option, value in given.items() if value is not None},
+                **{option: value for option, value in values.items() if value is not None},
                 batch_sizes=arguments.batch_sizes,
             ),
             description=arguments.description,
@@ -179,12 +179,12 @@ def _described(
     Raises ValueError, LoadError.
     """
     if kind == "onnx":
-        for flag, given in (
+        for flag, value in (
             ("--input", arguments.input),
             ("--output-names", arguments.output_names),
             ("--working-tree-patch", arguments.working_tree_patch),
         ):
-            if given:
+            if value:
                 raise ValueError(f"{flag}: an ONNX file describes itself; leave it out")
         return (
             load(kind, target),
@@ -197,8 +197,8 @@ def _described(
                 "input_shapes": [_named_sizes(text) for text in arguments.input_shape],
             },
         )
-    for flag, given in (("--batch-axis", arguments.batch_axis), ("--bind", arguments.bind)):
-        if given:
+    for flag, value in (("--batch-axis", arguments.batch_axis), ("--bind", arguments.bind)):
+        if value:
             raise ValueError(f"{flag}: is for ONNX files; describe the inputs with --input")
     inputs = parse_inputs(arguments.input, arguments.input_shape, batched=bool(arguments.batch_sizes))
     source = load(kind, target)
@@ -313,7 +313,7 @@ def _input(text: str, batched: bool) -> tuple[str, str, list[str]]:
 
 
 def _variant(text: str) -> dict[str, int]:
-    found = re.findall(r"([A-Za-z])=([1-9][0-9]*)", text)
-    if ",".join(f"{letter}={size}" for letter, size in found) != text:
+    sizes_by_letter = re.findall(r"([A-Za-z])=([1-9][0-9]*)", text)
+    if ",".join(f"{letter}={size}" for letter, size in sizes_by_letter) != text:
         raise ValueError(f"--input-shape {text}: write LETTER=SIZE,LETTER=SIZE, e.g. h=224,w=224")
-    return {letter: int(size) for letter, size in found}
+    return {letter: int(size) for letter, size in sizes_by_letter}

@@ -134,7 +134,7 @@ class Evaluator:
                 raise BundleError(f"{node}: its attribute '{name}' is a {value.kind}, which is not supported")
         context = Context(node, opsets.get(node.domain, 1), opsets, self, env)
         try:
-            found = self._lower(context, inputs, attributes)
+            result = self._lower(context, inputs, attributes)
         except BundleError:
             raise
         except Unsupported as e:
@@ -144,7 +144,7 @@ class Evaluator:
             raise BundleError(
                 f"{node}: cannot be computed with inputs {shapes} ({type(e).__name__}: {str(e).partition(chr(10))[0]})"
             ) from e
-        results = found if isinstance(found, tuple) else (found,)
+        results = result if isinstance(result, tuple) else (result,)
         for value in results:
             if getattr(value, "size", 0) > MOST_ELEMENTS:
                 raise BundleError(f"{node}: its result has {value.size} elements, more than {MOST_ELEMENTS}")
@@ -153,13 +153,13 @@ class Evaluator:
     def _lower(self, context: Context, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
         node = context.node
         if (function := self.model.functions.get((node.domain, node.op))) is not None:
-            given = {**function.defaults, **attributes}
-            return self._call(_bound(function.graph, given), inputs, function.opsets)
+            bound_attributes = {**function.defaults, **attributes}
+            return self._call(_bound(function.graph, bound_attributes), inputs, function.opsets)
         operator = OPERATORS.get((node.domain, node.op))
         if operator is None:
             graph, opsets = _definition(context, inputs)
-            given = {**_defaults(context), **attributes}
-            return self._call(_bound(graph, given), inputs, {**context.opsets, **opsets})
+            bound_attributes = {**_defaults(context), **attributes}
+            return self._call(_bound(graph, bound_attributes), inputs, {**context.opsets, **opsets})
         call = partial(operator, context, inputs, attributes)
         if operator.control or not is_known(*inputs):
             return call()
@@ -248,12 +248,14 @@ def _definition(context: Context, inputs: Sequence[Any]) -> tuple[Graph, Mapping
         node = onnx.NodeProto()
         node.CopyFrom(context.node.proto)
         # In a function's body, some attributes have values from the function's caller.
-        given = {one.name for one in node.attribute if one.ref_attr_name} & context.node.attributes.keys()
-        own = [one for one in context.node.proto.attribute if not one.ref_attr_name]
+        referenced = {
+            attribute.name for attribute in node.attribute if attribute.ref_attr_name
+        } & context.node.attributes.keys()
+        own = [attribute for attribute in context.node.proto.attribute if not attribute.ref_attr_name]
         del node.attribute[:]
         node.attribute.extend(own)
         node.attribute.extend(
-            onnx.helper.make_attribute(name, context.node.attributes[name]) for name in sorted(given)
+            onnx.helper.make_attribute(name, context.node.attributes[name]) for name in sorted(referenced)
         )
         types = [_type(value).SerializeToString() for value in inputs]
         made = schema.get_context_dependent_function(node.SerializeToString(), types)
@@ -267,12 +269,12 @@ def _definition(context: Context, inputs: Sequence[Any]) -> tuple[Graph, Mapping
 
 def _defaults(context: Context) -> dict[str, Any]:
     """Return the default values of an operator's attributes."""
-    found = {}
+    defaults = {}
     for name, attribute in _schema(context).attributes.items():
         if attribute.default_value.type:
             value = onnx.helper.get_attribute_value(attribute.default_value)
-            found[name] = value.decode() if isinstance(value, bytes) else value
-    return found
+            defaults[name] = value.decode() if isinstance(value, bytes) else value
+    return defaults
 
 
 def _type(value: Any) -> Any:

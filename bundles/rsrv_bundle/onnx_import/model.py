@@ -128,11 +128,11 @@ def read_model(path: Path) -> OnnxModel:
             node.domain == STANDARD for inner in graphs_of(graph) for node in inner.nodes
         ):
             raise BundleError(f"{path.name}: names no opset of the standard's operators; it is damaged")
-        given = [value for value in proto.graph.input if value.name not in graph.constants]
+        inputs = [value for value in proto.graph.input if value.name not in graph.constants]
         return OnnxModel(
             path,
             graph,
-            tuple(_input(value) for value in given),
+            tuple(_input(value) for value in inputs),
             reader.weights,
             opsets,
             functions,
@@ -170,7 +170,9 @@ class _Reader:
 
     def function(self, proto: Any) -> Function:
         defaults: dict[str, Any] = dict.fromkeys(proto.attribute)
-        defaults |= {one.name: self._attribute(one, proto.name, 0) for one in proto.attribute_proto}
+        defaults |= {
+            attribute.name: self._attribute(attribute, proto.name, 0) for attribute in proto.attribute_proto
+        }
         return Function(self.body(proto), defaults, _opsets(proto.opset_import))
 
     def body(self, proto: Any) -> Graph:
@@ -197,7 +199,9 @@ class _Reader:
 
     def _node(self, proto: Any, path: str, depth: int) -> Node:
         place = f"{path}{proto.name or next(iter(proto.output), '')}"
-        attributes = {one.name: self._attribute(one, place, depth) for one in proto.attribute}
+        attributes = {
+            attribute.name: self._attribute(attribute, place, depth) for attribute in proto.attribute
+        }
         domain = standard(proto.domain)
         return Node(
             proto.name, domain, proto.op_type, _names(proto.input), _names(proto.output), attributes, proto
@@ -301,7 +305,7 @@ def _text(value: Any) -> Any:
 
 
 def _opsets(imports: Sequence[Any]) -> dict[str, int]:
-    return {standard(one.domain): int(one.version) for one in imports}
+    return {standard(entry.domain): int(entry.version) for entry in imports}
 
 
 def _input(value: Any) -> Input:
@@ -331,9 +335,9 @@ def _dim(dim: Any) -> int | str | None:
 
 
 def _description(proto: Any) -> dict[str, str]:
-    found = {"producer": f"{proto.producer_name} {proto.producer_version}".strip(), "name": proto.graph.name}
-    found |= {one.key: one.value for one in proto.metadata_props}
-    return {key: value for key, value in found.items() if value}
+    facts = {"producer": f"{proto.producer_name} {proto.producer_version}".strip(), "name": proto.graph.name}
+    facts |= {prop.key: prop.value for prop in proto.metadata_props}
+    return {key: value for key, value in facts.items() if value}
 
 
 def graphs_of(graph: Graph) -> Iterator[Graph]:

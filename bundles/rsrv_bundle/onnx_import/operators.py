@@ -105,8 +105,10 @@ def op(*names: str, domain: str = STANDARD, control: bool = False) -> Callable[[
 
     def register(lowering: Lowering) -> Lowering:
         parameters = inspect.signature(lowering).parameters.values()
-        own = frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
-        anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        own = frozenset(
+            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        )
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         for name in names:
             assert (domain, name) not in OPERATORS, name
             OPERATORS[domain, name] = Operator(lowering, own, anything, control)

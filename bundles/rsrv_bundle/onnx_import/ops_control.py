@@ -49,13 +49,13 @@ def _loop(ctx: Context, count: Any, condition: Any, *carried: Any, body: Graph) 
                 )
             goes_on, *values = ctx.run(body, [np.array(done, np.int64), np.array(True), *state])
             state, found = values[: len(state)], values[len(state) :]
-            for one, value in zip(results, found, strict=True):
-                one.append(value)
+            for parts, value in zip(results, found, strict=True):
+                parts.append(value)
             done += 1
         if is_known(goes_on):
             if not all(results):
                 raise Unsupported("it has no rounds, so the shapes of its results are not known")
-            return (*state, *(jnp.stack(one) for one in results))
+            return (*state, *(jnp.stack(parts) for parts in results))
         state = list(carried)
         goes_on = np.array(True) if condition is None else condition
     if any(isinstance(value, list) for value in state):
@@ -137,4 +137,4 @@ def _sequence_map(ctx: Context, sequence: Any, *others: Any, body: Graph) -> Any
         ctx.run(body, [part, *(other[index] if isinstance(other, list) else other for other in others)])
         for index, part in enumerate(sequence)
     ]
-    return tuple([found[index] for found in rounds] for index in range(len(body.outputs)))
+    return tuple([outputs[index] for outputs in rounds] for index in range(len(body.outputs)))

@@ -113,10 +113,12 @@ def _bit_shift(ctx: Context, a: Any, b: Any, *, direction: str) -> Any:
     a, b = jnp.broadcast_arrays(a, b)
     bits = 8 * a.dtype.itemsize
     # All bits are shifted out, and copies of the sign bit are shifted in.
-    gone = (b < 0) | (b >= bits)
+    beyond = (b < 0) | (b >= bits)
     if direction == "LEFT":
-        return jnp.where(gone, 0, jnp.left_shift(a, jnp.where(gone, 0, b)))
-    return jnp.where(gone, jnp.where(a < 0, -1, 0).astype(a.dtype), jnp.right_shift(a, jnp.where(gone, 0, b)))
+        return jnp.where(beyond, 0, jnp.left_shift(a, jnp.where(beyond, 0, b)))
+    return jnp.where(
+        beyond, jnp.where(a < 0, -1, 0).astype(a.dtype), jnp.right_shift(a, jnp.where(beyond, 0, b))
+    )
 
 
 @op("IsInf")
@@ -223,12 +225,14 @@ def _reduction(name: str, function: Callable[[Any, Any, bool], Any]) -> None:
         keepdims: int = 1,
         noop_with_empty_axes: int = 0,
     ) -> Any:
-        given = axes if axes_input is None else whole_numbers(ctx, axes_input, "axes")
-        if not given:
+        chosen_axes = axes if axes_input is None else whole_numbers(ctx, axes_input, "axes")
+        if not chosen_axes:
             if noop_with_empty_axes:
                 return function(x, (), True)
-            given = range(x.ndim)
-        return function(x, tuple(axis_of(axis, x.ndim) for axis in given), bool(keepdims)).astype(x.dtype)
+            chosen_axes = range(x.ndim)
+        return function(x, tuple(axis_of(axis, x.ndim) for axis in chosen_axes), bool(keepdims)).astype(
+            x.dtype
+        )
 
     op(f"Reduce{name}")(lowering)
 
@@ -258,10 +262,10 @@ def _arg(name: str, function: Callable[..., Any]) -> None:
         ctx: Context, x: Any, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0
     ) -> Any:
         axis = axis_of(axis, x.ndim)
-        found = (
+        index = (
             x.shape[axis] - 1 - function(jnp.flip(x, axis), axis) if select_last_index else function(x, axis)
         )
-        return (jnp.expand_dims(found, axis) if keepdims else found).astype(np.int64)
+        return (jnp.expand_dims(index, axis) if keepdims else index).astype(np.int64)
 
     op(name)(lowering)
 
@@ -396,10 +400,10 @@ def _dft(
         )
     values = x[..., 0] + 1j * x[..., 1] if x.shape[-1] == 2 else x[..., 0]
     if onesided:
-        found = jnp.fft.rfft(values.real, n, at)
+        spectrum = jnp.fft.rfft(values.real, n, at)
     else:
-        found = (jnp.fft.ifft if inverse else jnp.fft.fft)(values, n, at)
-    return jnp.stack([found.real, found.imag], -1).astype(x.dtype)
+        spectrum = (jnp.fft.ifft if inverse else jnp.fft.fft)(values, n, at)
+    return jnp.stack([spectrum.real, spectrum.imag], -1).astype(x.dtype)
 
 
 @op("STFT")
@@ -422,10 +426,10 @@ def _stft(
     # jax computes this at run time: as a constant, it could be larger than the weights.
     at = jnp.arange(count)[:, None] * hop + jnp.arange(n)
     frames = values[:, at] if window is None else values[:, at] * window
-    found = jnp.fft.rfft(frames) if onesided and not jnp.iscomplexobj(frames) else jnp.fft.fft(frames)
+    spectra = jnp.fft.rfft(frames) if onesided and not jnp.iscomplexobj(frames) else jnp.fft.fft(frames)
     if onesided:
-        found = found[..., : n // 2 + 1]
-    return jnp.stack([found.real, found.imag], -1).astype(signal.dtype)
+        spectra = spectra[..., : n // 2 + 1]
+    return jnp.stack([spectra.real, spectra.imag], -1).astype(signal.dtype)
 
 
 def _window(name: str, terms: tuple[float, ...]) -> None:
@@ -434,8 +438,8 @@ def _window(name: str, terms: tuple[float, ...]) -> None:
 
         [n] = whole_numbers(ctx, size, "size")
         angle = 2 * np.pi * jnp.arange(n) / (n if periodic else n - 1)
-        found = sum(term * jnp.cos(index * angle) for index, term in enumerate(terms))
-        return jnp.asarray(found).astype(tensor_dtype_to_np_dtype(output_datatype))
+        window = sum(term * jnp.cos(index * angle) for index, term in enumerate(terms))
+        return jnp.asarray(window).astype(tensor_dtype_to_np_dtype(output_datatype))
 
     op(name)(lowering)
 
@@ -452,8 +456,8 @@ def _mel(
     from onnx.helper import tensor_dtype_to_np_dtype
 
     [count], [size], [hertz] = (
-        whole_numbers(ctx, value, what)
-        for value, what in ((bins, "bins"), (length, "length"), (rate, "rate"))
+        whole_numbers(ctx, value, label)
+        for value, label in ((bins, "bins"), (length, "length"), (rate, "rate"))
     )
     refuse_large(count, size)
     edges = [float(np.ravel(ctx.known(value, "edge"))[0]) for value in (low, high)]

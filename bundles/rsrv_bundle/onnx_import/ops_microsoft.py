@@ -153,11 +153,12 @@ def _mask_of(mask: Any, length: int, low: float) -> Any:
     if mask.ndim == 1:
         # This is the number of keys of each row.
         mask = jnp.arange(length) < mask[:, None]
-    kept = mask.astype(np.float32)
-    shape = {2: (kept.shape[0], 1, 1, kept.shape[-1]), 3: (kept.shape[0], 1, *kept.shape[1:])}.get(
-        kept.ndim, kept.shape
-    )
-    return (1 - jnp.reshape(kept, shape)) * np.float32(low)
+    visible = mask.astype(np.float32)
+    shape = {
+        2: (visible.shape[0], 1, 1, visible.shape[-1]),
+        3: (visible.shape[0], 1, *visible.shape[1:]),
+    }.get(visible.ndim, visible.shape)
+    return (1 - jnp.reshape(visible, shape)) * np.float32(low)
 
 
 @op("Attention", domain=MICROSOFT)

@@ -63,12 +63,12 @@ def _feature_vectorizer(ctx: Context, *x: Any, inputdimensions: Any = None) -> A
 
 @op("LabelEncoder", domain=ML)
 def _label_encoder(ctx: Context, x: Any, **tables: Any) -> Any:
-    given = {name: value for name, value in tables.items() if not name.startswith("default")}
+    used = {name: value for name, value in tables.items() if not name.startswith("default")}
     keys = next(
-        (value for name, value in given.items() if name.startswith("keys_") and "string" not in name), None
+        (value for name, value in used.items() if name.startswith("keys_") and "string" not in name), None
     )
     name, values = next(
-        ((n, v) for n, v in given.items() if n.startswith("values_") and "string" not in n), ("", None)
+        ((n, v) for n, v in used.items() if n.startswith("values_") and "string" not in n), ("", None)
     )
     if keys is None or values is None:
         raise Unsupported(
@@ -109,9 +109,9 @@ def _transformed(scores: Any, how: str) -> Any:
     if how == "SOFTMAX":
         return jax.nn.softmax(scores)
     if how == "SOFTMAX_ZERO":
-        kept = jnp.where(scores == 0, -np.inf, scores)
-        found = jax.nn.softmax(kept)
-        return jnp.where(scores == 0, 0, jnp.where(jnp.isfinite(found), found, 0))
+        finite = jnp.where(scores == 0, -np.inf, scores)
+        probabilities = jax.nn.softmax(finite)
+        return jnp.where(scores == 0, 0, jnp.where(jnp.isfinite(probabilities), probabilities, 0))
     if how == "NONE":
         return scores
     raise Unsupported(f"its transformation '{how}' is not supported")
@@ -160,10 +160,10 @@ def _linear_classifier(
     scores = jnp.matmul(x.astype(np.float32), matrix.T)
     scores = scores if intercepts is None else scores + _numbers(intercepts)
     if rows == 1 and len(classlabels_ints or classlabels_strings) == 2:
-        one = _of_two(scores, post_transform)
+        positive = _of_two(scores, post_transform)
         limit = 0.5 if post_transform == "LOGISTIC" else 0.0
-        both = jnp.concatenate([1 - one, one], -1)
-        chosen = jnp.concatenate([jnp.full_like(one, limit), one], -1)
+        both = jnp.concatenate([1 - positive, positive], -1)
+        chosen = jnp.concatenate([jnp.full_like(positive, limit), positive], -1)
         return _labels(ctx, chosen, classlabels_ints, classlabels_strings), both
     labels = _labels(ctx, scores, classlabels_ints, classlabels_strings)
     return labels, _transformed(scores, post_transform)
@@ -176,7 +176,9 @@ class _Forest:
     """Trees as arrays over [tree, node]. A row descends all trees at once, by one level in each round."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
-        trees, nodes = (np.asarray(attributes[f"nodes_{what}"], np.int64) for what in ("treeids", "nodeids"))
+        trees, nodes = (
+            np.asarray(attributes[f"nodes_{column}"], np.int64) for column in ("treeids", "nodeids")
+        )
         order = {tree: index for index, tree in enumerate(dict.fromkeys(trees.tolist()))}
         self.places = {
             (tree, node): (order[tree], node)
@@ -261,9 +263,9 @@ class _Forest:
         places = np.array([self.order[tree] for tree in trees.tolist()])
         np.add.at(table, (places, nodes, ids), weights)
         picked = jnp.asarray(table)[np.arange(self.shape[0]), at]
-        given = np.zeros((*self.shape, columns), bool)
-        given[places, nodes, ids] = True
-        inside = jnp.asarray(given)[np.arange(self.shape[0]), at]
+        has_leaf = np.zeros((*self.shape, columns), bool)
+        has_leaf[places, nodes, ids] = True
+        inside = jnp.asarray(has_leaf)[np.arange(self.shape[0]), at]
         if how in ("MIN", "MAX"):
             edge = np.inf if how == "MIN" else -np.inf
             total = (jnp.min if how == "MIN" else jnp.max)(jnp.where(inside, picked, edge), 1)
@@ -301,9 +303,9 @@ def _tree_regressor(ctx: Context, x: Any, **attributes: Any) -> Any:
     forest = _Forest(attributes)
     how = attributes.get("aggregate_function", "SUM")
     at = forest.leaves(_features(x, forest))
-    scores, given = forest.scores(at, attributes, "target", attributes.get("n_targets", 1), how)
+    scores, reached = forest.scores(at, attributes, "target", attributes.get("n_targets", 1), how)
     # onnxruntime also does this if no leaf has a weight for a target.
-    based = jnp.where(given, _based(scores, attributes), 0)
+    based = jnp.where(reached, _based(scores, attributes), 0)
     return _transformed(based, attributes.get("post_transform", "NONE")).astype(np.float32)
 
 
@@ -316,22 +318,24 @@ def _tree_classifier(ctx: Context, x: Any, **attributes: Any) -> Any:
     at = forest.leaves(_features(x, forest))
     if len(classes) == 2 and set(attributes["class_ids"]) == {0}:
         # A binary model may have scores for one class only.
-        one = _based(forest.scores(at, attributes, "class", 1, "SUM")[0], attributes)
-        if one.shape[-1] != 1:
+        positive = _based(forest.scores(at, attributes, "class", 1, "SUM")[0], attributes)
+        if positive.shape[-1] != 1:
             raise Unsupported("it has two base values, and scores for one class only")
         limit = 0.5 if (np.asarray(attributes["class_weights"]) >= 0).all() else 0.0
-        labels = _labels(ctx, jnp.concatenate([jnp.full_like(one, limit), one], -1), integers, strings)
-        shown = _of_two(one, how)
-        rest = 1 - shown if how == "LOGISTIC" or limit else -shown
-        return labels, jnp.concatenate([rest, shown], -1).astype(np.float32)
+        labels = _labels(
+            ctx, jnp.concatenate([jnp.full_like(positive, limit), positive], -1), integers, strings
+        )
+        shown = _of_two(positive, how)
+        negative = 1 - shown if how == "LOGISTIC" or limit else -shown
+        return labels, jnp.concatenate([negative, shown], -1).astype(np.float32)
     if len(classes) == 2:
         raise Unsupported(
             "it has two classes, and not all scores are for the first; onnxruntime has no clear rule for that"
         )
-    scores, given = forest.scores(at, attributes, "class", len(classes), "SUM")
+    scores, reached = forest.scores(at, attributes, "class", len(classes), "SUM")
     based = _based(scores, attributes)
     # Only a class with a weight can be the label, unless all classes have base values.
-    chosen = jnp.where(given, based, -np.inf) if based is scores else based
+    chosen = jnp.where(reached, based, -np.inf) if based is scores else based
     return _labels(ctx, chosen, integers, strings), _transformed(based, how).astype(np.float32)
 
 

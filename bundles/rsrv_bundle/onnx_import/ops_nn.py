@@ -87,16 +87,16 @@ def _conv_transpose(
         for size, stride, span, more in zip(x.shape[2:], strides, spans, extra, strict=True)
     ]
     if output_shape or auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = (
+        goals = (
             output_shape[-count:]
             if output_shape
             else [s * k for s, k in zip(x.shape[2:], strides, strict=True)]
         )
-        totals = [max(size - goal, 0) for size, goal in zip(whole, wanted, strict=True)]
+        totals = [max(size - goal, 0) for size, goal in zip(whole, goals, strict=True)]
         lows = [total // 2 if auto_pad == "SAME_UPPER" else total - total // 2 for total in totals]
         widths = [(low, total - low) for low, total in zip(lows, totals, strict=True)]
         # If the output is larger than the full result, zeros are appended.
-        extra = [more + max(goal - size, 0) for more, goal, size in zip(extra, wanted, whole, strict=True)]
+        extra = [more + max(goal - size, 0) for more, goal, size in zip(extra, goals, whole, strict=True)]
     else:
         widths = widths_of(x.shape[2:], spans, strides, auto_pad, pads)
     inputs, outputs = w.shape[:2]
@@ -195,12 +195,12 @@ class _Windows:
         self.given = widths_of(x.shape[2:], spans, self.strides, auto, pads)
         self.widths: Widths = []
         for size, span, stride, (low, high) in zip(x.shape[2:], spans, self.strides, self.given, strict=True):
-            rest = size + low + high - span
-            steps = -(-rest // stride) if ceil else rest // stride
+            span_left = size + low + high - span
+            steps = -(-span_left // stride) if ceil else span_left // stride
             if ceil and steps * stride >= size + low:
                 # No window begins in the padding after the data.
                 steps -= 1
-            self.widths.append((low, high + max(steps * stride - rest, 0)))
+            self.widths.append((low, high + max(steps * stride - span_left, 0)))
 
     def counts(self, x: Any, padded: bool) -> Any:
         """Return the number of elements of each window. If `padded`, the padding in the file counts as elements."""
@@ -216,7 +216,7 @@ class _Windows:
                 if padded
                 else (places >= 0) & (places < size)
             )
-            shape = [-1 if other == axis else 1 for other in range(x.ndim - 2)]
+            shape = [-1 if dim == axis else 1 for dim in range(x.ndim - 2)]
             total = total * jnp.asarray(inside.sum(1).reshape(shape), x.dtype)
         return total
 
@@ -253,7 +253,7 @@ def _max_pool(
         return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
     start = (jnp.asarray(lowest(x.dtype)), jnp.asarray(np.int64(2**62)))
-    found = lax.reduce_window(
+    reduced = lax.reduce_window(
         (jnp.asarray(x), places.astype(np.int64)),
         start,
         larger,
@@ -262,7 +262,7 @@ def _max_pool(
         [(0, 0), (0, 0), *windows.widths],
         window_dilation=(1, 1, *windows.dilations),
     )
-    return y, found[1]
+    return y, reduced[1]
 
 
 @op("AveragePool")
@@ -348,8 +348,8 @@ def _max_roi_pool(ctx: Context, x: Any, rois: Any, *, pooled_shape: Any, spatial
         columns = (np.arange(width) >= left[:, None]) & (np.arange(width) < right[:, None])
         inside = rows[:, None, :, None] & columns[None, :, None, :]
         image = x[roi[0].astype(np.int32)]
-        found = jnp.max(jnp.where(inside, image[:, None, None], -np.inf), (-2, -1))
-        return jnp.where(inside.any((-2, -1)), found, 0).astype(x.dtype)
+        largest = jnp.max(jnp.where(inside, image[:, None, None], -np.inf), (-2, -1))
+        return jnp.where(inside.any((-2, -1)), largest, 0).astype(x.dtype)
 
     return jax.vmap(pooled)(jnp.asarray(rois))
 
@@ -507,8 +507,8 @@ def _reflected(at: Any, low: float, high: float) -> Any:
     if span <= 0:
         return jnp.zeros_like(at)
     away = jnp.abs(at - low)
-    turns, rest = jnp.floor(away / span), jnp.mod(away, span)
-    return jnp.where(turns % 2 == 0, low + rest, high - rest)
+    turns, remainder = jnp.floor(away / span), jnp.mod(away, span)
+    return jnp.where(turns % 2 == 0, low + remainder, high - remainder)
 
 
 @op("GridSample")
@@ -534,14 +534,14 @@ def _grid_sample(
         if padding_mode == "reflection":
             edge = 0.0 if align_corners else 0.5
             places = [
-                _reflected(one, -edge, size - 1 + edge) for one, size in zip(places, space, strict=True)
+                _reflected(place, -edge, size - 1 + edge) for place, size in zip(places, space, strict=True)
             ]
         if padding_mode != "zeros":
-            places = [jnp.clip(one, 0, size - 1) for one, size in zip(places, space, strict=True)]
+            places = [jnp.clip(place, 0, size - 1) for place, size in zip(places, space, strict=True)]
         return pixels(image, places)
 
     if mode == "nearest":
-        y = pixel(x, [jnp.round(one) for one in at])
+        y = pixel(x, [jnp.round(place) for place in at])
     elif mode == "linear":
         y = _between(x, at, (0, 1), _linear_weights, pixel)
     else:

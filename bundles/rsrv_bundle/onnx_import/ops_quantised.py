@@ -22,7 +22,7 @@ def _along(value: Any, x: Any, axis: int, block: int) -> Any:
         return jnp.reshape(value, ())
     at = axis_of(axis, x.ndim)
     if value.ndim == 1:
-        return jnp.reshape(value, [-1 if other == at else 1 for other in range(x.ndim)])
+        return jnp.reshape(value, [-1 if dim == at else 1 for dim in range(x.ndim)])
     return lax.slice_in_dim(jnp.repeat(value, block, at), 0, x.shape[at], axis=at)
 
 

@@ -124,7 +124,7 @@ def _sampled(
         x = _product(x, axis, [low + tap for tap in taps], list(weights), exclude)
     if outside is None or not outside.any():
         return x
-    shape = [-1 if other == axis else 1 for other in range(x.ndim)]
+    shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     return jnp.where(outside.reshape(shape), np.array(filling, x.dtype), x)
 
 
@@ -157,7 +157,7 @@ def _product(x: Any, axis: int, taps: Sequence[Array], weights: Sequence[Array],
         # A matrix of weights would be large and consist mostly of zeros.
         parts = []
         for tap, weight in zip(taps, weights, strict=True):
-            shape = [-1 if other == axis else 1 for other in range(x.ndim)]
+            shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
             taken = jnp.take(x, np.clip(tap, 0, size - 1).astype(np.int64), axis)
             parts.append(taken * weight.reshape(shape).astype(x.dtype))
         return sum(parts)

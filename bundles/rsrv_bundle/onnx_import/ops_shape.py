@@ -151,8 +151,10 @@ def _transpose(ctx: Context, x: Any, *, perm: Any = None) -> Any:
 
 @op("Squeeze")
 def _squeeze(ctx: Context, x: Any, axes_input: Any = None, *, axes: Any = None) -> Any:
-    given = axes if axes_input is None else whole_numbers(ctx, axes_input, "axes")
-    return jnp.squeeze(x, None if given is None else tuple(axis_of(axis, x.ndim) for axis in given))
+    chosen_axes = axes if axes_input is None else whole_numbers(ctx, axes_input, "axes")
+    return jnp.squeeze(
+        x, None if chosen_axes is None else tuple(axis_of(axis, x.ndim) for axis in chosen_axes)
+    )
 
 
 @op("Unsqueeze")
@@ -252,9 +254,7 @@ def _center_crop_pad(ctx: Context, x: Any, shape: Any, *, axes: Any = None) -> A
         if more < 0:
             x = lax.slice_in_dim(x, -more // 2, -more // 2 + size, axis=at)
         else:
-            x = jnp.pad(
-                x, [(more // 2, more - more // 2) if other == at else (0, 0) for other in range(x.ndim)]
-            )
+            x = jnp.pad(x, [(more // 2, more - more // 2) if dim == at else (0, 0) for dim in range(x.ndim)])
     return x
 
 
@@ -409,11 +409,11 @@ def _concat_from_sequence(ctx: Context, sequence: Any, *, axis: int, new_axis: i
 def _split_to_sequence(ctx: Context, x: Any, split: Any = None, *, axis: int = 0, keepdims: int = 1) -> Any:
     axis = axis_of(axis, x.ndim)
     size = x.shape[axis]
-    given: Array | None = None if split is None else ctx.known(split, "split")
-    step = 1 if given is None else int(given) if given.ndim == 0 else 0
-    places = np.arange(step, size, step) if step else np.cumsum(np.asarray(given))[:-1]
+    sizes: Array | None = None if split is None else ctx.known(split, "split")
+    step = 1 if sizes is None else int(sizes) if sizes.ndim == 0 else 0
+    places = np.arange(step, size, step) if step else np.cumsum(np.asarray(sizes))[:-1]
     parts = jnp.split(x, places, axis)
-    return ([jnp.squeeze(part, axis) for part in parts] if given is None and not keepdims else list(parts),)
+    return ([jnp.squeeze(part, axis) for part in parts] if sizes is None and not keepdims else list(parts),)
 
 
 @op("Optional", control=True)

@@ -154,7 +154,7 @@ def ask(hook):
         print("well", flush=True)
 
 guard = HookGuard()
-guard.start({"hook_timeout_s": TIMEOUT, "memory_limit_bytes": 1 << 26}, 0, end, lambda: None)
+guard.start({"hook_timeout_s": TIMEOUT, "memory_limit_bytes": 1 << 26}, 0, end)
 """
 
 

@@ -258,17 +258,11 @@ class HookGuard:
 
     # --- limits of hooks ----------------------------------------------------------------------------------
 
-    def start(
-        self,
-        settings: Mapping[str, Any],
-        threads: int,
-        end: Callable[[str], object],
-        in_fork: Callable[[], None],
-    ) -> None:
+    def start(self, settings: Mapping[str, Any], threads: int, end: Callable[[str], object]) -> None:
         """Limit the hooks of this process for good.
 
         `settings` is the section `stub`; `threads` is the number of other threads that may still start; `end` ends the
-        process; `in_fork` is called in each fork of it.
+        process.
         """
         self._end = end
         self._allowance = settings["memory_limit_bytes"] or total_memory() // 2
@@ -276,7 +270,6 @@ class HookGuard:
 
         def forked() -> None:
             self._forked = True
-            in_fork()
 
         os.register_at_fork(after_in_child=forked)
         if settings["hook_timeout_s"] is not None:

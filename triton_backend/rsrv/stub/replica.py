@@ -55,7 +55,7 @@ class StubProcess:
 
     def guard_hooks(self, settings: Mapping[str, Any], threads: int) -> None:
         """Limit the harm that hooks can do to other models; `threads` as in `HookGuard.start`, of each replica."""
-        self.guard.start(settings, threads * self.devices, self.end, self.abandon)
+        self.guard.start(settings, threads * self.devices, self.end)
 
     def abandon(self) -> None:
         """Close the sockets in a forked process. Otherwise the runtime would not see the end of this process."""

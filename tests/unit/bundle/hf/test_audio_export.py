@@ -62,6 +62,10 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "audio-classification",
         lambda f: listener(f, "HubertForSequenceClassification", num_labels=3),
     ),
+    "WavLM classifies": (
+        "audio-classification",
+        lambda f: listener(f, "WavLMForSequenceClassification", num_labels=3),
+    ),
 }
 
 

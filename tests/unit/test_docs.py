@@ -166,6 +166,12 @@ def words_of_prose(text: str) -> int:
     return sum(len(line.split()) for line in lines if not line.startswith("|"))
 
 
+def test_the_hook_on_the_page_is_that_of_the_example() -> None:
+    """The page about hooks has the file of the example as it stands."""
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    assert (ROOT / "bundles" / "examples" / "digits_hooks.py").read_text(encoding="utf-8") in page
+
+
 def test_every_error_tag_has_its_row() -> None:
     """Every error tag has a row with its cause and what to do."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from math import inf
 from typing import Any, cast
@@ -96,6 +97,26 @@ def test_a_sequence_stays_on_its_device() -> None:
     assert {sequence: model.send(sequence) for sequence in begun} == begun
     assert {sequence: model.send(sequence, FINISH) for sequence in begun} == begun
     assert sorted(model.send(sequence, BEGIN) for sequence in range(10, 13)) == [0, 1, 2]
+
+
+def test_sequences_that_begin_at_once_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread chooses a device, another one with a first step waits, and then counts the first thread's sequence."""
+    model, devices = Devices(2), []
+    homes = model.process.homes
+    assert homes is not None
+    count = homes.count
+    other = threading.Thread(target=lambda: devices.append(model.send(2, BEGIN)))
+
+    def counting(device: int) -> int:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+        return count(device)
+
+    monkeypatch.setattr(homes, "count", counting)
+    devices.append(model.send(1, BEGIN))
+    other.join()
+    assert sorted(devices) == [0, 1]
 
 
 def test_a_batch_is_cut_by_the_devices_of_its_sequences() -> None:

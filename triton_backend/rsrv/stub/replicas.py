@@ -118,6 +118,8 @@ class Replicas:
         self._make = make
         self._name = name
         self._process = process
+        #: Guards the homes of sequences: execute() and the front's thread choose them.
+        self._homes_lock = threading.Lock()
         self._responses = process.responses
         self._placement = placement
         self._devices = devices
@@ -476,17 +478,18 @@ class Replicas:
         except Exception:  # noqa: BLE001 - the replica refuses it
             return choice.allowed[0]
         chosen = self._choose_by(choice)
-        if step.start:
-            live = [replica for replica in choice.allowed if replica.answers_in_s() < inf]
-            chosen = min(live, key=lambda replica: homes.count(replica.session.device), default=chosen)
-        else:
-            home = self._replicas.get(homes.find(step.sequence, -1))
-            if home is None or (attachment := home.session.attachment) is None:
-                return chosen
-            if homes.is_lost(step.sequence, attachment.since):
-                return home
-            chosen = home
-        homes.keep(step, chosen.session.device, time.monotonic())
+        with self._homes_lock:
+            if step.start:
+                live = [replica for replica in choice.allowed if replica.answers_in_s() < inf]
+                chosen = min(live, key=lambda replica: homes.count(replica.session.device), default=chosen)
+            else:
+                home = self._replicas.get(homes.find(step.sequence, -1))
+                if home is None or (attachment := home.session.attachment) is None:
+                    return chosen
+                if homes.is_lost(step.sequence, attachment.since):
+                    return home
+                chosen = home
+            homes.keep(step, chosen.session.device, time.monotonic())
         return chosen
 
     def _hand_out(self, shares: Sequence[tuple[ModelReplica[Any], list[Any]]]) -> None:

@@ -1,7 +1,6 @@
 """Sequences of a stateful model in its stub: the parameters of a request about its sequence, and the device that has its state."""
 
-from collections import defaultdict
-from itertools import islice
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 from rsrv.stub.replies import invalid
@@ -47,7 +46,7 @@ def read_step(triton: Any) -> SequenceStep:
 
 
 class SequenceHomes:
-    """The devices of live sequences, by sequence. Time is an argument. Each method is thread-safe.
+    """The devices of live sequences, by sequence. Time is an argument. The caller keeps threads apart.
 
     An idle sequence is forgotten later here than in Triton and the runtime, so that these report why it is lost.
     """
@@ -55,8 +54,8 @@ class SequenceHomes:
     def __init__(self, idle_timeout_s: float) -> None:
         self._keep_s = 2 * idle_timeout_s
         #: Device and time of the latest request. The sequence that has been idle the longest comes first.
-        self._homes: dict[int, tuple[int, float]] = {}
-        self._on_device: defaultdict[int, set[int]] = defaultdict(set)
+        self._homes: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._counts: Counter[int] = Counter()
 
     def find(self, sequence: int, default: int) -> int:
         """Return the device that has a sequence's state."""
@@ -69,20 +68,18 @@ class SequenceHomes:
 
     def count(self, device: int) -> int:
         """Return the number of sequences on a device."""
-        return len(self._on_device[device])
+        return self._counts[device]
 
     def keep(self, step: SequenceStep, device: int, now: float) -> None:
-        """Record that a request of a sequence goes to a device. Forget up to two sequences that have been idle for too long."""
+        """Record that a request of a sequence goes to a device. Forget sequences that have been idle for too long."""
         self._forget(step.sequence)
         if not step.end:
             self._homes[step.sequence] = device, now
-            self._on_device[device].add(step.sequence)
-        for sequence in list(islice(self._homes, 2)):
-            if self.is_lost(sequence, now - self._keep_s):
-                self._forget(sequence)
+            self._counts[device] += 1
+        while self._homes and next(iter(self._homes.values()))[1] < now - self._keep_s:
+            self._forget(next(iter(self._homes)))
 
     def _forget(self, sequence: int) -> None:
-        self._homes.pop(sequence, None)
-        # Another thread may have recorded another device.
-        for sequences in list(self._on_device.values()):
-            sequences.discard(sequence)
+        home = self._homes.pop(sequence, None)
+        if home is not None:
+            self._counts[home[0]] -= 1

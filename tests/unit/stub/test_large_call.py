@@ -69,6 +69,23 @@ def test_a_failed_call_ends_after_its_other_parts(*, awaited: bool) -> None:
     assert [part.ended for part in parts] == [True] * 4
 
 
+def test_parts_of_two_versions_make_no_answer() -> None:
+    """The model is replaced during the call, by a version with one value per row instead of three, which numpy would repeat."""
+    whole = plan(4, 2)
+    (output,) = whole.outputs
+    output.shape = (4, 3)
+
+    class OldPart(Part):
+        def wait(self, until_ns: int) -> Results:
+            return {"y": np.ones((self.rows, 3), np.float32)}
+
+    parts = iter((OldPart(2, fails=False), Part(2, fails=False)))
+    call = LargeCall(LargeCallError({"x": np.zeros((4, 1), np.float32)}, whole), lambda _: next(parts))
+
+    with pytest.raises(RequestFailure, match="replaced by a version"):
+        call.wait(0)
+
+
 def test_a_call_whose_third_part_cannot_start_ends_after_the_first_two() -> None:
     """The failure is that of the start, and no further part starts."""
     parts: list[Part] = []

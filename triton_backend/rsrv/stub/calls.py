@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rsrv.front.parts import Parts, RowRange
 from rsrv.hooks.loader import Hooks
-from rsrv.stub.endpoint import Elsewhere, Endpoint, ExecutionPlan, fits, rows_of
+from rsrv.stub.endpoint import Elsewhere, Endpoint, ExecutionPlan, copy_rows, fits, rows_of
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import CallError as CallError  # noqa: PLC0414 - models import it from here
@@ -120,8 +120,7 @@ class LargeCall:
         return self._results
 
     def _take(self, part: RowRange, results: Results) -> None:
-        for planned in self._plan.outputs:
-            self._results[planned.tensor.name][rows_of(planned, part)] = results[planned.tensor.name]
+        copy_rows(results, part, self._plan, self._results)
         self._parts.end(answered=True)
         self._start_next()
 

@@ -133,6 +133,25 @@ def rows_of(planned: PlannedTensor, part: RowRange) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(part.first, part.first + part.rows))
 
 
+#: For clients whose request executed in two versions of a model.
+OTHER_VERSION = "the model was replaced by a version with other inputs or outputs during this request; send the request again"
+
+
+def copy_rows(
+    results: Mapping[str, Array], part: RowRange, plan: ExecutionPlan, outputs: Mapping[str, Array]
+) -> None:
+    """Copy the results of a part into the outputs of the whole request.
+
+    Raises RequestFailure if a version of the model has answered that has other outputs.
+    """
+    for planned in plan.outputs:
+        name = planned.tensor.name
+        rows, result = outputs[name][rows_of(planned, part)], results.get(name)
+        if result is None or (result.shape, result.dtype) != (rows.shape, rows.dtype):
+            raise RequestFailure(Status.RUNTIME_DOWN, OTHER_VERSION)
+        rows[...] = result
+
+
 class BadShape(Exception):
     """No compiled variant takes these shapes; the message names the input and both shapes."""
 
@@ -299,6 +318,8 @@ class Endpoint:
         The next runtime may have another version of the model. Raises RequestFailure if that takes no such inputs.
         """
         inputs, plan = self._plan(arrays, client_id)
+        if len(inputs) < len(arrays):
+            raise RequestFailure(Status.RUNTIME_DOWN, OTHER_VERSION)
         if plan.rows > plan.largest:
             raise self.refuse_rows(plan)
         return inputs, plan

@@ -172,6 +172,8 @@ class Engine(ModelReplica[ModelRequest]):
         self._batched = batched
         #: True if only meta models may call it.
         self._internal = internal
+        #: Large requests in progress. Between two parts, they have nothing in the runtime.
+        self._large: set[ModelRequest] = set()
         #: Memory for answers in place. The connection has one batch at a time. When the next one comes, Triton has
         #: copied the answers.
         self._slab: Slab | None = None
@@ -356,6 +358,7 @@ class Engine(ModelReplica[ModelRequest]):
             # The parts hold the request now. Clear the reference, because without a cycle its tensors are freed as
             # soon as it is answered.
             large, model_request.large = model_request.large, None
+            self._large.add(model_request)
             large.begin()
         else:
             self._deferred.finish(model_request)
@@ -437,10 +440,15 @@ class Engine(ModelReplica[ModelRequest]):
             self._remember(0, model_request)
         return model_request.outputs()
 
+    @property
+    def idle(self) -> bool:
+        return super().idle and not self._large
+
     def _finish_large(
         self, model_request: ModelRequest, failure: RequestFailure | None, outputs: Mapping[str, Array]
     ) -> None:
-        """Answer a large request, on a sender thread."""
+        """Answer a large request, on the front's thread."""
+        self._large.discard(model_request)
         model_request.request.failure, model_request.collected = failure, outputs
         self._deferred.finish(model_request)
 

@@ -11,7 +11,7 @@ from random import getrandbits
 import numpy as np
 
 from rsrv.front.parts import Parts, RowRange
-from rsrv.stub.endpoint import ExecutionPlan, rows_of
+from rsrv.stub.endpoint import ExecutionPlan, copy_rows, rows_of
 from rsrv.stub.replies import PartReply, Reply, RequestFailure
 from rsrv.stub.request import ClientRequest
 from rsrv.stub.tensors import Array
@@ -20,7 +20,7 @@ from rsrv.stub.tensors import Array
 class LargeRequest:
     """The parts of one request, and its outputs as far as they are there.
 
-    After `begin`, only the front's thread changes the state of the parts.
+    After `begin`, only the front's thread changes the state of the parts, until the model is unloaded.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class LargeRequest:
         """Take the failure or the outputs of a part. Any thread may call this."""
         failure = outcome if isinstance(outcome, RequestFailure) else None
         if not isinstance(outcome, RequestFailure):
-            for planned in self._plan.outputs:
-                name = planned.tensor.name
-                self._outputs[name][rows_of(planned, part)] = outcome[name]
+            try:
+                copy_rows(outcome, part, self._plan, self._outputs)
+            except RequestFailure as other_version:
+                failure = other_version
         self._post(partial(self._end_part, failure))
 
     def _end_part(self, failure: RequestFailure | None) -> None:

@@ -44,9 +44,9 @@ def _doctor(client: Any, options: argparse.Namespace) -> int:
         print(json.dumps({"url": options.url, "transport": transport}))
     else:
         print(f"large requests from here to {options.url}: {transport}")
-        if "refuses it" in transport:
+        if "is restricted" in transport:  # Triton's words for an API that needs a key
             print("  do:  start the server with `rsrv serve --client-shm`")
-    return int("no connection" in transport)
+    return int("no connection" in transport or "no answer" in transport)
 
 
 def _infer(client: Any, options: argparse.Namespace) -> int:
@@ -54,6 +54,10 @@ def _infer(client: Any, options: argparse.Namespace) -> int:
     import numpy as np
 
     signature = client.signature(options.model)
+    if signature.streams:
+        raise ValueError(
+            f"{options.model} streams its answers: use Triton's generate_stream, or stream() of rsrv.client"
+        )
     inputs = {}
     for name, text in options.inputs:
         tensor = signature.inputs.get(signature.task.inputs.get(name, name))

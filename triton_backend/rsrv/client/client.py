@@ -389,7 +389,7 @@ class AsyncClient:
         #: True if an attempt had no answer: the server may still use the region.
         unanswered = False
 
-        async def attempt(seconds: float) -> Sequence[InferOutput]:
+        async def send(seconds: float) -> Sequence[InferOutput]:
             nonlocal region, encoded, unanswered
             if encoded is None:
                 region = await self._regions.take(placement.size, seconds)
@@ -399,14 +399,22 @@ class AsyncClient:
                 outputs = await self._connection.infer(encoded, deadline - time.monotonic())
             except AttemptFailed as error:
                 unanswered = before or not error.failure.is_answer
-                if region is None or "shared memory region" not in str(error):
-                    raise
-                # The server has restarted, and knows no regions. The next attempt gets a new one.
-                self._regions.forget(region)
-                region, encoded, unanswered = None, None, False
-                raise AttemptFailed(Code.UNAVAILABLE, str(error)) from None
+                raise
             unanswered = before
             return outputs if region is None else placement.read(outputs, region)
+
+        async def attempt(seconds: float) -> Sequence[InferOutput]:
+            nonlocal region, encoded, unanswered
+            try:
+                return await send(seconds)
+            except AttemptFailed as error:
+                if region is None or "shared memory region" not in str(error):
+                    raise
+            # The server has restarted, and knows no regions. It has done no work for the request, so even a step of a sequence
+            # may be sent again, in a new region.
+            self._regions.forget(region)
+            region, encoded, unanswered = None, None, False
+            return await send(seconds)
 
         try:
             outputs: Sequence[InferOutput] = await self._repeat(
@@ -559,6 +567,8 @@ class Client:
 
     def __init__(self, url: str, **options: Any) -> None:
         """Make a client; the arguments are those of AsyncClient."""
+        #: True from the beginning of `close`.
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rsrv.client", daemon=True)
         self._thread.start()
@@ -591,6 +601,7 @@ class Client:
             await self._client.close()
 
         if self._thread.is_alive():
+            self._is_closed = True
             atexit.unregister(self.close)
             self._wait(closed())
             self._end()
@@ -610,7 +621,8 @@ class Client:
             while (value := self._wait(_next(values))) is not None:
                 yield value
         finally:
-            if self._thread.is_alive():
+            # `close` cancels the tasks of the generator, and the loop runs no further ones after that.
+            if not self._is_closed:
                 self._wait(_ended(values))
 
     def _end(self) -> None:

@@ -42,6 +42,11 @@ SHARE: Final = 0.25
 CALL_S, IN_USE_S = 5.0, 0.05
 #: Abandoned regions that are unregistered before a new one is made, and most of them before there is no new one.
 _RELEASED, _MOST_ABANDONED = 2, 64
+#: What failures to register a region say about the server. After other failures, the server has answered.
+_WITHOUT_ANSWER: Final = {
+    Code.CONNECTION: "no connection to the server",
+    Code.DEADLINE_EXCEEDED: "no answer from the server",
+}
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = "rsrv-client"
@@ -103,13 +108,6 @@ class Regions:
             if region.size >= size:
                 self._free.remove(region)
                 return region
-        if self._free:
-            # Replace a region that is too small. Otherwise, each larger request would add one.
-            self._abandoned.insert(0, self._free.pop(0))
-        seconds = min(seconds, CALL_S)
-        await self._unregister_abandoned(seconds)
-        if len(self._abandoned) > _MOST_ABANDONED:
-            return None
         try:
             state = os.statvfs(_FOLDER)
             if size > state.f_bavail * state.f_frsize * SHARE:
@@ -120,7 +118,14 @@ class Regions:
             self._off = self._off or not self._registered
             self.reason = f"/dev/shm: {error.strerror}"
             return None
+        seconds = min(seconds, CALL_S)
         try:
+            if self._free:
+                # Replace a region that is too small. Otherwise, each larger request would add one.
+                self._abandoned.insert(0, self._free.pop(0))
+            await self._unregister_abandoned(seconds)
+            if len(self._abandoned) > _MOST_ABANDONED:
+                return None
             if not self._registered:
                 await self._remove_those_of_the_dead(seconds)
             self._registered[region.name] = region
@@ -131,11 +136,10 @@ class Regions:
                 self._registered.pop(region.name, None)
             elif region.name in self._registered:
                 self.abandon(region)
+            outcome = _WITHOUT_ANSWER.get(error.failure.code, "the server refuses it")
             broken = error.failure.code is Code.CONNECTION
             self._off = self._off or answered or (not broken and seconds == CALL_S)
-            self.reason = (
-                f"no connection to the server: {error}" if broken else f"the server refuses it: {error}"
-            )
+            self.reason = f"{outcome}: {error}"
             return None
         finally:
             region.unlink()

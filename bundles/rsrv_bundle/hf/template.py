@@ -32,7 +32,7 @@ def prompt_template(source: str, special: Mapping[str, str]) -> str:
     request = json.dumps({"source": source, "special": dict(special)})
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=request.encode(),
             capture_output=True,
             timeout=_PATIENCE_S,

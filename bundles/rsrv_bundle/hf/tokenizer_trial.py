@@ -23,7 +23,7 @@ from rsrv_bundle.errors import BundleError
 _MAX_BYTES, _BYTES_PER_TOKEN = 256 * 1024, 64
 #: A text may take one second of a processor, and another one for so many bytes.
 _BYTES_PER_SECOND = 64 * 1024
-#: Seconds of a processor for all texts together, and seconds on a busy machine after which the process is killed.
+#: Seconds of a processor after which no further text is tried, and seconds on a busy machine after which the process is killed.
 _MAX_SECONDS, _PATIENCE_S = 120, 1200
 #: Texts repeat these: letters of both cases, numbers, spaces and ends of lines, marks, accents and other scripts.
 _UNITS: Final = (
@@ -68,7 +68,7 @@ def _trouble(tokenizer: str, size: int) -> str:
     """Return what is wrong with a tokenizer and texts of at most `size` bytes; empty if nothing is."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(size)],
+            [sys.executable, "-P", "-m", __name__, str(size)],
             input=tokenizer.encode(),
             capture_output=True,
             timeout=_PATIENCE_S,
@@ -79,7 +79,11 @@ def _trouble(tokenizer: str, size: int) -> str:
     if not done.returncode:
         return ""
     text = (done.stdout.decode(errors="replace").splitlines() or ["a text"])[-1]
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if done.returncode == -signal.SIGKILL:
+        raise BundleError(
+            "tokenizer.json: the process that tries it was killed: perhaps the machine has too little memory"
+        )
+    if done.returncode == -signal.SIGXCPU:
         return f"takes more than {_seconds(size)} s of a processor for {text}"
     lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"signal {-done.returncode}"]
     return f"fails with {text}: {lines[-1]:.200}"
@@ -129,11 +133,17 @@ def main() -> int:
 
     size, source = int(sys.argv[1]), sys.stdin.buffer.read().decode()
     tokenizer = Tokenizer.from_str(source)
-    last = ceil(time.process_time()) + _MAX_SECONDS
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    begun = time.process_time()
     for name, text in texts(json.loads(source), size):
+        if time.process_time() - begun > _MAX_SECONDS:
+            break
         print(name.encode(errors="backslashreplace").decode(), flush=True)
-        seconds = ceil(time.process_time()) + _seconds(size)
-        resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, last), last))
+        limit = ceil(time.process_time()) + _seconds(size)
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+        )
         try:
             tokenizer.encode(text)
         except BaseException as error:  # noqa: BLE001 - a panic of the package is no Exception

@@ -43,10 +43,10 @@ def test_a_second_start_exports_only_what_has_changed(tmp_path: Path, exported: 
     for _ in range(2):
         found = hub.export_all(models, tmp_path / "hf", said.append)
     assert found == [tmp_path / "hf" / "one", tmp_path / "hf" / "two"]
-    assert [command[2] for command in exported] == [str(model) for model in models]
+    assert [command[command.index("--hf") + 1] for command in exported] == [str(model) for model in models]
     os.utime(models[1] / "config.json", (1, 1))
     hub.export_all(models, tmp_path / "hf", said.append)
-    assert [command[2] for command in exported][2:] == [str(models[1])]
+    assert [command[command.index("--hf") + 1] for command in exported][2:] == [str(models[1])]
     assert said[-2:] == [f"{models[0]}: exported before", f"{models[1]}: exporting ..."]
 
 
@@ -62,7 +62,9 @@ def test_files_with_equal_times_and_sizes_are_exported_again(
     os.utime(tmp_path / "new", (1, 1))
     (tmp_path / "new").replace(models[1] / "config.json")
     hub.export_all([models[1]], tmp_path / "hf", lambda _: None)
-    assert [command[2] for command in exported] == [str(model) for model in (*models, models[1])]
+    assert [command[command.index("--hf") + 1] for command in exported] == [
+        str(model) for model in (*models, models[1])
+    ]
 
 
 def test_a_failed_export_is_tried_again(tmp_path: Path, exported: list[list[str]]) -> None:

@@ -87,7 +87,7 @@ class ChatTemplates:
             return json.loads(line)
 
     async def _start(self) -> Process:
-        words = (sys.executable, "-m", "rsrv.openai.template_process")
+        words = (sys.executable, "-P", "-m", "rsrv.openai.template_process")
         process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, limit=_MAX_ANSWER)
         assert process.stdout is not None
         try:

@@ -64,7 +64,7 @@ def _export(directory: Path, bundle: Path, say: Callable[[str], None]) -> None:
     stamp.unlink(missing_ok=True)
     command = ["export", "--hf", str(directory), "-o", str(bundle), "--overwrite"]
     done = subprocess.run(
-        [sys.executable, "-m", "rsrv_bundle.cli", *command],
+        [sys.executable, "-P", "-m", "rsrv_bundle.cli", *command],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.DEVNULL,
         check=False,

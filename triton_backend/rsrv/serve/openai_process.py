@@ -81,7 +81,7 @@ def _command(planned: ServerPlan, section: OpenaiSection, listen: str) -> list[s
         words.append(f"--keys={section.keys_file}")
     if section.metrics is not None:
         words.append(f"--metrics={section.metrics}")
-    return [sys.executable, "-m", "rsrv.cli.main", "openai", *words]
+    return [sys.executable, "-P", "-m", "rsrv.cli.main", "openai", *words]
 
 
 async def _live(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -36,6 +38,17 @@ def test_a_tokenizer_that_is_a_bomb_is_refused(file: str, reason: str) -> None:
     """The error names the text that takes so long, and what to change."""
     with pytest.raises(BundleError, match=f"tokenizer.json: {reason}.*Simplify its regular expressions"):
         try_tokenizer(file, 512)
+
+
+def test_code_in_the_working_directory_is_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export runs in a stranger's directory, which has files with the names of packages."""
+    for name in ("tokenizers", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    try_tokenizer(tokenizer(), 1)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_usual_tokenizer_passes() -> None:

@@ -1,7 +1,7 @@
 """Makes Triton serve the present bundles, replaces dead stubs, and loads a model again when an operator asks.
 
 `bundle_debounce` says which changes on disk count, `bundle_states` what each bundle's state makes necessary and when,
-`stub_health` which stubs are dead: all three are tested without a server. `rsrv_gen` writes the repository, and
+`stub_monitor` which stubs are dead: all three are tested without a server. `rsrv_gen` writes the repository, and
 `model_loader` tells Triton. In the mode `dynamic` all of that happens; in `static` and `explicit` only dead stubs are
 replaced, and models are loaded again on request.
 """

@@ -134,8 +134,8 @@ class FeedEntry(NamedTuple):
 class StateFeed:
     """Entries by key, and the connections that watch them: each change is sent once and in order.
 
-    Changes are sent before commands are answered and at the end of the loop's round (`flush`), because a watcher whose connection fails changes entries
-    itself. A watcher that does not read is closed, as any connection is.
+    Changes are sent before commands are answered and at the end of the loop's round (`flush`), because a watcher whose
+    connection fails changes entries itself. A watcher that does not read is closed, as any connection is.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -218,5 +218,5 @@ class CacheCounts:
     shared: int = 0
     #: Reason why executables do not outlive the server; empty if they do, or if no cache is configured.
     obstacle: str = ""
-    #: Durations of the compilations. The device keeps updating the mapping.
+    #: Durations of the compilations. The device keeps updating the histogram.
     seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

@@ -127,7 +127,7 @@ class Dispatch:
 
     execute: ev.Execute
     model: CompiledModel
-    #: Executions of the model, by the instruction's number.
+    #: The variant that the instruction's number stands for.
     variant: Variant
     slices: tuple[Slice, ...]
     #: Outputs that no slice wants on the host.

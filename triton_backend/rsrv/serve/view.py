@@ -323,6 +323,8 @@ async def follow(
     options = [
         (f"grpc.{which}_reconnect_backoff_ms", int(LOOK_S * 1000)) for which in ("min", "initial", "max")
     ]
+    # The status of thousands of models is larger than gRPC's limit of 4 MiB.
+    options.append(("grpc.max_receive_message_length", -1))
     channel = grpc.aio.insecure_channel(f"unix:{directory / CONTROL_SOCKET}", options)
     control = control_pb2_grpc.ControlStub(channel)
     watching = asyncio.create_task(_watch(control, changes))

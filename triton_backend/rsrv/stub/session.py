@@ -272,8 +272,9 @@ class Launcher:
     server_pid: int
     device: str
     settings: Path
-    #: The server's own environment variables. Hooks may change the environment of this process.
+    #: The server's own working directory. Hooks may change that of this process.
     working_directory: Path
+    #: The server's own environment variables. Hooks may change those of this process.
     environment: Mapping[str, str]
 
     def start(self) -> None:

@@ -2,5 +2,5 @@
 
 `build.py` runs the makers. Every maker has `make(out_dir)`, which writes the bundle `out_dir`. Except for meta models, it also
 has `reference(inputs)`, which computes the same answers without a bundle. Inputs and answers are numpy arrays by tensor name.
-The names are those that clients see, or in folders those of the compiled modules.
+Makers of bundles use the names that clients see. Makers in folders use the names of the compiled modules.
 """

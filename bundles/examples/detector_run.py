@@ -32,9 +32,9 @@ MOST_FOUND = 16
 #: Minimum probability that there is a shape, and minimum probability of its class. Other boxes are dropped.
 LEAST_OBJECTNESS = 0.5
 LEAST_SCORE = 0.5
-#: If two boxes have a larger intersection over union, only the better one stays. One limit is for regions, the other for shapes
-#: of one class.
+#: Largest intersection over union of two regions. Of two regions that overlap more, only the better one stays.
 REGION_OVERLAP = 0.5
+#: The same limit for two shapes of one class.
 SHAPE_OVERLAP = 0.4
 #: A box grows at most by the exponential of this number.
 LARGEST = 2

@@ -187,7 +187,7 @@ class Manifest:
     #: Tensors of the modules. May be empty for a meta model.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    #: Tensors of the clients if the hooks change them, or None if clients use those of the modules.
+    #: Tensors that clients send and receive, if hooks convert them. None: clients use the modules' tensors.
     client_inputs: tuple[TensorSpec, ...] | None
     client_outputs: tuple[TensorSpec, ...] | None
     #: Rows, ascending, no duplicates; may be empty (one module of a fixed size).

@@ -25,7 +25,7 @@ def read_samples(files: Sequence[Path], recipe: HubRecipe) -> dict[str, Request]
 
 def read_lines(files: Sequence[Path]) -> dict[str, str]:
     """Return the lines of files that are not empty, by file and number. Raises BundleError, OSError."""
-    found = {}
+    samples = {}
     for file in files:
         try:
             lines = file.read_text(encoding="utf-8").split("\n")
@@ -35,8 +35,8 @@ def read_lines(files: Sequence[Path]) -> dict[str, str]:
         # An empty comparison must not look like an agreement.
         if not texts:
             raise BundleError(f"--samples {file}: has no text; write one sample per line")
-        found.update(texts)
-    return found
+        samples.update(texts)
+    return samples
 
 
 def _pair(name: str, line: str) -> Request:

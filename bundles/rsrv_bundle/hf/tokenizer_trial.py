@@ -65,7 +65,7 @@ def try_tokenizer(tokenizer: str, longest: int) -> None:
 
 
 def _trouble(tokenizer: str, size: int) -> str:
-    """Return what is wrong with a tokenizer and texts of at most `size` bytes; empty if nothing is."""
+    """Return why a tokenizer cannot read texts of at most `size` bytes, or an empty text if it can."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__, str(size)],

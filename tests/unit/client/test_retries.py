@@ -11,8 +11,8 @@ from rsrv.wire.frames import Status
 
 def after(failure: Failure, attempts: int = 1, **facts: bool) -> float | str:
     """Return the pause before the next attempt in seconds, or why there is none."""
-    found = decide(failure, attempts, 100.0, 160.0, **facts)
-    return found if isinstance(found, str) else round(found - 100.0, 3)
+    decision = decide(failure, attempts, 100.0, 160.0, **facts)
+    return decision if isinstance(decision, str) else round(decision - 100.0, 3)
 
 
 #: Failures, and the first pause of a plain request; None: there is no further attempt.

@@ -22,15 +22,15 @@ def recipe(*inputs: str, picture_size: tuple[int, int] | None = None) -> Any:
 def test_each_line_is_a_text(tmp_path: Path) -> None:
     """Errors name the file and the line of a sample; empty lines are none."""
     (file := tmp_path / "texts.txt").write_text("one\n\ntwo\x0bwords\n", encoding="utf-8")
-    found = read_samples([file], recipe("text"))
-    assert found == {f"{file}:1": row(text="one"), f"{file}:3": row(text="two\x0bwords")}
+    samples = read_samples([file], recipe("text"))
+    assert samples == {f"{file}:1": row(text="one"), f"{file}:3": row(text="two\x0bwords")}
 
 
 def test_a_tab_is_between_a_query_and_its_document(tmp_path: Path) -> None:
     """A ranking needs two texts; a line without a tab is an error."""
     (file := tmp_path / "pairs.tsv").write_text("a query\ta document\twith a tab\n")
-    found = read_samples([file], recipe("text", "text_pair"))
-    assert found == {f"{file}:1": row(text="a query", text_pair="a document\twith a tab")}
+    samples = read_samples([file], recipe("text", "text_pair"))
+    assert samples == {f"{file}:1": row(text="a query", text_pair="a document\twith a tab")}
     file.write_text("no pair\n")
     with pytest.raises(BundleError, match=r"pairs\.tsv:1: has no tab; write a query, a tab"):
         read_samples([file], recipe("text", "text_pair"))
@@ -56,8 +56,8 @@ def test_pictures_and_sounds_are_whole_files(tmp_path: Path) -> None:
 def test_pictures_get_the_size_of_a_map(tmp_path: Path) -> None:
     """A pipeline scales maps to the picture, so pictures get the network's size before the comparison."""
     Image.new("L", (50, 30)).save(tmp_path / "one.png")
-    (found,) = read_samples([tmp_path / "one.png"], recipe("image", picture_size=(16, 24))).values()
-    assert Image.open(io.BytesIO(found["image"][0, 0])).size == (24, 16)
+    (request,) = read_samples([tmp_path / "one.png"], recipe("image", picture_size=(16, 24))).values()
+    assert Image.open(io.BytesIO(request["image"][0, 0])).size == (24, 16)
     (tmp_path / "no.png").write_bytes(b"text")
     with pytest.raises(BundleError, match=r"no\.png: is no picture that Pillow can read"):
         read_samples([tmp_path / "no.png"], recipe("image", picture_size=(16, 24)))

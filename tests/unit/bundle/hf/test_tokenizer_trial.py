@@ -13,14 +13,14 @@ from rsrv_bundle.hf.tokenizer_trial import try_tokenizer
 
 def tokenizer(pattern: str = "", replaced: str = "", most: int = 100) -> str:
     """Return a tokenizer with a regular expression that splits texts, one that replaces parts, and the longest word."""
-    found = Tokenizer(
+    made = Tokenizer(
         models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]", max_input_chars_per_word=most)
     )
     if pattern:
-        found.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     if replaced:
-        found.normalizer = normalizers.Replace(Regex(replaced), "x")
-    return found.to_str()
+        made.normalizer = normalizers.Replace(Regex(replaced), "x")
+    return made.to_str()
 
 
 BOMBS = {
